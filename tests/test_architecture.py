@@ -65,7 +65,14 @@ NEVER = {
 }
 """What a folder must not import of its neighbours."""
 
-TORCH = ("policy", "algo.losses", "tools.search.encoders", "runs.tensorboard", "cli.profile")
+TORCH = (
+    "policy",
+    "algo.losses",
+    "algo.objectives",
+    "tools.search.encoders",
+    "runs.tensorboard",
+    "cli.profile",
+)
 """Where tensors live, the tracker whose SummaryWriter torch brings, and the profile of both."""
 
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
@@ -190,6 +197,15 @@ def test_torch_stays_where_tensors_live(module: str) -> None:
     assert not uses or (under(module, TORCH) and not under(module, NO_TORCH)), (
         f"{module} imports torch"
     )
+
+
+def test_vllm_is_imported_in_its_plugin_alone() -> None:
+    users = [
+        module
+        for module, tree in TREES.items()
+        if any(name.split(".")[0] == "vllm" for name in imports(tree, module))
+    ]
+    assert users == ["policy.engine.vllm.plugin"]
 
 
 def test_the_root_is_only_asked_for_the_version() -> None:

@@ -6,23 +6,28 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
+from tests.families import byte_model
 from tests.tiny import tiny, write_recipe
 from transformers.utils import logging
 
 from treegraft.cli import main as cli
-from treegraft.core.errors import DataError, ModelError, SettingError
+from treegraft.core.errors import DataError, ModelError, SettingError, TreegraftError
 from treegraft.core.types import Status
 from treegraft.policy.load import load_model
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
 from treegraft.settings.policy import ModelSettings
+from treegraft.tools.search.encoders import build_encoder
 from treegraft.train import RunResult, train
 
 Command = Callable[..., tuple[int, str]]
@@ -585,15 +590,90 @@ def test_a_fault_in_a_users_constructor_is_told_from_a_wrong_call(
     refused(treegraft, tmp_path, 2, parts, engine={"kind": "tests.test_bad_input:Broken"})
 
 
-def test_a_hub_id_that_no_hub_answers_is_not_blamed_on_the_tokenizer(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[bytes]]:
+    """A hub that takes connections and ends them without an answer; what it was asked, with an
+    empty cache of models in `tmp_path`."""
+    asked: list[bytes] = []
+
+    class Silent(BaseRequestHandler):
+        def handle(self) -> None:
+            asked.append(self.request.recv(9999).split(b"\r\n")[0])
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Silent) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in (
+            ("ENDPOINT", address),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+            ("HF_HUB_OFFLINE", False),
+            ("HF_HUB_CACHE", str(tmp_path)),
+        ):
+            monkeypatch.setattr(constants, name, value)
+        yield asked
+        server.shutdown()
+        thread.join()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(silent_hub: list[bytes]) -> None:
+    """Its clients would ask again for more than a minute."""
+    with pytest.raises(ModelError, match=r"not fetched before, while http.* does not answer"):
+        load_model(ModelSettings(path="nobody/misspelt"))
+    with pytest.raises(ModelError, match=r"encoder 'nobody/misspelt': there is no such folder"):
+        build_encoder("nobody/misspelt")
+    assert silent_hub.count(b"HEAD / HTTP/1.1") == 2
+    assert not any(b"misspelt" in request for request in silent_hub)
+
+
+def test_a_model_that_was_fetched_before_needs_no_hub(
+    silent_hub: list[bytes], tmp_path: Path
 ) -> None:
-    from transformers import AutoTokenizer
+    place = tmp_path / "models--me--small"
+    byte_model(place / "snapshots" / "0")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0")
+    model, tokenizer = load_model(ModelSettings(path="me/small"))
+    assert model.num_parameters() > 0 and tokenizer.eos_token_id is not None
+    assert not any(b"small" in request for request in silent_hub)
 
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise OSError("We couldn't connect to 'https://huggingface.co'")
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
-    with pytest.raises(ModelError, match="there is no such folder, and as a hub id") as refused:
-        load_model(ModelSettings(path="misspelt"))
-    assert "couldn't connect" in str(refused.value) and "Save the tokenizer" not in str(refused)
+@pytest.mark.parametrize(
+    ("tables", "settings"),
+    [
+        ({"model": {"path": "no/such/folder"}}, ("model.path",)),
+        (
+            {"tasks": {"kind": "dataset", "dataset": {"train": ["none.jsonl"]}}},
+            ("tasks.dataset.train",),
+        ),
+        (
+            {"tasks": {"kind": "dataset", "dataset": {"train": ["{one}"], "eval": ["none.jsonl"]}}},
+            ("tasks.dataset.eval",),
+        ),
+        (
+            {"tools": {"use": ["search"], "search": {"corpus": "none.jsonl"}}},
+            ("tools.search.corpus",),
+        ),
+        ({"reward": {"funcs": ["no_module:f"]}}, ("reward.funcs",)),
+        ({"credit": {"rule": "no_module:f"}}, ("credit.rule",)),
+        ({"engine": {"kind": "tests.tiny_parts:always_half"}}, ("engine.kind",)),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
+)
+def test_parts_say_which_setting_an_error_is_about(
+    tables: dict[str, Any], settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    filled = json.loads(json.dumps(tables).replace("{one}", str(tmp_path / "one.jsonl")))
+    with pytest.raises(TreegraftError) as caught:
+        train(
+            tiny(
+                **filled,
+                rollout={"max_tool_calls": 0},
+                run={"dir": str(tmp_path), "name": "a"},
+            ),
+            display=False,
+        )
+    assert caught.value.settings == settings
+    assert not (tmp_path / "a").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import subprocess
@@ -12,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import methods
+from benchmarks import demo, methods
 from tests.tiny import write_recipe
+
+from treegraft.settings.load import load_config
+from treegraft.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
@@ -27,6 +31,8 @@ MODULES = sorted(
 def test_each_script_imports(module: str) -> None:
     importlib.import_module(module)
 
+
+SHORT = ("run.num_updates=1", "tasks.num_eval=4")
 
 KINDS = [
     *(methods.Job("boundary", method, 0) for method in ("GRPO", "ARPO", methods.SFT)),
@@ -55,6 +61,7 @@ def small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
         "RECIPE": write_recipe(tmp_path / "small.json", recipe),
         "RESULTS": tmp_path / "methods.jsonl",
         "NUM_UPDATES": 1,
+        "NUM_WARMUP_STEPS": 2,
         "EVERY": 1,
         "NUM_EVAL": 4,
         "COMMON": (
@@ -98,7 +105,26 @@ def test_settings_of_each_job_are_accepted(world: str, method: str) -> None:
     )
 
 
-@pytest.mark.parametrize("script", ["methods.py", "tools.py", "search.py"])
+def test_seeds_of_the_demo_are_what_its_commands_give(
+    small_study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warm-up for both methods and one evaluation give what a whole run gives."""
+    monkeypatch.setattr(demo, "RESULTS", small_study / "demo.jsonl")
+    monkeypatch.setattr(demo, "LAST_ONLY", (*demo.LAST_ONLY, *SHORT))
+    monkeypatch.setattr(demo, "RECIPE", methods.RECIPE)
+    found = demo.run_seed(3, list(demo.METHODS), small_study)
+    for line, overrides in zip(found, demo.METHODS.values(), strict=True):
+        common = ["run.seed=3", f"run.dir={small_study}", *SHORT]
+        metrics = train(load_config(methods.RECIPE, [*common, *overrides]), display=False).metrics
+        assert line[demo.ACCURACY] == metrics[demo.ACCURACY]
+        assert line[demo.TOKENS] == metrics[demo.TOKENS] > 0
+    text = "".join(json.dumps(line) + "\n" for line in found)
+    demo.RESULTS.write_text(text, encoding="utf-8")
+    names = [row.split(" | ")[0] for row in demo.table()][2:]
+    assert names == [f"| {method}" for method in demo.METHODS]
+
+
+@pytest.mark.parametrize("script", ["methods.py", "demo.py", "tools.py", "search.py"])
 def test_scripts_explain_themselves(script: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / script), "--help"],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import DataError, ModelError, SettingError, about
 from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
 from treegraft.settings.config import (
     Config,
@@ -391,7 +391,7 @@ def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
     for override, part in (
         ("num_leaves=300", "explore.num_leaves: got 300, expected at most engine.max_rows"),
         ("run.name=a/b", "run.name: got 'a/b'"),
-        ("engine.kind=vllm", "engine.kind: got 'vllm'"),
+        ("engine.kind=vlm", "engine.kind: got 'vlm'"),
         ("max_agent_steps=9", ""),
         ("rollout.max_completion_tokens=1000", "expected less than model.tiny.max_context"),
         ("explore.explorers=graft", 'Write explore.explorers = ["graft"]; in a shell'),
@@ -442,12 +442,18 @@ def test_recipes_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_errors_of_data_and_models_are_traced_to_their_setting() -> None:
-    config = load_config({"model": {"path": "/no/x"}})
     message = "model '/no/x': there is no such folder"
-    assert traced(message, config, "r.toml", []) == f"r.toml: model.path: {message}"
-    typed = traced(message, config, "r.toml", ["model.path=/no/x"])
+    with pytest.raises(ModelError) as caught, about("model.path"):
+        raise ModelError(message)
+    assert traced(caught.value, "r.toml", []) == f"r.toml: model.path: {message}"
+    typed = traced(caught.value, "r.toml", ["learn.lr=1", "model.path=/no/x"])
     assert typed == f"command line: model.path: {message}"
-    assert traced("another 'thing'", config, "r.toml", []) == "another 'thing'"
+    # Who knows more, further in, is believed; a setting that is named is not named twice.
+    with pytest.raises(DataError) as caught_inside, about("tasks.dataset.train"):
+        raise DataError("no column 'x' (tasks.kind)", settings=["tasks.kind", "run.seed"])
+    inner = caught_inside.value
+    assert traced(inner, "r.toml", ["seed=3"]) == "command line: no column 'x' (tasks.kind)"
+    assert traced(DataError("'/no/x' is odd"), "r.toml", ["model.path=/no/x"]) == "'/no/x' is odd"
 
 
 # --- tables ---------------------------------------------------------------------------------------

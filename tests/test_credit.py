@@ -44,6 +44,22 @@ def test_without_a_rule_the_settings_decide() -> None:
     assert [leaf.advantage for leaf in credit_trees([tree], config)[0].leaves] == [0.5, -0.5, None]
 
 
+def test_a_batch_is_compared_as_a_whole() -> None:
+    """Trees of rewards 1, 0 and 1, 1; tokens 3, 4 and 1, 1: over nine tokens mean 5/9, variance
+    (5 · (4/9)² + 4 · (5/9)²) / 8."""
+    other = build_tree(Part("p", (Part("s", reward=1.0), Part("s", reward=1.0))), task_id="t/2")
+    config = load_config({"credit": {"advantage": "reinforce++"}})
+    first, second = credit_trees([small_tree(), other], config)
+    spread = math.sqrt((5 * 16 / 81 + 4 * 25 / 81) / 8)
+    right, wrong = 4 / 9 / spread, -5 / 9 / spread
+    assert [leaf.advantage for leaf in first.leaves] == [
+        pytest.approx(right),
+        pytest.approx(wrong),
+        None,
+    ]
+    assert [leaf.advantage for leaf in second.leaves] == [pytest.approx(right)] * 2
+
+
 def test_the_rule_reaches_the_tokens_by_hand() -> None:
     """Contributions in order of the leaves: two shared tokens and one own; two shared and two own;
     nothing of the failed one."""

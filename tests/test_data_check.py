@@ -64,6 +64,19 @@ def test_each_defect_is_found_at_its_row(tmp_path: Path) -> None:
     )
 
 
+def test_without_a_column_of_references_the_options_are_named(tmp_path: Path) -> None:
+    name = write(tmp_path / "train.jsonl", {"question": "one?", "outcome": "1", "level": 3})
+    (file,) = check_data(name, []).files
+    assert file.reference_column == "none" and "the columns are level, outcome, question" in (
+        file.advice
+    )
+    assert "--reference-column" in file.advice and "tasks.dataset.reference_column" in file.advice
+    (file,) = check_data(name, [], reference="outcomes").files
+    assert "no row has a reference in outcomes;" in file.advice
+    assert file.advice.endswith("Did you mean 'outcome'?")
+    assert not check_data(name, [], reference="outcome").files[0].advice
+
+
 def test_three_ways_of_standing_in_the_training_data(tmp_path: Path) -> None:
     train = write(
         tmp_path / "train.jsonl",

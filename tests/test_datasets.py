@@ -16,6 +16,7 @@ from treegraft.core.errors import DataError, SettingError
 from treegraft.settings.tasks import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
+from treegraft.tasks.readers import BadRow, Row, read_rows
 
 DATA = Path(
     os.environ.get("TREEGRAFT_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data"
@@ -182,7 +183,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match="environment variable"):
         load("$NO_SUCH_PLACE/a.jsonl").train_tasks()
     with pytest.raises(SettingError, match=r"expected \.jsonl"):
-        load(str(tmp_path / "a.csv") if (tmp_path / "a.csv").write_text("x") else "").train_tasks()
+        load(str(tmp_path / "a.tsv") if (tmp_path / "a.tsv").write_text("x") else "").train_tasks()
     (tmp_path / "a.json").write_text("[{]")
     with pytest.raises(DataError, match="not JSON"):
         load(str(tmp_path / "a.json")).train_tasks()
@@ -191,6 +192,24 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load(str(tmp_path / "a.parquet")).train_tasks()
     with pytest.raises(SettingError, match=r"tasks\.dataset\.train"):
         DatasetSource(DatasetSettings(), num_train=1, num_eval=1)
+
+
+def test_csv_has_texts_below_a_line_of_names(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffquestion,answer,level\n"a, ""b""\nc?",2,x\n\nshort,1\nd?,3,\n')
+    found = list(read_rows(str(path), "train"))
+    assert [row.values for row in found if isinstance(row, Row)] == [
+        {"question": 'a, "b"\nc?', "answer": "2", "level": "x"},
+        {"question": "d?", "answer": "3", "level": ""},
+    ]
+    assert [row.number for row in found if isinstance(row, Row)] == [0, 2]
+    assert found[1] == BadRow("row 1 has 2 cells, expected 3; it was left out")
+    path.write_text("question,answer\n" + "w" * 200_000 + ",1\n")  # beyond the module's own limit
+    assert len(list(read_rows(str(path), "train"))) == 1
+    for content in (b'question,answer\na,1\n"b,2\n', b"question,answer\na,1\n\xff,2\n"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"cannot be read as CSV after . rows"):
+            list(read_rows(str(path), "train"))
 
 
 def test_variables_json_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

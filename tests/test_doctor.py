@@ -108,9 +108,23 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
         == 2 * shape.num_weights
     )
     assert parts["float32 master weights"] == 4 * shape.num_weights
-    # The optimiser sums in float32, beside the gradients of the pass under way.
-    assert parts["gradients"] == 2 * shape.num_weights
-    assert parts["float32 gradients"] == 4 * shape.num_weights
+    # They move to the float32 masters as they are made.
+    assert parts["gradients"] == 4 * shape.num_weights
+
+
+def test_the_words_of_a_data_set_count_as_weights_of_a_tiny_model(tmp_path: Path) -> None:
+    """A word more is a row of the embeddings and one of the head."""
+    sizes = []
+    for count in (300, 500):
+        words = " ".join(f"w{n}" for n in range(count))
+        path = tmp_path / f"{count}.jsonl"
+        path.write_text("".join(json.dumps({"question": words, "answer": a}) + "\n" for a in "ab"))
+        tables = {"kind": "dataset", "num_eval": 1, "dataset": {"train": [str(path)]}}
+        shape = memory.model_shape(Config.model_validate({"tasks": tables}))
+        assert shape is not None
+        sizes.append(shape.num_weights)
+    width = Config().model.tiny.hidden_size
+    assert sizes[1] - sizes[0] == 200 * 2 * width
 
 
 def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
@@ -124,7 +138,13 @@ def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
     )
     shape = memory.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
     assert shape == memory.ModelShape(
-        num_weights=12, num_layers=5, num_kv_heads=2, head_dim=3, hidden_size=6, vocab_size=9
+        num_weights=12,
+        num_layers=5,
+        num_kv_heads=2,
+        head_dim=3,
+        hidden_size=6,
+        vocab_size=9,
+        num_heads=2,
     )
 
 

@@ -28,7 +28,18 @@ from tests.worlds import (
 )
 
 from treegraft.core.errors import EngineError, SettingError, ToolUnavailable
-from treegraft.core.types import Observation, Status, StepContent, Task, ToolCall, Trace, Tree
+from treegraft.core.types import (
+    BranchCause,
+    Expand,
+    Observation,
+    Start,
+    Status,
+    StepContent,
+    Task,
+    ToolCall,
+    Trace,
+    Tree,
+)
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
@@ -281,6 +292,29 @@ def test_a_branch_begins_in_the_state_of_its_step(made: type, allocate: Any) -> 
     if made is not ReplayedKeyDoor:
         expected = {"num_opened": 1, "num_replays": 0, "num_replayed_calls": 0, "num_forks": 2}
     assert {key: found[key] for key in expected} == expected
+
+
+class Again(Independent):
+    """One start; then, one after another, children of its first step."""
+
+    expands = True
+
+    def starts(self, max_leaves: int) -> Start:
+        return Start(1)
+
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+        cause = BranchCause(entropy_change=0.0, probability=1.0, rule="own")
+        return [Expand("0.0", 1, cause)] if len(tree.leaves) < max_leaves else []
+
+
+@pytest.mark.parametrize("made", KINDS)
+def test_a_finished_rollout_is_grown_again_and_again_from_one_state(made: type) -> None:
+    """Three moves, then two more rollouts from behind the first one: each sees moves 2 and 3."""
+    tree = grow(make(made, by_plan(*WAY_IN), Again(), num_leaves=3))
+    assert [step.id for step in tree.steps if step.depth == 2] == ["0.0.0", "0.0.1", "0.0.2"]
+    assert seen(tree) == [["w1 1", "w1 2", "w1 3"]] * 3
+    assert [leaf.reward for leaf in tree.leaves] == [1.0] * 3
+    assert tree.budget.num_tool_calls == 7
 
 
 def test_a_wish_that_is_not_granted_costs_nothing() -> None:

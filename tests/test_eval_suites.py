@@ -4,27 +4,34 @@ compared."""
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.corpus import DATA
+from tests.slow_learner import example_trees
 from tests.test_agents import said, serving
 from tests.tiny import tiny, write_recipe
 
 from treegraft.core.errors import CheckpointError, DataError, EngineError, SettingError
-from treegraft.core.types import Task
+from treegraft.core.types import Task, Tree
 from treegraft.evals import folder as folders
 from treegraft.evals.folder import EvalFolder
 from treegraft.evals.judge import JudgeSettings, Verdict, messages_for, parse_verdict
+from treegraft.evals.numbers import suite_numbers
 from treegraft.evals.run import SuitePlan, SuiteResult, evaluate_suite
+from treegraft.evals.show import print_report
 from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
 from treegraft.evals.versus import compare_evaluations
 from treegraft.runs.record import RunFolder, tree_to_json
@@ -143,6 +150,13 @@ def test_browsecomp_is_decrypted(tmp_path: Path) -> None:
         ("plain?", ("yes",), "Other"),
     ]
     assert any("cannot be decrypted" in note for note in found.notes)
+    # As it is published.
+    published = tmp_path / "browse_comp_test_set.csv"
+    with published.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["problem", "answer", "problem_topic", "canary"])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert read_set("browsecomp", str(published)).tasks == found.tasks
 
 
 def test_rows_of_no_use_are_left_out_and_told(tmp_path: Path) -> None:
@@ -420,6 +434,35 @@ def test_numbers_of_a_report_by_hand(agent: tuple[Path, Path], tmp_path: Path) -
         and sum(level.num_items for level in levels.values()) == NUM_ITEMS
     )
     assert [one.measure for one in report.sets] == ["f1", "match"], "nobody judged webwalker"
+
+
+def test_groups_have_the_mean_of_their_sets() -> None:
+    """Two items a set; f1 of 0 and 1 over n + 1 in the n-th set of the group."""
+    (tree,) = example_trees(1)
+    names = (*GROUPS["knowledge"], "gsm8k")
+    sets = [
+        EvalSet(name=name, source="-", rule=SETS[name], tasks=(tree.task,) * 2) for name in names
+    ]
+
+    def scored(f1: float) -> Tree:
+        parts = {"em": 0.0, "f1": f1, "match": 0.0}
+        leaves = [replace(leaf, reward_parts=parts, is_correct=False) for leaf in tree.leaves]
+        return replace(tree, leaves=tuple(leaves))
+
+    trees = {name: [scored(0.0), scored(1 / (n + 1))] for n, name in enumerate(names)}
+    how: dict[str, Any] = {"checkpoint": "c", "temperature": 1.0, "num_samples": 1, "seed": 0}
+    found = suite_numbers(sets, trees, None, **how)
+    assert [*found.groups] == ["knowledge"]
+    knowledge = (1 + 1 / 2 + 1 / 3 + 1 / 4) / 8
+    assert found.groups["knowledge"].mean == pytest.approx(knowledge)
+    # Mathematics is right or wrong: nothing is right here.
+    assert found.mean.mean == pytest.approx(knowledge * 4 / 5)
+    shown = io.StringIO()
+    print_report(found, Console(file=shown, width=120))
+    row = next(line for line in shown.getvalue().splitlines() if "mean of knowledge" in line)
+    assert f" {100 * knowledge:.1f} [" in row
+    # The group alone is all there is, and its mean is that of the whole.
+    assert suite_numbers(sets[:4], trees, None, **how).groups == {}
 
 
 @pytest.mark.parametrize(

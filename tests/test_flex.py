@@ -4,21 +4,39 @@ test_packed_equals_separate runs the laws through it."""
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from treegraft.policy.learn.flex import flex_distance, proven_flex, tree_block_mask
+from treegraft.core.errors import ModelError
+from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.learn import flex as flex_module
+from treegraft.policy.learn import tree_attention as attention
+from treegraft.policy.learn.dense import AttentionShape, probe_tree
+from treegraft.policy.learn.flex import (
+    Proof,
+    flex_distance,
+    node_positions,
+    proven_flex,
+    tree_block_mask,
+)
+from treegraft.policy.learn.pack import Node, TreeBatch, columns_of
+from treegraft.policy.learn.tree_attention import PROOF_TOKENS, PackedPlan
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"
 )  # of torch: FlexAttention is not compiled here
 
 CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +48,9 @@ def _backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     proven_flex.cache_clear()
 
 
-def seen_by(ends: list[int], positions: list[int], window: int | None) -> list[str]:
-    count = torch.arange(len(ends))
-    mask = tree_block_mask(torch.tensor(ends), torch.tensor(positions), window)
+def seen_by(nodes: list[Node], window: int | None) -> list[str]:
+    count = torch.arange(nodes[-1].end)
+    mask = tree_block_mask(nodes, window)
     return [
         "".join("x" if x else "." for x in row)
         for row in mask.mask_mod(None, None, count[:, None], count[None]).tolist()
@@ -41,7 +59,9 @@ def seen_by(ends: list[int], positions: list[int], window: int | None) -> list[s
 
 def test_a_mask_by_hand() -> None:
     """A prompt of two tokens with branches of two and one, and another tree of one token."""
-    assert seen_by([5, 5, 4, 4, 5, 6], [0, 1, 2, 3, 2, 0], None) == [
+    nodes = [Node(0, 2, 5), Node(2, 4, 4), Node(4, 5, 5), Node(5, 6, 6)]
+    assert node_positions(nodes) == [0, 2, 2, 0]
+    assert seen_by(nodes, None) == [
         "x.....",
         "xx....",
         "xxx...",
@@ -49,7 +69,7 @@ def test_a_mask_by_hand() -> None:
         "xx..x.",
         ".....x",
     ]
-    assert seen_by([5, 5, 4, 4, 5, 6], [0, 1, 2, 3, 2, 0], 2) == [
+    assert seen_by(nodes, 2) == [
         "x.....",
         "xx....",
         ".xx...",
@@ -59,8 +79,86 @@ def test_a_mask_by_hand() -> None:
     ]
 
 
-def test_outputs_and_gradients_are_those_of_a_dense_mask() -> None:
-    assert flex_distance(flex_attention, 16, torch.float32, CPU) < 1e-5
+@st.composite
+def forests(draw: st.DrawFn) -> list[Node]:
+    """Nodes of one to three trees in depth-first order; some of whole blocks, where full squares
+    are."""
+    lengths = st.one_of(st.integers(1, 300), st.sampled_from([1, 127, 128, 129, 256, 384]))
+    nodes: list[Node] = []
+
+    def add(depth: int) -> None:
+        start = nodes[-1].end if nodes else 0
+        place = len(nodes)
+        nodes.append(Node(start, start + draw(lengths), 0))
+        for _ in range(draw(st.integers(0, 3)) if depth else 0):
+            add(depth - 1)
+        nodes[place] = nodes[place]._replace(subtree_end=nodes[-1].end)
+
+    for _ in range(draw(st.integers(1, 3))):
+        add(2)
+    return nodes
+
+
+COLUMNS = ("num_blocks", "indices")
+
+
+@given(forests(), st.sampled_from([None, 1, 2, 100, 128, 300]), st.sampled_from([1, 1 << 22]))
+@settings(max_examples=15, deadline=None)
+def test_masks_from_intervals_are_those_of_every_pair(
+    nodes: list[Node], window: int | None, pairs: int
+) -> None:
+    """However many stretches are compared at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex_module, "_PAIRS", pairs)
+        ours = tree_block_mask(nodes, window)
+    total = nodes[-1].end
+    theirs = create_block_mask(ours.mask_mod, None, None, total, total, device="cpu")
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        for column in COLUMNS:
+            name = f"{kind}_{column}"
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert ours.seq_lengths == theirs.seq_lengths
+
+
+def test_no_number_is_made_for_each_pair_of_tokens() -> None:
+    """Of 64k tokens the pairs alone would be 4 GB."""
+    nodes = [Node(0, 4096, 65536), *(Node(n, n + 512, n + 512) for n in range(4096, 65536, 512))]
+    tracemalloc.start()
+    mask = tree_block_mask(nodes, None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+    # 32 blocks of prompt and 120 branches of 4: triangles, and every branch on the prompt.
+    assert int(mask.kv_num_blocks.sum()) == 32 + 480
+    assert int(mask.full_kv_num_blocks.sum()) == 32 * 31 // 2 + 120 * 6 + 480 * 32
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, AttentionShape(6, 2, 16, window=40), AttentionShape(2, 2, 16, softcap=2.0)],
+)
+def test_outputs_and_gradients_are_those_of_a_dense_mask(shape: AttentionShape) -> None:
+    assert flex_distance(flex_attention, shape, torch.float32, CPU, 401) < 1e-5
+
+
+def test_a_tree_too_large_for_a_dense_mask_is_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shapes alone: the refusal comes before anything is computed."""
+    tree = probe_tree(4097)
+    monkeypatch.setattr(attention, "proven_flex", lambda *_: Proof(None, "FlexAttention failed"))
+    columns = dict.fromkeys(columns_of(TreeBatch), torch.zeros(0, dtype=torch.long))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        columns["token_ids"] = columns["position_ids"] = torch.zeros(
+            4097, dtype=torch.long, device="cuda"
+        )
+        plan = PackedPlan(TreeBatch(**columns, trees=(tree,), paths=(), step_offsets=()))
+        assert plan.num_padding == 127 and plan.inputs[0].shape == (4224,)
+        query = torch.zeros(4, 4224, 16, device="cuda")
+        for sinks, why in ((None, "FlexAttention failed"), (torch.zeros(4), "attention sinks")):
+            options = AttentionOptions(0.25, None, None, sinks)
+            with pytest.raises(ModelError, match=rf"4,097 tokens .* at most 4,096: .*{why}"):
+                plan.attend(0, query, query, query, options)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +182,11 @@ def test_what_fails_or_is_off_is_not_used(
         return makers[-1](function) if function is flex_attention else compiled(function, **options)
 
     monkeypatch.setattr(torch, "compile", compile_)
-    assert proven_flex(16, torch.float32, CPU) is flex_attention
+    assert proven_flex(SHAPE, torch.float32, CPU, 401).flex is flex_attention
     proven_flex.cache_clear()
     makers.append(made)
     with caplog.at_level(logging.WARNING):
-        assert proven_flex(16, torch.float32, CPU) is None
+        assert proven_flex(SHAPE, torch.float32, CPU, 401).flex is None
     assert notice in caplog.text and "dense masks" in caplog.text
 
 
@@ -101,12 +199,12 @@ def test_the_proof_needs_gradients_wherever_it_is_asked_for(
         torch, "compile", lambda f, **options: f if f is flex_attention else compiled(f, **options)
     )
     with torch.no_grad():
-        assert proven_flex(16, torch.float32, CPU) is flex_attention
+        assert proven_flex(SHAPE, torch.float32, CPU, 401).flex is flex_attention
     proven_flex.cache_clear()
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
-        assert proven_flex(16, torch.float32, CPU) is flex_attention
+        assert proven_flex(SHAPE, torch.float32, CPU, 401).flex is flex_attention
         return y.sin()
 
     x = torch.ones(3, requires_grad=True)
@@ -117,5 +215,8 @@ def test_the_proof_needs_gradients_wherever_it_is_asked_for(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_on_a_gpu(dtype: torch.dtype) -> None:
-    assert proven_flex(64, dtype, torch.device("cuda")) is not None
+@pytest.mark.parametrize("heads", [(28, 4, 128), (12, 2, 128), (32, 8, 128), (9, 3, 64)])
+def test_compiled_on_a_gpu(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Heads of Qwen2.5 7B and 1.5B, of 8B models and of SmolLM2."""
+    proof = proven_flex(AttentionShape(*heads), dtype, torch.device("cuda"), PROOF_TOKENS)
+    assert not proof.problem

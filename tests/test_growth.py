@@ -17,10 +17,12 @@ from treegraft.core.types import (
     Branch,
     BranchCause,
     ContinuationCause,
+    Expand,
     GraftCause,
     Observation,
     Origin,
     PathView,
+    Start,
     StartCause,
     Status,
     StepContent,
@@ -33,12 +35,14 @@ from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
+from treegraft.explore.independent import Independent
+from treegraft.explore.tree_search import TreeSearch
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.settings.explore import EntropySettings, GraftSettings
+from treegraft.settings.explore import EntropySettings, GraftSettings, TreeSearchSettings
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
@@ -194,6 +198,77 @@ def test_n_equal_to_m_is_grpo() -> None:
     )
     assert not any(isinstance(step.cause, BranchCause) for step in tree.steps)
     assert len(tree.leaves) == 4
+
+
+def test_finished_rollouts_are_grown_further_round_by_round() -> None:
+    """Two starts search and answer; the search is the only step of each that a result follows. Two
+    rounds of one child each below both: 6 leaves, and no call but the starts' two."""
+    explorer = TreeSearch(TreeSearchSettings(num_starts=2, num_nodes=1))
+    tree = grow(make(explorer, num_leaves=6))
+    assert ids(tree) == [
+        *("0", "0.0", "0.0.0", "0.0.1", "0.0.2"),
+        *("0.1", "0.1.0", "0.1.1", "0.1.2"),
+    ]
+    assert len(tree.leaves) == 6 and tree.budget.num_tool_calls == 2
+    causes = [step.cause for step in tree.steps if step.id in ("0.0.1", "0.1.2")]
+    assert [cause.rule for cause in causes if isinstance(cause, BranchCause)] == ["random"] * 2
+    metrics = rollout_metrics([tree])
+    assert (metrics["branch/num_branches"], metrics["branch/num_starts"]) == (4.0, 2.0)
+
+
+def test_children_of_a_short_budget_are_shared_between_the_rollouts() -> None:
+    """M = 3, N = 2 with two leaves left: one child each below the first two rollouts."""
+    explorer = TreeSearch(TreeSearchSettings(num_starts=3, num_nodes=2))
+    tree = grow(make(explorer, num_leaves=5))
+    assert [one for one in ids(tree) if one.count(".") == 2] == [
+        *("0.0.0", "0.0.1", "0.1.0", "0.1.1", "0.2.0"),
+    ]
+
+
+def test_without_a_step_to_grow_from_fresh_starts_fill_up() -> None:
+    explorer = TreeSearch(TreeSearchSettings(num_starts=1, num_nodes=2))
+    tree = grow(make(explorer, lambda _: ANSWER, num_leaves=3))
+    assert ids(tree) == ["0", "0.0", "0.1", "0.2"]
+
+
+def test_steps_are_drawn_from_all_that_qualify() -> None:
+    """Of a rollout with three searches each one gets a child in some of thirty trees."""
+    explorer = TreeSearch(TreeSearchSettings(num_starts=1, num_nodes=1))
+
+    def agent(path: str) -> str:
+        return SEARCH if path.count("<result>") < 3 else ANSWER
+
+    grower = make(explorer, agent, num_leaves=2)
+    tasks = [Task(id=f"t/{n}", question="w0", reference=("w9",)) for n in range(30)]
+    trees = asyncio.run(
+        grower.grow_all(tasks, noise_key=(0, "train", 4), group_prefix="4", max_live_trees=3)
+    )
+    depths = {
+        step.depth for tree in trees for step in tree.steps if isinstance(step.cause, BranchCause)
+    }
+    assert depths == {2, 3, 4}
+
+
+class AtStep(Independent):
+    """Asks for a child of one step, whichever it is."""
+
+    expands = True
+
+    def __init__(self, step_id: str) -> None:
+        self.step_id = step_id
+
+    def starts(self, max_leaves: int) -> Start:
+        return Start(1)
+
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+        cause = BranchCause(entropy_change=0.0, probability=1.0, rule="own")
+        return [Expand(self.step_id, 1, cause)] if len(tree.leaves) < max_leaves else []
+
+
+@pytest.mark.parametrize("step_id", ["0.0.0", "0.7"])
+def test_a_step_that_cannot_be_grown_from_becomes_a_fresh_start(step_id: str) -> None:
+    """An answer, and a step that is not there: the group still has its two leaves."""
+    assert ids(grow(make(AtStep(step_id), num_leaves=2))) == ["0", "0.0", "0.0.0", "0.1", "0.1.0"]
 
 
 def test_more_children_than_the_budget_are_cut() -> None:

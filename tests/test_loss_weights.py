@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_law_3_a_shared_token_weighs_what_the_leaves_below_it_weigh() -> None:
         )
     )
     learner, _ = make_learner(build_model("llama"))
-    pack = learner._packs([tree], (0,))[0]
+    pack = learner_module._Pack(*next(learner._batches(learner._plan([tree], (0,)))))
     logprobs = torch.full((5,), -2.0, requires_grad=True)
     factors = learner._factors(pack.batch, learner._denominators([tree]))
     loss = learner._pack_loss(
@@ -146,19 +147,25 @@ def test_groups_without_variance_are_skipped_but_counted() -> None:
             len(step.token_ids) for step in mixed.steps
         )
         assert learned[1] == flat and learned[0].steps[1].old_logprobs is not None
+    # In a minibatch of its own it takes no step, and the means are over the other's.
+    learner, descent = make_learner(build_model("llama"), num_minibatches=2)
+    _, metrics = learner.learn([mixed, flat])
+    assert metrics["learn/num_optimiser_steps"] == 1.0
+    norm = sum(float((part**2).sum()) for part in descent.gradients[0]) ** 0.5
+    assert metrics["learn/grad_norm"] == pytest.approx(norm)
     # Alone there is nothing to learn: no step, no error.
     learner, descent = make_learner(build_model("llama"))
     _, metrics = learner.learn([flat])
     assert metrics["learn/skipped_groups_frac"] == 1.0 and not descent.gradients[0].any()
-    assert metrics["learn/loss"] == 0.0
+    assert metrics["learn/loss"] == metrics["learn/num_optimiser_steps"] == 0.0
 
 
-def test_with_a_divergence_term_flat_groups_are_learned_from() -> None:
+def test_with_a_divergence_term_flat_groups_are_learned_from(tmp_path: Path) -> None:
     flat = example_trees(2)[1]
     model, twin = build_model("llama"), build_model("llama")
     loss = LossSettings(kl_coef=0.5)
     learner, descent = make_learner(model, loss)
-    learner.keep_reference()
+    learner.keep_reference(tmp_path, is_new=True)
     reference = copy.deepcopy(twin)
     shift_weights(model)
     shift_weights(twin)

@@ -435,8 +435,12 @@ def test_packs_leave_room_for_lessons() -> None:
         learner, _ = make_learner(
             build_model("llama"), loss_settings(graft_coef=coef), max_pack_tokens=64
         )
-        packs = learner._packs(trees, (0, 1))
-        assert len(packs) == count and all(pack.batch.num_tokens <= 64 for pack in packs)
+        packs = list(
+            learner._batches(
+                learner._plan(trees, (0, 1), takes_lessons=coef > 0), takes_lessons=coef > 0
+            )
+        )
+        assert len(packs) == count and all(batch.num_tokens <= 64 for _, batch in packs)
 
 
 # ---------------------------------------------------------------------- attribution
@@ -482,7 +486,7 @@ def test_hard_differs_where_clipping_acts() -> None:
         )
         learner, _ = make_learner(build_model("llama"), rules.loss)
         trees = [assign_credit(tree, advantage="dr_grpo", attribution=attribution)]  # type: ignore[arg-type]
-        pack = learner._packs(trees, (0,))[0]
+        pack = learner_module._Pack(*next(learner._batches(learner._plan(trees, (0,)))))
         new = torch.tensor([math.log(1.5), 0.0, 0.0], requires_grad=True)
         factors = learner._factors(pack.batch, learner._denominators(trees))
         loss = learner._pack_loss(

@@ -77,6 +77,8 @@ def test_values_that_answers_name_are_accepted_here() -> None:
                     source = {"model": {"path": "some/model"}}
                 if name == "tasks.kind":
                     source = {"rollout": {"max_tool_calls": 0}}
+                if name == "loss.engine_ratio":
+                    source = {"loss": {"engine_ratio_cap": 2.0}}
                 if name == "loss.length_constant":
                     source = {"loss": {"aggregation": "sequence-sum"}}
                 load_config(source, [f"{name}={value}"])

@@ -14,10 +14,12 @@ from tests.slow_learner import (
     plain_scores,
 )
 
-from treegraft.policy.learn import learner as learner_module
-from treegraft.policy.learn.learner import Learner, plain_weights, split_evenly
+from treegraft.policy.learn import scored as scored_module
+from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
+from treegraft.policy.learn.plan import split_evenly
 from treegraft.policy.load import with_adapters
+from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -57,9 +59,9 @@ def test_the_first_step_needs_no_pass_before_it(
     """One for each minibatch of each epoch, and one more for the old log-probabilities of every
     minibatch but the first."""
     calls = []
-    plain = learner_module.packed_hidden
+    plain = scored_module.packed_hidden
     monkeypatch.setattr(
-        learner_module,
+        scored_module,
         "packed_hidden",
         lambda *args, **options: calls.append(1) or plain(*args, **options),
     )
@@ -84,8 +86,7 @@ def test_a_tiny_step_survives_in_bfloat16() -> None:
         model.weight.fill_(1.0)
     optimiser = MasterAdamW(model, LearnSettings(lr=1e-6, max_grad_norm=1e9))
     for _ in range(1000):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimiser.collect()
+        model.weight.sum().backward()
         optimiser.step()
     # AdamW on a constant gradient moves by lr each step.
     torch.testing.assert_close(
@@ -93,10 +94,48 @@ def test_a_tiny_step_survives_in_bfloat16() -> None:
     )
     assert model.weight.dtype == torch.bfloat16
     for _ in range(3000):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimiser.collect()
+        model.weight.sum().backward()
         optimiser.step()
     assert float(model.weight[0, 0].detach()) == pytest.approx(0.996, abs=2**-8 / 2)
+
+
+def test_gradients_move_to_the_masters_as_they_are_made() -> None:
+    """Of a chain of layers with tied ends, over two passes: sums are bit-equal to those of all
+    gradients moved at the end, and never do two live in bfloat16."""
+
+    class Chain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8)
+            self.rest = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in (self.first, *self.rest, self.first):
+                x = torch.tanh(layer(x))
+            return x
+
+    torch.manual_seed(0)
+    model = Chain().to(torch.bfloat16)
+    plain = copy.deepcopy(model)
+    optimiser = MasterAdamW(model, LearnSettings())
+    live = list[int]()
+    for weight in model.parameters():
+        weight.register_hook(
+            lambda _: live.append(sum(w.grad is not None for w in model.parameters()))
+        )
+    sums = [torch.zeros_like(w, dtype=torch.float32) for w in plain.parameters()]
+    for x in torch.randn(2, 3, 8).to(torch.bfloat16):
+        model(x).float().square().sum().backward()
+        plain(x).float().square().sum().backward()
+        for total, weight in zip(sums, plain.parameters(), strict=True):
+            total += weight.grad
+            weight.grad = None
+    assert max(live) <= 1 and len(live) == 20
+    moved = [master.grad for master in optimiser._masters]
+    assert all(torch.equal(a, b) for a, b in zip(moved, sums, strict=True))
+    norm = torch.nn.utils.get_total_norm(sums)
+    assert optimiser.step() == pytest.approx(float(norm))
+    assert all(weight.grad is None for weight in (*model.parameters(), *optimiser._masters))
 
 
 def test_adamw_by_hand() -> None:
@@ -108,8 +147,7 @@ def test_adamw_by_hand() -> None:
     optimiser = MasterAdamW(
         model, LearnSettings(lr=0.1, lr_warmup_steps=2, weight_decay=0.5, max_grad_norm=1.0)
     )
-    model.weight.grad = torch.tensor([[3.0, -4.0]])
-    optimiser.collect()
+    (model.weight * torch.tensor([[3.0, -4.0]])).sum().backward()
     assert optimiser.step() == pytest.approx(5.0)
     assert optimiser.last_lr == pytest.approx(0.05)
     # w (1 - lr · decay) - lr · sign(g)

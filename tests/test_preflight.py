@@ -160,6 +160,15 @@ def test_train_says_it_before_anything_else(recipe: dict[str, Any]) -> None:
     assert "no more than a wrong answer" in said
 
 
+def test_words_that_a_closed_vocabulary_lacks_are_named() -> None:
+    # "r2 of e1 ?" and four words, of which the vocabulary has "of".
+    world = {"search_world": {"hops": [1]}}
+    found = faults(tiny(tasks=world, format={"system_prompt": "Be brief of Be"}))
+    assert list(found) == ["unknown words"]
+    assert found["unknown words"].value == "24 of 64 tokens in 8 prompts (38%)"
+    assert "of the first task: 'Be', 'brief'; the tiny model" in found["unknown words"].note
+
+
 def test_the_tiny_agent_of_the_demo_gets_no_warning() -> None:
     found, sample = checked(tiny())
     assert [str(one) for one in found if one.is_doubtful or not one.is_good] == []

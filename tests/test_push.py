@@ -151,8 +151,12 @@ def test_a_dry_run_needs_no_network(run: Path, push: Command, tmp_path: Path) ->
         (("nowhere", "me/a b"), 2, "'me/a b' is not a repository's name"),
     ],
 )
-def test_bad_arguments(arguments: tuple[str, ...], code: int, part: str, push: Command) -> None:
-    found, said = push("http://127.0.0.1:9", TOKEN, *arguments)
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_bad_arguments(
+    arguments: tuple[str, ...], code: int, part: str, token: str | None, push: Command
+) -> None:
+    """Before a token is asked for."""
+    found, said = push("http://127.0.0.1:9", token, *arguments)
     assert found == code and part in said and "Traceback" not in said
 
 

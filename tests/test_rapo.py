@@ -40,6 +40,8 @@ from treegraft.core.types import Status, Trajectory
         ("inverted_entropy", 2.0, 3.0, 2 * math.tanh(1.0)),
         ("inverted_timing", 2.0, 1.0, math.tanh(1.0) / 2),
         ("inverted_timing", 0.5, 0.25, 2 * math.tanh(1.0)),
+        ("inverted_both", 2.0, 1.0, -math.tanh(1.0) / 2),
+        ("inverted_both", 0.5, 0.75, 2 * math.tanh(1.0)),
         ("no_quality", 2.0, 1.0, 2.0),
         ("no_quality", 2.0, 3.0, 2.0),
         ("no_timing", 2.0, 1.0, math.tanh(1.0)),

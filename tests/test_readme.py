@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import demo
 from tests.pages import DOCS, PAGES, README, ROOT, commands, file_name, runnable
 
 from treegraft.core.errors import SettingError
@@ -231,14 +232,16 @@ def test_there_is_one_place_for_results() -> None:
     assert PAGE.count("<!-- results -->") == 1
 
 
-def test_the_range_that_the_demo_prints_is_that_of_the_results() -> None:
-    boundary = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("**boundary**")[1]
-    printed = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for method in ("GRPO", "RAPO"):
-        row = next(line for line in boundary.splitlines() if line.startswith(f"| {method} |"))
-        seeds = [round(100 * float(one)) for one in row.split("|")[4].split()]
-        assert len(seeds) == 6
-        assert re.search(rf"{method}[a-z ]* {min(seeds)} to {max(seeds)} %", printed)
+def test_the_table_of_the_demo_is_that_of_its_runs() -> None:
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    section = results.split("## The demo\n")[1].split("\n## ")[0]
+    assert [row for row in section.splitlines() if row.startswith("|")] == list(demo.table())
+    # What `make demo` prints comes from the same runs.
+    printed = list(demo.ranges())[1:]
+    assert [row.split("  ")[1] for row in printed] == list(demo.METHODS)
+    for row, method in zip(printed, demo.METHODS, strict=True):
+        seeds = [100 * float(line[demo.ACCURACY]) for line in demo.runs_of(method)]
+        assert row.endswith(f" {min(seeds):.0f} to {max(seeds):.0f} %")
 
 
 def test_the_layout_of_the_readme_is_that_of_the_package() -> None:

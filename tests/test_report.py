@@ -24,6 +24,7 @@ pytest.importorskip(
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.types import Tree
 from treegraft.runs.record import RunFolder, write_trees
+from treegraft.view.metrics import clean_lines
 from treegraft.view.report.bands import accuracy_band, band, paired, spent, student, wilson
 from treegraft.view.report.command import FIGURES, write_report
 from treegraft.view.report.curves import cost_curve
@@ -33,7 +34,6 @@ from treegraft.view.report.hybrid import TreeMeans, read_updates, spread
 from treegraft.view.report.page import group_notes, inline
 from treegraft.view.report.records import (
     Record,
-    clean_lines,
     flatten,
     read_records,
     read_run,
@@ -279,20 +279,30 @@ def test_seeds_are_one_group_and_settings_name_the_others() -> None:
         for n, more in enumerate(({}, {}, {"learn.lr": 0.2}, {"loss.clip_low": None}))
     ]
     found = group(records)
+    assert [(one.label, len(one.records)) for one in found] == [("r", 2), ("r2", 1), ("r3", 1)]
+    # Runs that were not named have names that differ in seed and time alone.
+    unnamed = [replace(one, name=f"demo-seed0-20260101-00000{n}") for n, one in enumerate(records)]
+    found = group(unnamed)
     assert [(one.label, len(one.records)) for one in found] == [
         ("common settings", 2),
         ("lr = 0.2", 1),
         ("clip_low = none", 1),
     ]
-    two = group(
-        [
-            record("a", settings=base),
-            record("b", settings=base | {"explore.explorers": ["entropy", "graft"]}),
-        ]
-    )
-    assert [one.label for one in two] == ["explorers = independent", "explorers = entropy + graft"]
+    both = base | {"explore.explorers": ["entropy", "graft"]}
+    two = [record("a", settings=base), record("b", settings=both)]
+    assert [one.label for one in group(two)] == ["a", "b"]
+    two = [replace(one, name="a") for one in two]
+    assert [one.label for one in group(two)] == [
+        "explorers = independent",
+        "explorers = entropy + graft",
+    ]
     assert [one.label for one in group(records[:1])] == ["r0"]
-    assert [one.label for one in group(records[:2])] == ["equal settings"]
+    assert [one.label for one in group(records[:2])] == ["r"]
+    seeds = [record(f"rapo-seed{n}", n, settings=base) for n in (1, 2)]
+    assert [one.label for one in group(seeds)] == ["rapo"]
+    assert [one.label for one in group([replace(seeds[0], name=n) for n in "xy"])] == [
+        "equal settings"
+    ]
 
 
 def test_other_tasks_are_other_panels_but_the_expert_is_not() -> None:
@@ -305,9 +315,11 @@ def test_other_tasks_are_other_panels_but_the_expert_is_not() -> None:
     flawed = "tasks.search_world.error_prob"
     records = [record("a", settings={flawed: 0.0}), record("b", settings={flawed: 0.3})]
     assert [(one.panel, one.label) for one in group(records)] == [
-        ("", "error_prob = 0"),
-        ("", "error_prob = 0.3"),
+        ("", "a"),
+        ("", "b"),
     ]
+    alike = [replace(one, name="run") for one in records]
+    assert [one.label for one in group(alike)] == ["error_prob = 0", "error_prob = 0.3"]
 
 
 def test_a_label_pools_and_says_so() -> None:
@@ -334,9 +346,10 @@ def test_names_and_values_in_labels() -> None:
         "y.sqlite",
         "expert",
     ]
-    long = group([record(n, settings={"a": n * 80}) for n in "xy"])
+    long = group([record("n", settings={"a": n * 80}) for n in "xy"])
     assert all(len(one.label) <= 60 for one in long)
-    alike = group([record(n, settings={"a": "x" * 80 + n}) for n in "xy"])
+    assert [len(one.label) for one in group([record("n" * 80)])] == [60]
+    alike = group([record("n", settings={"a": "x" * 80 + n}) for n in "xy"])
     assert len({one.label for one in alike}) == 2
 
 
@@ -492,6 +505,15 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
         and float(final["A"]["difference"]) == 0.0
     )
     assert final["B"]["pairs"] == "0" and final["B"]["difference"] == ""
+
+    page = written.page.read_text()
+    # A: 0.5 and 0.7, with half = 12.7062 * 0.1414 / sqrt(2) = 1.27, cut at 0 and 1; 30 calls each.
+    # B: one run of 0.5 without known tasks.
+    assert "<td>60.0 % [0.0, 100.0]</td>" in page and "<td>50.0 %</td>" in page
+    assert '<td class="n">30</td>' in page
+    # What is not the same in all runs, by group; seeds and names are not settings of a method.
+    assert "<tr><td>explore.explorers</td><td>-</td><td>graft</td></tr>" in page
+    assert "run.seed</td>" not in page
 
     hybrid = [
         row for row in table(tmp_path / "out", "on-policy-against-hybrid") if row["update"] == "1"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,7 @@ from treegraft.runs.display import (
     RichDisplay,
     evaluation_line,
     make_display,
+    show_texts,
     shown,
 )
 from treegraft.runs.transcript import pick_sample, transcript
@@ -234,6 +238,51 @@ def test_plain_display_writes_one_line_each() -> None:
         "  checkpoint c",
         "  ask it     treegraft run c 'r2 of e9 ?'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("question", "asked"),
+    [
+        ("Who said\n\n'no'?", "'Who said '\"'\"'no'\"'\"'?'"),
+        # What an environment shows first stands behind the question.
+        ("Win the game.\nBe quick.\n\n" + "A room. " * 40, "'Win the game. Be quick.'"),
+        ("word " * 60, "'" + "word " * 31 + "...'"),
+    ],
+)
+def test_the_command_to_ask_holds_a_question_of_the_tasks(question: str, asked: str) -> None:
+    file, tree = io.StringIO(), example_tree()
+    display = PlainDisplay(file)
+    display.sample(replace(tree, task=replace(tree.task, question=question)))
+    display.finished(Path("runs/demo"), Path("c"), {})
+    assert file.getvalue().splitlines()[-1] == f"  ask it     treegraft run c {asked}"
+    assert shlex.split(asked)
+
+
+def test_without_a_task_no_question_is_made_up() -> None:
+    file = io.StringIO()
+    PlainDisplay(file).finished(Path("runs/demo"), Path("c"), {})
+    assert file.getvalue().splitlines()[-1] == "  checkpoint c"
+
+
+def test_the_sample_shows_prose_that_was_cut_off() -> None:
+    """A turn in chat that ran out of tokens has neither a thought nor an answer yet."""
+
+    class Prose:
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return f"She has\n{len(token_ids)} pens, so"
+
+    tree = example_tree()
+    cut = policy_step("0.0", StepContent())
+    leaf = replace(tree.leaves[0], step_id="0.0", status=Status.TRUNCATED, answer=None)
+    tree = replace(tree, steps=(tree.steps[0], cut), leaves=(leaf,))
+    file = io.StringIO()
+    display = PlainDisplay(file)
+    for expected in ("    wrote: 2 tokens that", "    wrote: She has 2 pens, so"):
+        display.sample(tree)
+        display._last_sample_s = float("-inf")
+        display.update(1, 20, METRICS)
+        assert expected in file.getvalue()
+        show_texts(display, Prose())
 
 
 def test_the_kind_of_display_follows_the_stream() -> None:

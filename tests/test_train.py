@@ -21,6 +21,8 @@ from treegraft.core.interfaces import WeightSource
 from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
 from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
 from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.plan import Alone
 from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.policy.weights import ModelWeights
@@ -32,8 +34,9 @@ from treegraft.runs.run import Run
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import WarmupSettings
+from treegraft.tasks.order import draw_tasks
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
-from treegraft.train import RunResult, sample_tasks, train
+from treegraft.train import RunResult, train
 
 # peft, and gradient checkpointing on older releases, use names that transformers is giving up.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -272,6 +275,36 @@ def test_kinds_of_learning_go_on_where_they_stopped(tables: dict[str, Any], tmp_
     assert ("learn/kl" in whole.metrics) is ("loss" in tables)
 
 
+def test_updates_without_any_variance_take_no_step_and_copy_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version grows all the same, before and after a resume."""
+    copied = []
+    monkeypatch.setattr(
+        "treegraft.policy.engine.native.load_weights", lambda *given: copied.append(given)
+    )
+    settings = {
+        "reward": {"funcs": ["tests.tiny_parts:always_half"]},
+        "eval": {"every": 0, "at_end": False},
+        "warmup": {"num_steps": 0},
+    }
+    whole = start(tmp_path, "whole", **settings)
+    start(tmp_path, "half", run={"num_updates": 1}, **settings)
+    half = train(
+        tiny(**settings, run={"name": "half", "dir": str(tmp_path)}), resume=tmp_path / "half"
+    )
+    others = ("config.json", "state.json")
+    names = [name for name in differing(whole.run_dir, half.run_dir) if not name.endswith(others)]
+    assert names == [] and copied == []
+    assert whole.metrics["learn/skipped_groups_frac"] == 1.0
+    assert whole.metrics["learn/num_optimiser_steps"] == whole.metrics["learn/grad_norm"] == 0.0
+    assert whole.metrics["health/no_variance"] == 1.0
+    for update in (1, 2):
+        trees = read_trees(half.run_dir / "trees" / f"update-{update:06d}.jsonl")
+        sampled = [step for tree in trees for step in tree.steps if step.parent is not None]
+        assert {step.policy_version for step in sampled} == {update - 1}
+
+
 def test_the_best_checkpoint_is_kept_beside_the_latest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,13 +395,15 @@ def test_tasks_come_in_shuffled_epochs() -> None:
     def drawn(seed: int) -> list[str]:
         return [
             task.id
-            for update in (1, 2, 3, 4)
-            for task in sample_tasks(tasks, update, size=3, seed=seed)
+            for update in range(4)
+            for task in draw_tasks(tasks, 3 * update, size=3, seed=seed)
         ]
 
     assert sorted(drawn(0)[:6]) == sorted(drawn(0)[6:]) == [task.id for task in tasks]
     assert drawn(0)[:6] != drawn(0)[6:] and drawn(0) != drawn(1)
-    assert len(sample_tasks(tasks, 1, size=20, seed=0)) == 6
+    assert len(draw_tasks(tasks, 0, size=20, seed=0)) == 6
+    rest = draw_tasks(tasks, 0, size=6, seed=0, without={"2", "5"})
+    assert [task.id for task in rest] == [one for one in drawn(0)[:6] if one not in "25"]
 
 
 # --- law 7: one policy ----------------------------------------------------------------------------
@@ -463,6 +498,33 @@ def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
         with pytest.raises(EngineError, match="out of memory"):
             start(tmp_path, "a", display=display)
     assert f"treegraft train --resume {tmp_path / 'a'}" in display.warnings[-1]
+    train(None, resume=tmp_path / "a")
+    assert differing(whole.run_dir, tmp_path / "a") == []
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the only one is that of the end, as `checkpoint.every` = 0 asks for."""
+    settings = {
+        "checkpoint": {"every": 0},
+        "warmup": {"num_steps": 0},
+        "eval": {"every": 0, "at_start": False, "at_end": False},
+    }
+    whole = start(tmp_path, "whole", **settings)
+    assert [path.name for path in whole.checkpoint_dir.parent.iterdir()] == ["update-000002"]
+
+    async def dies(self: NativeEngine, source: WeightSource, version: int) -> None:
+        if version == 2:
+            raise EngineError("out of memory")
+        self.policy_version, self.fingerprint = version, source.fingerprint
+
+    display = Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "publish", dies)
+        with pytest.raises(EngineError, match="out of memory"):
+            start(tmp_path, "a", display=display, **settings)
+    assert f"begin anew with: treegraft train --resume {tmp_path / 'a'}" in display.warnings[-1]
     train(None, resume=tmp_path / "a")
     assert differing(whole.run_dir, tmp_path / "a") == []
 
@@ -574,13 +636,13 @@ def test_skill_counts_steps_without_their_deciding_token(
     task = world.warmup_tasks(1, 0)[0]
     steps = world.expert(task, 0)
 
-    class Stub:
+    class Stub(Learner):
         """Knows every token but those at `wrong` among the sampled ones."""
 
         settings, device = load_config(tiny()).learn, torch.device("cpu")
 
         def __init__(self, *wrong: int) -> None:
-            self.wrong = wrong
+            self.wrong, self._team = wrong, Alone()
 
         def argmax(self, batch: Any) -> torch.Tensor:
             best = batch.token_ids[batch.sampled].clone()
@@ -588,7 +650,7 @@ def test_skill_counts_steps_without_their_deciding_token(
             return best
 
     def skill(*wrong: int) -> float:
-        return step_skill(Stub(*wrong), form, [(task, steps)])  # type: ignore[arg-type]
+        return step_skill(Stub(*wrong), form, [(task, steps)])
 
     # Each search is <search> e r </search>, so the steps start at 0, 4, 8 and 12; the tokens at 4,
     # 8 and 12 decide.

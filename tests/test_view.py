@@ -163,8 +163,44 @@ def test_warnings_say_what_is_wrong() -> None:
 def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
     other = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
     assert list(open_runs([run_dir, other, run_dir])) == ["first", "first-2"]
-    with pytest.raises(CheckpointError, match="not a run folder"):
-        open_runs([tmp_path])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="neither a run folder nor a folder with runs"):
+        open_runs([tmp_path / "empty"])
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        open_runs([tmp_path / "nowhere"])
+
+
+def test_a_folder_of_runs_is_read_and_read_again(tmp_path: Path) -> None:
+    home = tmp_path / "runs"
+    first = write_run(home / "sweep" / "first", num_updates=2, with_buffer=False)
+    write_run(home / "second", num_updates=1, with_buffer=False)
+    (home / "model").mkdir()
+    (home / "model" / "config.json").write_text('{"hidden_size": 8}')
+    (first / "checkpoints" / "best" / "config.json").write_text('{"hidden_size": 8}')
+    runs = open_runs([home])
+    assert list(runs) == ["second", "first"]
+    assert [runs.folder_of(name) for name in runs] == ["", "sweep"]
+    write_run(home / "sweep" / "deeper" / "second", num_updates=0, with_buffer=False)
+    runs.refresh()
+    assert "second-2" not in runs  # it was looked for a moment ago
+    runs._looked = 0.0
+    runs.refresh()
+    assert list(runs) == ["second", "first", "second-2"]
+    assert runs.folder_of("second-2") == "sweep/deeper"
+
+
+def test_sums_so_far_are_the_axes_of_charts(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", num_updates=0, with_buffer=False)
+    lines = [
+        {"update": 0, "time/eval_s": 2.0, "time/warmup_s": 10.0},
+        {"update": 1, "time/update_s": 3.0, "time/eval_s": 1.0, "rollout/num_tool_calls": 5},
+        {"update": 2, "time/update_s": float("nan"), "rollout/num_tool_calls": 7},
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # The first line has no update: its seconds are those of the warm-up and of the evaluation.
+    expected = {"wall_s": [12.0, 15.0, 15.0], "calls": [0.0, 5.0, 12.0]}
+    assert open_runs([path])["run"].table()[0].axes([0, 1, 2]) == expected
+    assert open_runs([path])["run"].state()["sums"] == {"wall_s": 15.0, "calls": 12.0}
 
 
 # ---------------------------------------------------------------------- answers
@@ -366,7 +402,7 @@ def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
     assert [file.update for file in run.files()] == [1, 2]
     with pytest.raises(DataError):
         run.tree("update-000007", 0)
-    client = TestClient(build_app({"first": run}), base_url="http://localhost")
+    client = TestClient(build_app(open_runs([path])), base_url="http://localhost")
     assert ask(client, "/buffer")["stats"]["is_there"] is False
 
 

@@ -172,7 +172,7 @@ def test_overview(page: Any, address: str) -> None:
         "Entropy",
         "Tool calls",
         "Retrieved",
-        "Branched",
+        "Branches",
         "Time",
     ]
     assert "Warnings (in 2 updates)" in text(
@@ -202,12 +202,16 @@ def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> Non
         "title"
     )
     # What an update learned is not said of the evaluation after it.
-    cells = (
-        page.locator("#updates tr", has_text="evaluation after update 2")
-        .locator("td")
-        .all_inner_texts()
+    cells = page.locator("#updates tr", has_text="evaluation after update 2").locator("td")
+    found = dict(
+        zip(
+            cells.evaluate_all("(all) => all.map((one) => one.dataset.label)"),
+            cells.all_inner_texts(),
+            strict=True,
+        )
     )
-    assert (cells[1], cells[9]) == ("\u2013", "\u2013")
+    assert (found["reward"], found["entropy"]) == ("\u2013", "\u2013")
+    assert found["accuracy"] == "50 %"
     page.click("#updates th >> text=reward")
     page.click("#updates th >> text=reward")
     assert text(page, first) == "update 1"
@@ -239,15 +243,25 @@ def test_filters_stand_in_the_address(page: Any, address: str) -> None:
 
 def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0")
-    assert "Best: leaf 0" in text(
-        page, ".findings"
-    ) and "Grafts: reward 1 over 1 leaf with, 0 over 3 without" in text(page, ".findings")
-    assert (
-        page.locator("svg.drawing .node").count() == 9 and page.locator(".edge.branch").count() == 1
-    )
-    assert "├ p .63" in text(page, ".node.branch") and "◆ expert sim 0.88" in text(
-        page, ".node.graft"
-    )
+    said = [found.inner_text().strip() for found in page.query_selector_all(".said")]
+    assert said == [
+        "1 of 4 leaves right: 0, 1 truncated",
+        "1 graft from expert: right 1 of 1 with one, 0 of 3 without",
+        "1 branch: right 0 of 1 with one, 1 of 3 without",
+        "Advantage +1.5 on leaf 0; lowest \u22120.5 on leaves 1, 2 and 3",
+    ]
+    # The first steps of two starts are equal, and drawn once.
+    assert page.locator(".drawing .node").count() == 8 and page.locator(".edge.branch").count() == 1
+    assert page.locator(".node.graft .icon.graft").count() == 1
+    assert page.locator(".node.branch .icon.branch").count() == 1
+    assert page.locator(".node[data-step='0.1.0'] .icon.refused").count() == 1
+    rows = [found.inner_text().split() for found in page.query_selector_all(".leaf .ends")]
+    assert rows == [
+        ["0", "\u2713", "right", "1", "+1.50"],
+        ["1", "\u2717", "wrong", "0", "\u22120.50"],
+        ["2", "\u2717", "wrong", "0", "\u22120.50"],
+        ["3", "\u22ef", "truncated", "0", "\u22120.50"],
+    ]
     graft = text(page, "article.step.graft")
     assert (
         "another agent" in graft
@@ -269,27 +283,28 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     page.wait_for_selector(".pathpane[data-leaf='2']")
     assert "no such entity" in text(page, ".part.result.error")
     refused = (
-        "entropy changed by -0.125 against the start, and probability 0.475 is not above the"
-        " threshold, 0.5"
+        "after the result of search the policy's entropy did not change against the start of the"
+        " trajectory (0.15 \u2192 0.15, mean of the first 2 tokens), and the probability 0.47 is"
+        " not above the threshold 0.50"
     )
     assert refused in text(page, "article[data-step='0.1.0'] .refused") and "shaping" not in text(
         page, ".leaffacts"
     )
-    assert text(page, ".mark.refused") == "⊘ p .47 ≤ limit .50"
-    # A step says its own part of its id, a leaf its number, as addresses and texts do.
-    assert "leaf 2 \u2717 0" in text(page, ".leaf[data-leaf='2']") and "Leaf 2 (0 to 3)" in text(
-        page, ".pathhead"
-    )
-    assert (
-        text(page, ".node[data-step='0.1.0'] .part").strip() == ".0"
-        and text(page, ".node[data-step='0.1'] .part").strip() == "0.1"
-    )
-    page.click(".findings button >> text=Best: leaf 0")
+    page.click(".findings button >> text=1 of 4 leaves right")
     page.wait_for_selector(".pathpane[data-leaf='0']")
+    assert "\u2605 best" in text(page, ".pathhead")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector(".node.sel[data-step='0.0']")
-    page.hover(".node[data-step='0.0.0'] .graftbox", position={"x": 2, "y": 2})
+    # The reason for a mark shows under the pointer and under the keyboard's focus.
+    page.hover(".node[data-step='0.0.0']")
     assert "retrieved from" in text(page, "#tip")
+    page.hover(".pathhead h2")
+    page.keyboard.press("Tab")
+    page.evaluate("document.querySelector(\".node[data-step='0.0.1']\").focus()")
+    assert "a branch:" in text(page, "#tip")
+    page.click(".leaf[data-leaf='2'] .verdict")
+    page.keyboard.press("x")
+    until(page, "document.querySelectorAll('.drawing .node').length === 9")
     page.keyboard.press("m")
     until(
         page,
@@ -334,15 +349,12 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
         page = browser.new_page(viewport={"width": 1280, "height": 330})
         page.set_default_timeout(60_000)
         show(page, address, "#/r/credited/t/update-000001/0")
-        best, down = (found.inner_text() for found in page.query_selector_all(".findings button"))
+        said = [found.inner_text().strip() for found in page.query_selector_all(".findings button")]
+        assert said[0] == "2 of 4 leaves right: 0 and 1, 1 truncated"
         assert (
-            best
-            == "Best: leaf 0 and leaf 1, \u2713 correct, reward 1 (2 leaves earned it, the shortest"
-            " with 12 tokens; group mean 0.5)"
-        )
-        assert (
-            down == "Pushed down most: leaf 3, -1.3: reward 0 is below the mean, \u00d7 1.3 for its"
-            " retrieval reward +0.4"
+            said[-1]
+            == "Advantage +0.9 on leaves 0 and 1; lowest \u22121.3 on leaf 3 (\u00d7 1.3 for"
+            " its retrieval reward +0.4)"
         )
         # A leaf without a graft is shifted too, for retrieval rewards are compared within the
         # group.
@@ -354,10 +366,10 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
         # A low window shows part of the drawing, and says so until one is there; the window itself
         # never scrolls.
         assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
-        page.click(".more button >> text=below")
-        until(page, "!document.querySelector('.more').textContent.includes('below')")
-        page.click(".findings button >> text=Pushed down most")
-        page.wait_for_selector(".pathpane[data-leaf='3']")
+        page.click("button.more >> text=below")
+        until(page, "document.querySelector('.more').hidden")
+        page.click(".findings button >> text=Advantage")
+        page.wait_for_selector(".pathpane[data-leaf='0']")
         page.close()
 
 
@@ -375,14 +387,19 @@ def test_a_deep_link_shows_its_step(page: Any, address: str) -> None:
     )
 
 
-def test_token_overlays_are_switched_by_keys_and_hovering_is_exact(page: Any, address: str) -> None:
+def test_token_overlays_are_switched_and_hovering_is_exact(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0?leaf=0&mode=tokens")
 
     def classes() -> list[str]:
         spans = page.query_selector_all(".tok")
         return [span.get_attribute("class").split()[-1] for span in spans]
 
-    page.keyboard.press("1")
+    def colour(name: str) -> None:
+        page.click(f"[data-overlay='{name}']")
+
+    # A right path is green where the policy wrote it.
+    assert classes()[-2:] == ["g5", "g5"]
+    colour("origin")
     # pppp ssstt rrrr ss
     assert (
         classes()[-15:]
@@ -392,18 +409,18 @@ def test_token_overlays_are_switched_by_keys_and_hovering_is_exact(page: Any, ad
         + ["o-retrieved"] * 4
         + ["o-policy"] * 2
     )
-    page.keyboard.press("5")
+    colour("loss")
     spans = page.query_selector_all(".tokenview .tok")
     assert [span.get_attribute("class").split()[-1] for span in spans].count("has-loss") == 5
-    page.keyboard.press("3")
+    colour("advantage")
     assert (
         spans[4].get_attribute("class") == "tok p10"
         and spans[0].get_attribute("class") == "tok nothing"
     )
-    page.keyboard.press("2")
+    colour("entropy")
     # Entropies 0.1, 0.2, 0.3 of at most 0.8.
     assert [span.get_attribute("class") for span in spans[4:7]] == ["tok s1", "tok s3", "tok s4"]
-    page.keyboard.press("4")
+    page.keyboard.press("o")
     page.wait_for_selector(".tokenview .tok.p1, .tokenview .tok.p2")
     page.query_selector_all(".tokenview .tok")[5].hover()
     shown = text(page, "#tip")
@@ -485,9 +502,11 @@ def test_keys_themes_and_addresses_that_lead_nowhere(page: Any, address: str) ->
     page.keyboard.press("d")
     assert page.get_attribute("html", "data-theme") != before
     page.keyboard.press("?")
-    assert "overview, updates, search, buffer" in text(page, "#help")
+    keys = text(page, "#help").split("\n")
+    assert "g o\toverview" in keys and "g b\tbuffer" in keys
     page.keyboard.press("Escape")
-    page.keyboard.press("1")
+    page.keyboard.press("g")
+    page.keyboard.press("o")
     page.wait_for_selector("section.card")
 
 
@@ -580,6 +599,7 @@ def test_what_models_write_is_shown_as_text(browser: Any, tmp_path: Path) -> Non
                 " => !a.name.startsWith('on')))"
             )
         show(page, address, f"{tree}?leaf=0")
+        page.keyboard.press("x")  # else equal tokens share a row
         for n, foreign in enumerate(INJECTIONS):
             page.wait_for_selector(f".pathpane[data-leaf='{n}']")
             shown = page.locator("article.step .part.answer pre").text_content()

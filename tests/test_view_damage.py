@@ -13,6 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 from tests.viewed import write_run
 
+from treegraft.core.errors import DataError
+from treegraft.view.compare import compare_runs
 from treegraft.view.report.records import read_run
 from treegraft.view.runs import open_runs
 from treegraft.view.server import build_app
@@ -195,3 +197,16 @@ def test_a_report_counts_the_lines_that_it_leaves_out(whole: Path, tmp_path: Pat
     assert set(after.notes) - set(before.notes) == {
         "2 damaged lines of metrics.jsonl were left out"
     }
+
+
+def test_a_comparison_leaves_out_the_same_lines(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    key, rows, notes = compare_runs([run])
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'garbage\n{"update": "x"}\n')
+    note = "run: 2 damaged lines of metrics.jsonl were left out"
+    assert compare_runs([run]) == (key, rows, [*notes, note])
+    (run / "metrics.jsonl").write_bytes(b"garbage\n")
+    with pytest.raises(DataError, match="no line of metrics yet"):
+        compare_runs([run])

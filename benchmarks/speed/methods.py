@@ -33,8 +33,9 @@ from treegraft.policy.learn.pack import num_tree_tokens
 from treegraft.rollout.limits import training_limits
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.tasks.order import draw_tasks
 from treegraft.traces.run_buffer import RunBuffer
-from treegraft.train import sample_tasks, sft
+from treegraft.train import sft
 
 Held = TypeVar("Held")
 METHODS = {"GRPO": '["independent"]', "RAPO": '["graft"]', "ARPO": '["entropy"]'}
@@ -260,9 +261,8 @@ class Updates:
 
     async def _update(self, number: int) -> Cost:
         config, parts = self._config, self._parts
-        tasks = sample_tasks(
-            parts.train_tasks, number, size=config.run.tasks_per_update, seed=config.run.seed
-        )
+        size = config.run.tasks_per_update
+        tasks = draw_tasks(parts.train_tasks, (number - 1) * size, size=size, seed=config.run.seed)
         parts.toolbox.take_metrics()
         began = time.perf_counter()
         limits = training_limits(config)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Trains the demo's agent with three methods (one seed, some five minutes each) and draws their figures here; then those of the
+# Trains the demo's agent with three methods (one seed, some minutes each) and draws their figures here; then those of the
 # methods study. What is trained already is not trained again.
 #
 #   sh docs/figures/make.sh [COMMAND]     from the root of the repository; COMMAND is `treegraft` unless given

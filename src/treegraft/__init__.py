@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treegraft.algo.advantages import group_advantages
     from treegraft.algo.arpo import branch_probability, entropy_change, shared_advantages
+    from treegraft.algo.groups import group_advantages
     from treegraft.algo.rapo import combined_advantages, retrieval_reward, shaping_factor
     from treegraft.core.types import (
         Origin,
@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "algo.advantages": "group_advantages",
+    "algo.groups": "group_advantages",
     "algo.arpo": "branch_probability entropy_change shared_advantages",
     "algo.rapo": "combined_advantages retrieval_reward shaping_factor",
     "core.types": "Origin Status Step StepContent Task Trace Trajectory Tree",

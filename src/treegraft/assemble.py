@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from treegraft.core.demonstration import Show
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import DataError, SettingError, about
 from treegraft.core.interfaces import (
     Capability,
     CreditRule,
@@ -20,6 +20,7 @@ from treegraft.core.interfaces import (
     EnvironmentKind,
     Explorer,
     Format,
+    LearnerLike,
     Retriever,
     TaskSource,
     Tokenizer,
@@ -46,7 +47,8 @@ from treegraft.tools.environments.trial import Trial, try_environment
 from treegraft.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
-    from treegraft.policy.learn.learner import Learner
+    from treegraft.policy.engine.vllm.engine import VllmEngine
+    from treegraft.policy.learn.ranks import Ranks
 
 
 @dataclass(kw_only=True)
@@ -184,6 +186,11 @@ class Parts(Setup):
         """Returns how many trees of so many leaves the engine completes at the same time."""
         return max(1, self.engine.capacity // num_leaves)
 
+    def keep_logs(self, folder: Path) -> None:
+        """Moves the logs of an engine that writes any into `folder`."""
+        if self.config.engine.kind == "vllm":
+            cast("VllmEngine", self.engine).move_logs(folder)
+
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of tools and engine since the last call."""
         return self.toolbox.take_metrics() | self.engine.take_metrics()
@@ -194,7 +201,7 @@ class TrainingParts(Parts):
     """The same with the parts that learn. The engine has a copy of the model of its own."""
 
     explorer: Explorer
-    learner: Learner
+    learner: LearnerLike
     credit_rule: CreditRule | None
 
 
@@ -227,20 +234,27 @@ async def assemble(
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
             scenario = _Scenario(config, source)
-            model, tokenizer = scenario.load_model(model_path, has_weights=_is_native(config))
-            parts = scenario.parts(stack, model, model, tokenizer, model_path)
+            needs_weights = _needs_weights(config, model_path or config.model.path)
+            model, tokenizer = scenario.load_model(model_path, has_weights=needs_weights)
+            parts = await scenario.parts(stack, model, model, tokenizer, model_path)
         yield parts
 
 
 @asynccontextmanager
 async def assemble_training(
-    config: Config, *, source: TaskSource | None = None, checkpoint: Path | None = None
+    config: Config,
+    *,
+    source: TaskSource | None = None,
+    checkpoint: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> AsyncIterator[TrainingParts]:
     """Holds the parts of a training.
 
     Args:
         source: tasks made already; None builds them.
         checkpoint: where to go on from, weights and optimiser; None for the beginning.
+        ranks: the processes that learn together, of which this one is the first; None for this one
+            alone.
 
     Raises:
         TreegraftError: a part that cannot be made, before any work starts.
@@ -248,9 +262,7 @@ async def assemble_training(
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
             # Imported here, so that `treegraft --help` and config checks start without torch.
-            from treegraft.policy.checkpoint import load_checkpoint
             from treegraft.policy.learn.credit import find_credit_rule
-            from treegraft.policy.learn.learner import Learner
             from treegraft.policy.load import with_adapters
 
             credit_rule = find_credit_rule(config)
@@ -258,11 +270,9 @@ async def assemble_training(
             # Adapters are restored with the optimiser's state, onto the model that they adapt.
             model_path = None if config.model.lora.rank else checkpoint
             model, tokenizer = scenario.load_model(model_path, has_weights=True)
-            # Adapters change the model in place, so the engine's copy comes first. An engine of the
-            # user's loads its own.
-            engine_model = model
-            if _is_native(config):
-                engine_model = copy.deepcopy(model).requires_grad_(False)
+            # Adapters change the model in place, so the engine's copy comes first. Another engine
+            # has its own.
+            own = copy.deepcopy(model).requires_grad_(False) if _is_native(config) else None
             try:
                 trained = with_adapters(model, config.model, seed=config.run.seed)
             except ValueError as error:
@@ -270,22 +280,37 @@ async def assemble_training(
                     f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the"
                     f" model: {error}"
                 ) from error
-            parts = scenario.parts(stack, model, engine_model, tokenizer, model_path)
-            learner = Learner(
-                trained,
-                config.learn,
-                config.loss,
-                length_constant=config.rollout.max_completion_tokens,
-                num_updates=config.run.num_updates,
-            )
-            if checkpoint is not None:
-                learner.load_state(load_checkpoint(checkpoint)[1])
+            parts = await scenario.parts(stack, model, own or trained, tokenizer, model_path)
+            learner = _build_learner(config, trained, checkpoint, ranks)
+            # Several ranks hold it in parts.
+            del model, trained
         yield TrainingParts(
             **vars(parts),
             explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
             learner=learner,
             credit_rule=credit_rule,
         )
+
+
+def _build_learner(
+    config: Config, model: Any, checkpoint: Path | None, ranks: Ranks | None
+) -> LearnerLike:
+    if ranks is not None:
+        from treegraft.policy.learn.leader import Leader
+
+        return Leader(ranks, model, config, checkpoint)
+    from treegraft.policy.learn.learner import Learner
+
+    learner = Learner(
+        model,
+        config.learn,
+        config.loss,
+        length_constant=config.rollout.max_completion_tokens,
+        num_updates=config.run.num_updates,
+    )
+    if checkpoint is not None:
+        learner.load(checkpoint)
+    return learner
 
 
 class _Scenario:
@@ -295,7 +320,7 @@ class _Scenario:
     def __init__(self, config: Config, source: TaskSource | None) -> None:
         self.config = config
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
-        self.rewards = build_rewards(config.reward)
+        self.rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
         self.kind = open_environments(config.environment)
         _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
@@ -315,17 +340,18 @@ class _Scenario:
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
         words = self.tasks.vocabulary() if settings.path == "tiny" else ()
-        model, tokenizer = load_model(
-            settings,
-            vocabulary=[*words, *words_of(self.tools)] if words else [],
-            seed=config.run.seed,
-            has_weights=has_weights,
-        )
+        with about("model.path"):
+            model, tokenizer = load_model(
+                settings,
+                vocabulary=[*words, *words_of(self.tools)] if words else [],
+                seed=config.run.seed,
+                has_weights=has_weights,
+            )
         if path is not None and has_weights:
             model = with_saved_adapter(model, Path(path))
         return model, tokenizer
 
-    def parts(
+    async def parts(
         self,
         stack: AsyncExitStack,
         model: Any,
@@ -337,11 +363,13 @@ class _Scenario:
 
         Args:
             model: for its configuration alone.
-            engine_model: the engine's own.
+            engine_model: the native engine's own; another one reads what it needs.
         """
         config = self.config
         engine = _build_engine(config, engine_model, tokenizer, model_path or config.model.path)
         stack.push_async_callback(engine.close)
+        if config.engine.kind == "vllm":
+            await cast("VllmEngine", engine).open()
         is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
         setup = self.setup(stack, model, tokenizer, is_ours=is_ours, max_context=engine.max_context)
         return Parts(**vars(setup), engine=engine)
@@ -403,6 +431,15 @@ def _is_native(config: Config) -> bool:
     return config.engine.kind == "native"
 
 
+def _needs_weights(config: Config, model_path: Path | str) -> bool:
+    """Whether the engine gets its weights from this process."""
+    if config.engine.kind == "vllm":
+        from treegraft.policy.engine.vllm.build import needs_weights
+
+        return needs_weights(config, model_path)
+    return _is_native(config)
+
+
 def _room_for_prompts(config: Config, limit: int) -> int:
     """The longest prompt that leaves room for a completion, where `limit` tokens fit in all."""
     training, evaluation = config.rollout, config.eval
@@ -426,8 +463,12 @@ def _build_engine(
         from treegraft.policy.engine.native import NativeEngine
 
         return NativeEngine(model, tokenizer, config.engine)
+    if kind == "vllm":
+        from treegraft.policy.engine.vllm.build import build_engine
+
+        return build_engine(config, model, tokenizer, model_path)
     engine: Engine = make(
-        pick(kind, {"native": None}, "engine.kind"),
+        pick(kind, {"native": None, "vllm": None}, "engine.kind"),
         Engine,
         kind,
         "engine.kind",
@@ -440,7 +481,7 @@ def _build_engine(
 
 def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
     """Refuses explorers that branch over a state which cannot be had again."""
-    if explorer.probe_tokens is None:
+    if explorer.probe_tokens is None and not getattr(explorer, "expands", False):
         return
     own = [tool for tool in tools if isinstance(tool, EnvironmentTool)]
     if own and own[0].capability is Capability.NONE:

@@ -9,34 +9,39 @@ repeats an uninterrupted one bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, SettingError
-from treegraft.core.interfaces import Display
-from treegraft.core.keyed import keyed_int
-from treegraft.core.types import Task
+from treegraft.core.interfaces import Display, LearnerLike
+from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
-from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
-from treegraft.rollout.loop import Watch
+from treegraft.rollout.loop import Grower, Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
+from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.runs.checkpoint import TrainState
-from treegraft.runs.display import shown
+from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
 from treegraft.runs.run import Clock, Run, RunResult
-from treegraft.runs.start import Source, Start, new_start, resumed_start
+from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
-from treegraft.settings.load import config_json
+from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
+from treegraft.tasks.order import draw_tasks
 from treegraft.traces.run_buffer import RunBuffer
+
+if TYPE_CHECKING:
+    from treegraft.policy.learn.ranks import Ranks
 
 
 def train(
@@ -64,12 +69,7 @@ def train(
         KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
             SIGHUP or SIGUSR1.
     """
-    start = _start(config, recipe, resume, accepts_changes)
-    with shown(display) as progress:
-        run = Run(start, progress, "train")
-        if start.is_finished and start.checkpoint is not None:
-            return run.already_finished(start.checkpoint)
-        return run.carry_out(story(run))
+    return _carried_out("train", config, recipe, resume, accepts_changes, display)
 
 
 def sft(
@@ -82,10 +82,56 @@ def sft(
 ) -> RunResult:
     """Runs the warm-up alone and returns where the results are; arguments and errors as in
     `train`."""
-    start = _start(config, recipe, resume, accepts_changes)
-    with shown(display) as progress:
-        run = Run(start, progress, "sft")
-        return run.carry_out(story(run, only_warms_up=True))
+    return _carried_out("sft", config, recipe, resume, accepts_changes, display)
+
+
+def _carried_out(
+    command: str,
+    config: Source,
+    recipe: str | None,
+    resume: Path | None,
+    accepts_changes: bool,
+    display: Display | bool | None,
+) -> RunResult:
+    """The run of a command, where torchrun has started several processes with all of them."""
+    if config is not None:
+        own = load_config(config)
+    else:
+        own = Config() if resume is None else own_config(resume)
+    with joined(own) as ranks:
+        if ranks is not None and ranks.rank > 0:
+            return _followed(ranks, own)
+        start = _start(config, recipe, resume, accepts_changes)
+        with shown(display) as progress:
+            run = Run(start, progress, command)
+            if command == "train" and start.is_finished and start.checkpoint is not None:
+                result = run.already_finished(start.checkpoint)
+            else:
+                result = run.carry_out(story(run, ranks, only_warms_up=command == "sft"))
+        if ranks is not None:
+            ranks.result = {
+                "run_dir": str(result.run_dir),
+                "checkpoint_dir": str(result.checkpoint_dir),
+                "metrics": dict(result.metrics),
+            }
+        return result
+
+
+def _followed(ranks: Ranks, config: Config) -> RunResult:
+    """The run as another rank than 0 sees it."""
+    from treegraft.policy.learn.leader import serve_rank
+    from treegraft.policy.load import limit_threads
+
+    limit_threads(config.run.num_threads)
+    result = serve_rank(ranks, config)
+    if result is None:
+        # Rank 0 says why.
+        raise SystemExit(0)
+    return RunResult(
+        run_dir=Path(result["run_dir"]),
+        checkpoint_dir=Path(result["checkpoint_dir"]),
+        metrics=result["metrics"],
+    )
 
 
 def _start(config: Source, recipe: str | None, resume: Path | None, accepts: bool) -> Start:
@@ -98,8 +144,8 @@ def _start(config: Source, recipe: str | None, resume: Path | None, accepts: boo
     return new_start(config, recipe)
 
 
-async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
-    """The whole run."""
+async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = False) -> RunResult:
+    """The whole run; `ranks` are the processes that learn together, None for this one alone."""
     config, state = run.config, run.state
     run.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
     source = build_tasks(config.tasks, config.run.seed)
@@ -109,7 +155,9 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
             " [tasks.dataset]."
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
-    async with assemble_training(config, source=source, checkpoint=run.start.checkpoint) as parts:
+    async with assemble_training(
+        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks
+    ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
@@ -123,7 +171,9 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
             await demonstrations.prepare(state.warmup_steps)
         if not only_warms_up:
             await buffer.check_expert(parts.environments)
+        show_texts(run.display, parts.tokenizer)
         with run.opened(checkpoint_writer(config, parts), source.report()):
+            parts.keep_logs(run.path / "servers")
             for text in parts.notes:
                 run.display.note(text)
             if run.start.checkpoint is None:
@@ -160,29 +210,19 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
     number, config, learner, clock = run.state.update + 1, run.config, parts.learner, Clock()
-    tasks = sample_tasks(
-        parts.train_tasks, number, size=config.run.tasks_per_update, seed=config.run.seed
-    )
-    limits = training_limits(config)
-    num_at_once = min(config.rollout.max_live_trees, parts.num_trees_at_once(limits.num_leaves))
-    grower = parts.grower(parts.explorer, limits, buffer.retriever)
+    grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
     with clock("rollout"):
-        trees = await run.interruptible(
-            grower.grow_all(
-                tasks,
-                noise_key=(config.run.seed, "train", number),
-                group_prefix=str(number),
-                max_live_trees=num_at_once,
-                on_tree=lambda done, _: run.display.phase(
-                    "rollout", done, len(tasks), str(grower.watch)
-                ),
-            ),
-            waits_on=grower.watch,
-        )
+        sampling = sample_update(run, parts, grower, number)
+        sampled = await run.interruptible(sampling, waits_on=grower.watch)
     run.display.phase("learning", 0, 1)
     with clock("learn"):
-        trees = credit_trees(learner.with_exact_entropies(trees), config, parts.credit_rule)
-        trees, learned = learner.learn(trees)
+        kept, dropped = (
+            credit_trees(learner.with_exact_entropies(trees), config, parts.credit_rule)
+            for trees in (sampled.kept, sampled.dropped)
+        )
+        kept, learned = learner.learn(kept)
+    # What was sampled in vain is recorded and counted like the rest.
+    trees = kept + dropped
     with clock("publish"):
         await publisher.publish(number)
     # After learning, so that traces of this update are never retrieved within it.
@@ -191,13 +231,59 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     metrics = (
         rollout_metrics(trees)
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
+        | sampled.metrics
         | learned
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
     # Taken once an update: each call starts counting anew.
     for part in (parts, grower, buffer, clock):
         metrics |= part.take_metrics()
-    run.record_update(number, trees, metrics, publisher.state())
+    num_drawn = num_drawn_before(run) + sampled.num_drawn
+    run.record_update(number, trees, metrics, publisher.state() | {"num_drawn": num_drawn})
+
+
+async def sample_update(run: Run, parts: TrainingParts, grower: Grower, number: int) -> Sampled:
+    """Returns the trees of an update, in rounds where rollout.max_rounds allows several."""
+    config, size = run.config, run.config.run.tasks_per_update
+    first = num_drawn_before(run)
+    num_at_once = parts.num_trees_at_once(config.explore.num_leaves)
+
+    def draw(num_drawn: int, without: Collection[str]) -> list[Task]:
+        return draw_tasks(
+            parts.train_tasks,
+            first + num_drawn,
+            size=size,
+            seed=config.run.seed,
+            without=without,
+        )
+
+    def grow(tasks: Sequence[Task]) -> Awaitable[list[Tree]]:
+        return grower.grow_all(
+            tasks,
+            noise_key=(config.run.seed, "train", number),
+            group_prefix=str(number),
+            max_live_trees=min(config.rollout.max_live_trees, num_at_once),
+            on_tree=lambda done, _: run.display.phase(
+                "rollout", done, len(tasks), str(grower.watch)
+            ),
+        )
+
+    return await sample_rounds(
+        draw,
+        grow,
+        size=size,
+        max_rounds=config.rollout.max_rounds,
+        penalty=dict(zip(config.reward.funcs, config.reward.weights or (), strict=False)).get(
+            "overlong", 1.0
+        ),
+    )
+
+
+def num_drawn_before(run: Run) -> int:
+    """Returns the training tasks drawn so far."""
+    # Checkpoints of before rounds do not have it.
+    drawn = run.state.num_drawn
+    return run.state.update * run.config.run.tasks_per_update if drawn is None else drawn
 
 
 async def evaluate_and_keep(run: Run, parts: Parts) -> None:
@@ -277,7 +363,7 @@ async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: Training
     await warm_up(learner, demonstrations, settings, first_step=first, on_step=on_step)
     if run.state.warmup_steps == settings.num_steps:
         # AdamW's moments of imitation would go on pushing in its direction in the first updates.
-        learner.optimiser.reset()
+        learner.forget_moments()
         solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
         held_out = [(task, steps) for task, steps in solved if steps]
         if parts.show is not None:
@@ -292,17 +378,11 @@ async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: Training
     run.stop.raise_if_asked()
 
 
-def keep_reference(run: Run, learner: Learner) -> None:
+def keep_reference(run: Run, learner: LearnerLike) -> None:
     """Keeps the policy before the first update as the reference of the KL term, also after a
     resume."""
-    if not run.config.loss.kl_coef:
-        return
-    place = run.path / "reference"
-    reference = learner.keep_reference()
-    if run.state.update > 0:
-        reference.load(place)
-    else:
-        reference.save(place)
+    if run.config.loss.kl_coef:
+        learner.keep_reference(run.path / "reference", is_new=run.state.update == 0)
 
 
 def checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, TrainState], None]:
@@ -311,32 +391,14 @@ def checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, T
     def write(folder: Path, state: TrainState) -> None:
         save_checkpoint(
             folder,
-            model=parts.learner.model,
+            learner=parts.learner,
             tokenizer=parts.tokenizer,
-            weights=parts.learner.weights().tensors,
-            optimiser=parts.learner.state(),
             state=state,
             config_json=config_json(config),
             keep_adapter=not config.model.lora.merge,
         )
 
     return write
-
-
-def sample_tasks(tasks: Sequence[Task], update: int, *, size: int, seed: int) -> list[Task]:
-    """Returns the tasks of an update: epochs over all tasks, each shuffled by a key of its own;
-    none twice in an update."""
-    orders: dict[int, list[int]] = {}
-    chosen: dict[str, Task] = {}
-    for position in range((update - 1) * size, update * size):
-        epoch, place = divmod(position, len(tasks))
-        if epoch not in orders:
-            # A function of seed and epoch alone, so that a resumed run needs no generator's state.
-            keys = [(keyed_int(seed, "epoch", epoch, n), n) for n in range(len(tasks))]
-            orders[epoch] = [n for _, n in sorted(keys)]
-        task = tasks[orders[epoch][place]]
-        chosen.setdefault(task.id, task)
-    return list(chosen.values())
 
 
 __all__ = ["RunResult", "sft", "train"]

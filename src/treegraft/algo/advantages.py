@@ -1,17 +1,19 @@
-"""Group-relative advantages and the weights of leaves."""
+"""The credit of a tree: advantages of leaves and steps, and the weights of leaves."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from treegraft.algo.arpo import shared_advantages
+from treegraft.algo.gigpo import state_advantages
+from treegraft.algo.groups import Floats, Scale, forest_advantages, group_advantages, whitened
 from treegraft.algo.rapo import (
     RetrievalVariant,
     combined_advantages,
@@ -20,39 +22,9 @@ from treegraft.algo.rapo import (
 )
 from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Trajectory, Tree
 
-Floats = npt.NDArray[np.float64]
-
-
-def group_advantages(
-    rewards: Sequence[float] | Floats, *, scale: Literal["std", "none"] = "std", eps: float = 1e-6
-) -> Floats:
-    """Returns [leaves] how much better each leaf did than its group.
-
-    A_i = (r_i - mean r) / (std r + eps)   scale="std" (GRPO)
-    A_i = r_i - mean r                     scale="none" (Dr.GRPO)
-
-    Sources: Shao et al., arXiv 2402.03300, sec. 4.1; Liu et al., arXiv 2503.20783, sec. 3.2. std is
-    the sample standard deviation (divisor n - 1), as in verl and the ARPO family. A group of
-    one, or one whose rewards are all equal, has advantage 0; verl lets the raw reward of a
-    singleton through.
-
-    Raises:
-        ValueError: an unknown scale, or a reward that is not a finite number.
-    """
-    if scale not in ("std", "none"):
-        raise ValueError(f"group_advantages: scale is '{scale}'; expected 'std' or 'none'")
-    values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1 or not np.isfinite(values).all():
-        raise ValueError(
-            f"group_advantages: got rewards {rewards!r}; expected a flat list of finite numbers"
-        )
-    # Compared, not std == 0: rounding can leave a spread of 1e-17 where all rewards are equal, so
-    # that their advantages would not be exactly 0 and the group would not be skipped.
-    if values.size < 2 or (values == values[0]).all():
-        return np.zeros_like(values)
-    spread = float(values.std(ddof=1)) + eps if scale == "std" else 1.0
-    advantages: Floats = (values - values.mean()) / spread
-    return advantages
+Advantage = Literal["grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"]
+"""The outcome's advantage by the name of its method; the last two compare the whole batch."""
+_SCALES: Mapping[str, Scale] = {"grpo": "std", "dr_grpo": "none", "rloo": "leave-one-out"}
 
 
 def leaf_weights(
@@ -87,10 +59,13 @@ def leaf_weights(
 def assign_credit(
     tree: Tree,
     *,
-    advantage: Literal["grpo", "dr_grpo"] = "grpo",
+    advantage: Advantage = "grpo",
+    outcomes: Floats | None = None,
     eps: float = 1e-6,
     leaf_weight: Literal["uniform", "inverse_branching"] = "uniform",
-    attribution: Literal["soft", "hard"] = "soft",
+    attribution: Literal["soft", "hard", "states"] = "soft",
+    state_weight: float = 1.0,
+    discount: float = 0.95,
     retrieval_reward: RetrievalVariant = "paper",
     retrieval_weight: float = 0.2,
     learn_from_truncated: bool = True,
@@ -103,9 +78,14 @@ def assign_credit(
     others' weights sum to 1 without them.
 
     Args:
+        advantage: how the outcome is compared; one of those over a whole batch needs `outcomes`.
+        outcomes: [leaves in the group] advantages of the outcome, computed already; None computes
+            them.
         attribution: "soft" leaves it at that; "hard" also sets `Step.advantage` of every step that
             the policy wrote on a live trajectory to the mean over the live leaves below it (ARPO,
-            arXiv 2507.19849).
+            arXiv 2507.19849); "states" to that of A_i + ω A_S (GiGPO, arXiv 2505.10978, eq. 8).
+        state_weight: ω.
+        discount: γ of "states" (see `gigpo.state_advantages`).
         retrieval_reward: which retrieval reward (see `rapo.retrieval_reward`).
         retrieval_weight: its share a.
         learn_from_truncated: whether truncated trajectories carry loss.
@@ -113,19 +93,13 @@ def assign_credit(
     Raises:
         ValueError: a live leaf without reward, or an unknown name.
     """
-    if attribution not in ("soft", "hard"):
+    if attribution not in ("soft", "hard", "states"):
         raise ValueError(
-            f"assign_credit: attribution is '{attribution}'; expected 'soft' or 'hard'"
+            f"assign_credit: attribution is '{attribution}'; expected 'soft', 'hard' or 'states'"
         )
-    members = [path for path in tree.trajectories() if LEARNING_RULES[path.status].in_group]
-    unscored = [path.leaf.step_id for path in members if path.reward is None]
-    if unscored:
-        raise ValueError(
-            f"assign_credit: tree '{tree.group_id}': leaves {unscored} have no reward; score the"
-            " tree first"
-        )
-    rewards = [path.reward for path in members if path.reward is not None]
-    outcomes = group_advantages(rewards, scale="std" if advantage == "grpo" else "none", eps=eps)
+    members = group_members(tree)
+    if outcomes is None:
+        outcomes = _outcome_advantages(members, advantage, eps)
     helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
     advantages = combined_advantages(outcomes, helped, weight=retrieval_weight, eps=eps)
     weights = leaf_weights([_branching(tree, path.leaf) for path in members], kind=leaf_weight)
@@ -157,6 +131,10 @@ def assign_credit(
     shared: Sequence[float | None] = [None] * len(tree.steps)
     if attribution == "hard":
         shared = _step_advantages(tree, members, advantages)
+    elif attribution == "states":
+        compared = state_advantages(members, discount=discount, scale=_scale_of(advantage), eps=eps)
+        more = {place: state_weight * value for place, value in compared.items()}
+        shared = _step_advantages(tree, members, advantages, more)
     steps = [
         step if step.advantage == value else replace(step, advantage=value)
         for step, value in zip(tree.steps, shared, strict=True)
@@ -164,17 +142,75 @@ def assign_credit(
     return replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
 
 
+def group_members(tree: Tree) -> list[Trajectory]:
+    """Returns the trajectories that are compared with each other, all but the failed ones: the
+    group of GRPO (arXiv 2402.03300).
+
+    Raises:
+        ValueError: one of them has no reward.
+    """
+    members = [path for path in tree.trajectories() if LEARNING_RULES[path.status].in_group]
+    if unscored := [path.leaf.step_id for path in members if path.reward is None]:
+        raise ValueError(
+            f"tree '{tree.group_id}': leaves {unscored} have no reward; score the tree first"
+        )
+    return members
+
+
+def batch_outcomes(trees: Sequence[Tree], *, has_baseline: bool) -> list[Floats]:
+    """Returns, for each tree, [leaves in the group] the outcome's advantages by REINFORCE++
+    (arXiv 2501.03262), see `whitened`."""
+    groups = [group_members(tree) for tree in trees]
+    return whitened(
+        [[path.leaf.reward or 0.0 for path in group] for group in groups],
+        [[sum(sum(step.loss_mask) for step in path.steps) for path in group] for group in groups],
+        has_baseline=has_baseline,
+    )
+
+
+def _outcome_advantages(members: Sequence[Trajectory], advantage: Advantage, eps: float) -> Floats:
+    rewards = [path.leaf.reward or 0.0 for path in members]
+    if advantage == "tree_grpo":
+        # The root is the prompt, so the second step of a path is its start.
+        return forest_advantages(rewards, [path.steps[1].ordinals[-1] for path in members], eps=eps)
+    if advantage not in _SCALES:
+        raise ValueError(
+            f"assign_credit: advantage is '{advantage}', which compares a whole batch; expected"
+            f" `outcomes` with it, or one of {', '.join([*_SCALES, 'tree_grpo'])}"
+        )
+    return group_advantages(rewards, scale=_SCALES[advantage], eps=eps)
+
+
+def _scale_of(advantage: Advantage) -> Scale:
+    """How GiGPO's states are compared: as the outcomes are."""
+    return _SCALES.get(advantage, "std")
+
+
 def _step_advantages(
-    tree: Tree, members: Sequence[Trajectory], advantages: Floats
+    tree: Tree,
+    members: Sequence[Trajectory],
+    advantages: Floats,
+    more: Mapping[tuple[int, str], float] | None = None,
 ) -> list[float | None]:
-    """[steps] mean advantages; None where the policy wrote nothing or no live leaf lies below."""
+    """[steps] mean advantages; None where the policy wrote nothing or no live leaf lies below.
+
+    Args:
+        more: what each step has besides, by trajectory and step id.
+    """
     below: dict[str, list[int]] = {step.id: [] for step in tree.steps}
     for index, path in enumerate(members):
         for step in path.steps:
             below[step.id].append(index)
     means = shared_advantages(advantages, list(below.values()))
+    added = {
+        name: fmean(more[index, name] for index in owners)
+        if more and (owners[0], name) in more
+        else 0.0
+        for name, owners in below.items()
+        if owners
+    }
     return [
-        float(mean) if below[step.id] and any(step.sampled_mask) else None
+        float(mean) + added[step.id] if below[step.id] and any(step.sampled_mask) else None
         for step, mean in zip(tree.steps, means, strict=True)
     ]
 

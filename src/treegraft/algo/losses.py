@@ -66,23 +66,37 @@ def clipped_surrogate(
 
 
 def engine_correction(
-    old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, cap: float
+    old_logprobs: torch.Tensor,
+    sampling_logprobs: torch.Tensor,
+    cap: float,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns [C] the factor of each contribution's policy-gradient loss, and [C] where the
     cap was reached.
 
-    w = min( π_old(y) / μ(y), C )
+    w_t = min( π_old(y_t) / μ(y_t), C )            a weight per token
+    w   = min( Π_t π_old(y_t) / μ(y_t), C )       a weight per trajectory, over its loss tokens
 
     with μ the distribution that the engine sampled from and π_old the same weights in the learner:
-    truncated importance sampling per token (Ionides, 2008; Yao et al., "Your efficient RL framework
-    secretly brings you off-policy RL training", 2025). The weight is detached.
+    truncated importance sampling (Ionides, 2008) per token (Yao et al., "Your efficient RL
+    framework secretly brings you off-policy RL training", 2025), or per sequence, which alone is
+    unbiased but for the cap, with a variance that grows with the length (TRL's "sequence_truncate",
+    verl's rollout_is = "sequence"). The weight is detached.
 
     Args:
         old_logprobs, sampling_logprobs: [C] log π_old and log μ.
         cap: C > 0.
+        lengths: [N] contributions of each trajectory, in order, for a weight per trajectory; None
+            for one per token.
     """
-    difference = (old_logprobs - sampling_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratios = torch.exp(difference).detach()
+    difference = (old_logprobs - sampling_logprobs).detach()
+    if lengths is not None:
+        # Over one trajectory after the other, in float64: the sum is the same however many follow.
+        sums = torch.segment_reduce(difference.double(), "sum", lengths=lengths)
+        difference = torch.repeat_interleave(
+            sums.to(difference.dtype), lengths, output_size=len(difference)
+        )
+    ratios = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return ratios.clamp(max=cap), ratios > cap
 
 

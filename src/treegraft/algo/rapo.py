@@ -16,7 +16,13 @@ from treegraft.core.types import Origin, Step, Trajectory
 Floats = npt.NDArray[np.float64]
 
 RetrievalVariant = Literal[
-    "paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"
+    "paper",
+    "inverted_entropy",
+    "inverted_timing",
+    "inverted_both",
+    "no_quality",
+    "no_timing",
+    "none",
 ]
 """The paper's retrieval reward, its ablations, and no retrieval reward at all."""
 VARIANTS: tuple[RetrievalVariant, ...] = get_args(RetrievalVariant)
@@ -34,7 +40,8 @@ def retrieval_reward(
 
     The paper's ablations by name, the formulas as we read its words: "inverted_entropy" turns the
     sign of ΔH; "inverted_timing" is g / H₋, which grows without bound as H₋ falls to 0;
-    "no_quality" is H₋; "no_timing" is g; "none" is 0.
+    "inverted_both" does the two (Table 3's "H low, ΔH up"); "no_quality" is H₋; "no_timing" is g;
+    "none" is 0.
 
     Args:
         entropy_before: H₋, mean entropy of the policy's tokens in its last step before the graft,
@@ -58,12 +65,13 @@ def retrieval_reward(
     if before <= 0.0 or variant == "none":
         return 0.0
     change = -(after - before) / before
-    quality = math.tanh(2.0 * (-change if variant == "inverted_entropy" else change))
+    is_turned = variant in ("inverted_entropy", "inverted_both")
+    quality = math.tanh(2.0 * (-change if is_turned else change))
     if variant == "no_quality":
         return before
     if variant == "no_timing":
         return quality
-    return quality / before if variant == "inverted_timing" else quality * before
+    return quality / before if variant in ("inverted_timing", "inverted_both") else quality * before
 
 
 def combined_advantages(

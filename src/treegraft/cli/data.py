@@ -31,7 +31,7 @@ def check(
         str,
         typer.Argument(
             metavar="TRAIN",
-            help='Training data: .jsonl, .json, .parquet or "hub:NAME:CONFIG/SPLIT".',
+            help='Training data: .jsonl, .json, .csv, .parquet or "hub:NAME:CONFIG/SPLIT".',
         ),
     ],
     evals: Annotated[
@@ -83,6 +83,8 @@ def _say(text: str, style: str = "") -> None:
 def _print_file(file: FileDefects) -> None:
     columns = f"question in {file.question_column}, reference in {file.reference_column}"
     _say(f"{file.source}: {file.num_rows} rows, {columns}", "bold")
+    if file.advice:
+        _say(file.advice, "yellow")
     if not file.findings:
         _say("no defect found")
     for one in file.findings:
@@ -110,7 +112,9 @@ def _print_contamination(one: Contamination, train: str) -> None:
 def show(
     file: Annotated[
         str,
-        typer.Argument(metavar="FILE", help='.jsonl, .json, .parquet or "hub:NAME:CONFIG/SPLIT".'),
+        typer.Argument(
+            metavar="FILE", help='.jsonl, .json, .csv, .parquet or "hub:NAME:CONFIG/SPLIT".'
+        ),
     ],
     rows: Annotated[int, typer.Option(min=0, help="Number of rows.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="Number of the first row, from 0.")] = 0,

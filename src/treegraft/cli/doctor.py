@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.text import Text
 
 from treegraft.cli.machine import num_cpus
-from treegraft.cli.memory import gigabytes, gpus, memory_room, recipe_memory
+from treegraft.cli.memory import gigabytes, gpus, memory_room, model_shape, recipe_memory
 from treegraft.cli.options import table
+from treegraft.cli.sizing import Plan, sizing
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
@@ -223,13 +224,21 @@ class Examination:
         return made | {"verdict": facts(self.verdict)}
 
 
-def examine(config: Config | None) -> Examination:
-    """Returns what was found about this machine, and the recipe where one is given."""
+def examine(config: Config | None, plan: Plan | None = None) -> Examination:
+    """Returns what was found about this machine, and the recipe where one is given.
+
+    Args:
+        plan: GPUs for which the recipe's memory and time are estimated; None looks at this
+            machine's memory.
+    """
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
     try:
-        parts, total = recipe_memory(config)
+        if plan is None:
+            parts, total = recipe_memory(config)
+        else:
+            *parts, total = sizing(config, model_shape(config), plan)
     except ModelError as error:
         parts, total = [], Finding("model.path", config.model.path, False, str(error))
     found.sections |= {

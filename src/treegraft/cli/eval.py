@@ -36,7 +36,7 @@ Data = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help='File of questions: .jsonl, .json, .parquet or "hub:NAME:CONFIG/SPLIT".',
+        help='File of questions: .jsonl, .json, .csv, .parquet or "hub:NAME:CONFIG/SPLIT".',
     ),
 ]
 QuestionColumn = Annotated[str | None, typer.Option(help="Column of the question in FILE.")]

@@ -8,12 +8,10 @@ usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +29,7 @@ from treegraft.cli.init import init
 from treegraft.cli.options import (
     AsJson,
     Overrides,
+    Smoke,
     complete_recipe,
     complete_run,
     refuse_idle,
@@ -39,6 +38,7 @@ from treegraft.cli.options import (
 )
 from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
+from treegraft.cli.train import sft, train
 from treegraft.core.errors import (
     CheckpointError,
     DataError,
@@ -51,10 +51,9 @@ from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.text import plain
 from treegraft.core.types import Status
-from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
-    from treegraft.settings.config import Config
+    pass
 
 _RETIRED = {
     "bench": " Benchmarks run in a clone: python -m benchmarks.speed engine. Of a recipe: treegraft"
@@ -108,29 +107,6 @@ Checkpoint = Annotated[
         help="Checkpoint folder, or run folder for its latest checkpoint.",
     ),
 ]
-RecipeOrResume = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[RECIPE]",
-        autocompletion=complete_recipe,
-        help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
-    ),
-]
-Resume = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="RUN_DIR",
-        autocompletion=complete_run,
-        help="Run folder to continue from its latest checkpoint.",
-    ),
-]
-AcceptChanges = Annotated[
-    bool | None,
-    typer.Option(
-        "--accept-changes",
-        help="With --resume: go on although metrics, evaluations or the buffer have changed.",
-    ),
-]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -151,99 +127,11 @@ def options(
     """Options before the command."""
 
 
-def _settings(
-    recipe: str | None, overrides: list[str] | None, resume: Path | None, command: str
-) -> Config:
-    """Returns the settings of a recipe, or those of the run to resume, with overrides."""
-    from treegraft.settings.load import load_config
-
-    typed = overrides or []
-    if resume is not None and (recipe is None or "=" in recipe):
-        from treegraft.runs.start import own_config
-
-        # What stands in the recipe's place is the first override.
-        return own_config(resume, [*([recipe] if recipe else []), *typed])
-    if recipe is None:
-        raise SettingError(
-            f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
-            f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
-            f" --resume runs/NAME`."
-        )
-    return load_config(recipe, typed)
-
-
-@contextlib.contextmanager
-def _traced(config: Config, recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
-    """Lets errors of data and models say which setting they come from."""
-    from treegraft.settings.load import traced
-
-    try:
-        yield
-    except (DataError, ModelError) as error:
-        said = traced(str(error), config, recipe or "settings", overrides or [])
-        raise type(error)(said) from error
-
-
 app.command()(init)
 
 
-@app.command()
-def train(
-    context: typer.Context,
-    recipe: RecipeOrResume = None,
-    overrides: Overrides = None,
-    resume: Resume = None,
-    accept_changes: AcceptChanges = None,
-) -> None:
-    """Train an agent with a recipe.
-
-    Writes a run folder with metrics, trees and checkpoints.
-    """
-    if resume is None:
-        refuse_idle(context, "without --resume", "--accept-changes")
-    config = _settings(recipe, overrides, resume, "train")
-    # After the settings are checked: it loads torch, which takes seconds.
-    from treegraft.train import train as run_training
-
-    with _traced(config, recipe, overrides), display_on(None) as display:
-        run_training(
-            config,
-            recipe=recipe,
-            resume=resume,
-            accepts_changes=bool(accept_changes),
-            display=display,
-        )
-
-
-@app.command()
-def sft(
-    context: typer.Context,
-    recipe: RecipeOrResume = None,
-    overrides: Overrides = None,
-    resume: Resume = None,
-    accept_changes: AcceptChanges = None,
-) -> None:
-    """Run only the supervised warm-up of a recipe, its table [warmup]."""
-    if resume is None:
-        refuse_idle(context, "without --resume", "--accept-changes")
-    config = _settings(recipe, overrides, resume, "sft")
-    if config.warmup.num_steps == 0:
-        raise SettingError(
-            f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
-            " warmup.num_steps=300."
-        )
-    from treegraft.train import sft as run_fine_tuning
-
-    with _traced(config, recipe, overrides), display_on(None) as display:
-        run_fine_tuning(
-            config,
-            recipe=recipe,
-            resume=resume,
-            accepts_changes=bool(accept_changes),
-            display=display,
-        )
-
-
+app.command()(train)
+app.command()(sft)
 app.command("eval")(evaluate)
 app.command()(push)
 
@@ -279,9 +167,9 @@ def compare(
     from treegraft.runs.metrics import meaning
     from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 
-    key, rows = compare_runs(runs)
+    key, rows, notes = compare_runs(runs)
     if as_json:
-        print(json.dumps({"accuracy": key, "rows": dict(rows)}))
+        print(json.dumps({"accuracy": key, "rows": dict(rows), "notes": notes}))
         return
     say(f"{key}: {meaning(key)}")
     shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
@@ -293,6 +181,24 @@ def compare(
         shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
     Console().print(shown)
     say(COSTS_NOTE, "dim")
+    for note in notes:
+        say(note, "yellow")
+
+
+Bundle = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OUT", help="Write a copy that opens without Treegraft: a folder, or a .zip file."
+    ),
+]
+BundledUpdates = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="With --bundle: the updates whose trees it holds, e.g. 1,5,10-20, all or none."
+        " Default: 10 of each run.",
+    ),
+]
 
 
 @app.command()
@@ -300,7 +206,10 @@ def view(
     context: typer.Context,
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders; those of active runs are followed."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders, or folders with runs in them; active runs are followed.",
+        ),
     ],
     host: Annotated[
         str,
@@ -332,13 +241,21 @@ def view(
     leaf: Annotated[
         int | None, typer.Option(min=0, help="With --text: the number of its trajectory, from 0.")
     ] = None,
+    bundle: Bundle = None,
+    updates: BundledUpdates = None,
 ) -> None:
     """Show runs in a browser, or with --text in the terminal.
 
-    Charts, trees, tokens, warnings and the Step-Trace Buffer.
+    Charts, settings, trees, tokens, warnings and the Step-Trace Buffer.
     """
-    from treegraft.view.command import view_pages, view_text
+    from treegraft.view.command import view_bundle, view_pages, view_text
 
+    if bundle is not None:
+        refuse_idle(context, "with --bundle", "--text", "--host", "--port", "--browser")
+        refuse_idle(context, "with --bundle", "--update", "--eval", "--group", "--leaf")
+        view_bundle(runs, bundle, updates, buffer)
+        return
+    refuse_idle(context, "without --bundle", "--updates")
     if text:
         view_text(runs, update, evaluation, group, leaf)
         return
@@ -385,21 +302,41 @@ app.command("config")(show_config)
 
 @app.command()
 def doctor(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="Recipe whose needs are checked too.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
+    smoke: Smoke = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=1, help="Estimate memory and time on so many GPUs instead."),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME", help="H200, H100, A100 or L40S.")
+    ] = "H100",
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option("--gpu-memory", min=1, metavar="GB", help="Memory of each, in 10^9 bytes."),
+    ] = None,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
     With a recipe, its first tasks are written as the agent will see them, and their references are
-    scored as its answers. The exit code is 2 if something has to be corrected.
+    scored as its answers. With --gpus, the recipe's memory is that of GPUs which need not be here.
+    The exit code is 2 if something has to be corrected.
     """
     from treegraft.cli.doctor import examine, print_examination
+    from treegraft.cli.sizing import Plan
     from treegraft.settings.load import load_config
 
-    found = examine(None if recipe is None else load_config(recipe, overrides or []))
+    if recipe is None:
+        refuse_idle(context, "without a recipe", "--smoke", "--gpus")
+    if num_gpus is None:
+        refuse_idle(context, "without --gpus", "--gpu", "--gpu-memory")
+    config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
+    found = examine(config, None if num_gpus is None else Plan.of(num_gpus, gpu, gpu_memory))
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:

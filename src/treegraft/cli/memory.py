@@ -3,7 +3,7 @@
 With N weights of b bytes:
 
     Python with its packages 0.4 GB, weights N·b, engine's copy N·b (2 N·b where it packs them),
-    gradients T·b, AdamW 8·T, float32 master weights and their gradients 4·T each (bfloat16 only),
+    gradients 4·T (in float32 whatever b is), AdamW 8·T, float32 master weights 4·T (bfloat16 only),
     keys and values = rows · tokens · layers · 2 · key-value heads · head width · b
 
 T counts trained weights: N, or those of the adapters. Activations are a rough upper estimate and
@@ -19,39 +19,30 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import ModelError
+from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
+from treegraft.policy.bounds import ModelShape, kv_bytes
+from treegraft.policy.shapes import PREFIX, num_shape_weights, published_shape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import CPU_CACHE_GB
 from treegraft.settings.table import value_of
+from treegraft.tasks.build import build_tasks
 
-_BYTES = {"float32": 4, "bfloat16": 2}
-_PROMPT_TOKENS = 256
+BYTES = {"float32": 4, "bfloat16": 2}
+PROMPT_TOKENS = 256
 """Assumed length of a prompt where the context has no limit of its own."""
 _PACKAGES_BYTES = 400_000_000
 """Resident after importing torch, transformers and peft, as measured."""
-_TINY_WORDS = 64
-"""Markup and function words of a tiny model's vocabulary, beside entities and relations."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=16,
-    vocab_size=100)"""
-
-    num_weights: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
+_TINY_WORDS = 16
+"""Markup, tags of tools and special tokens of a tiny model's vocabulary, beside the tasks'
+words."""
 
 
 # --- what is there --------------------------------------------------------------------------------
@@ -141,9 +132,17 @@ def gigabytes(num_bytes: float) -> str:
 # --- the shape of a model -------------------------------------------------------------------------
 
 
+def _words(config: Config) -> Collection[str]:
+    """The words of the tasks; none where they cannot be had, which is reported elsewhere."""
+    try:
+        return set(build_tasks(config.tasks, config.run.seed).vocabulary())
+    except TreegraftError:
+        return ()
+
+
 def _tiny_shape(config: Config) -> ModelShape:
-    tiny, world = config.model.tiny, config.tasks.search_world
-    vocab = world.num_entities + world.num_relations + _TINY_WORDS
+    tiny = config.model.tiny
+    vocab = len(_words(config)) + _TINY_WORDS
     head_dim = tiny.hidden_size // tiny.num_heads
     # In columns of width hidden_size: query and output, key and value, the three matrices of the
     # feed-forward part, two norms; embeddings and head are not tied.
@@ -174,15 +173,7 @@ def _folder_shape(folder: Path) -> ModelShape:
         raise ModelError(
             f"model folder '{folder}' has a config.json but no .safetensors file with weights."
         )
-    heads = settings["num_attention_heads"]
-    return ModelShape(
-        num_weights=num_weights,
-        num_layers=settings["num_hidden_layers"],
-        num_kv_heads=settings.get("num_key_value_heads") or heads,
-        head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
-        hidden_size=settings["hidden_size"],
-        vocab_size=settings["vocab_size"],
-    )
+    return ModelShape.of_config(settings, num_weights)
 
 
 def _gguf_shape(path: Path) -> ModelShape:
@@ -218,6 +209,9 @@ def model_shape(config: Config) -> ModelShape | None:
     path = config.model.path
     if path == "tiny":
         return _tiny_shape(config)
+    if path.startswith(PREFIX):
+        fields = published_shape(path)
+        return ModelShape.of_config(fields, num_shape_weights(fields))
     place, gguf = locate(path)
     if gguf is not None:
         return _gguf_shape(Path(place) / gguf)
@@ -238,34 +232,31 @@ def model_shape(config: Config) -> ModelShape | None:
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     """Returns bytes by part; their sum is the peak of one process, rollout and learning
     together."""
-    width, rank, native = _BYTES[config.model.dtype], config.model.lora.rank, config.engine.native
+    width, rank, native = BYTES[config.model.dtype], config.model.lora.rank, config.engine.native
     weights = shape.num_weights * width
     # An adapter adds rank · (in + out) to each of about seven matrices of a layer; 3 is the mean
     # width in hidden sizes.
     trained = shape.num_layers * 7 * rank * 3 * shape.hidden_size if rank else shape.num_weights
     limit = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
     is_tiny = config.model.path == "tiny"
-    context = config.model.tiny.max_context if is_tiny else _PROMPT_TOKENS + limit
+    context = config.model.tiny.max_context if is_tiny else PROMPT_TOKENS + limit
     # The engine pads small batches to 16 rows.
     leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
     rows = min(config.engine.max_rows, leaves)
-    per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
     cache_gb = CPU_CACHE_GB if native.cache_gb == "auto" else native.cache_gb
     kept = 2 if config.model.gradient_checkpointing else 16
     activations = config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
     parts = {
         "Python and packages": _PACKAGES_BYTES,
         "weights": weights,
-        "gradients": trained * width,
+        "gradients": 4 * trained,
         "AdamW": 8 * trained,
         "float32 master weights": 4 * trained if width == 2 else 0,
-        # Summed there beside those of the pass under way.
-        "float32 gradients": 4 * trained if width == 2 else 0,
         "engine's copy": weights,
         "engine's packed weights": weights if native.pack_weights else 0,
         # Under LoRA the reference is the same model with its adapters off.
         "reference": weights if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": min(rows * context * per_token, int(1e9 * cache_gb)),
+        "keys and values": min(rows * context * kv_bytes(shape, width), int(1e9 * cache_gb)),
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),
@@ -318,7 +309,8 @@ def _advice(config: Config, shape: ModelShape, limit: float) -> str:
     least = gigabytes(total)
     return (
         f"Even with {' '.join(overrides) or 'the smallest settings'} it takes {least}: take a"
-        " smaller model or a larger machine; one model is not split over several"
+        " smaller model or a larger machine; `treegraft doctor RECIPE --gpus 8` says what several"
+        " GPUs hold"
     )
 
 
@@ -326,7 +318,7 @@ def _saves(config: Config, name: str, value: Any) -> bool:
     if name.startswith("engine.native") and config.engine.kind != "native":
         return False
     now = value_of(config, name)
-    if isinstance(value, (bool, str)):
+    if isinstance(value, (bool, str)) or isinstance(now, str):
         return bool(now != value)
     # Of adapters 0 means none, which takes the most.
     return bool(now == 0 if name == "model.lora.rank" else now > value)

@@ -53,16 +53,29 @@ Overrides = Annotated[
 ]
 
 
+Smoke = Annotated[
+    bool | None,
+    typer.Option(
+        "--smoke",
+        help="With the recipe's own table [smoke]: a small model and few tasks, in seconds.",
+    ),
+]
+
+
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
     """Raises SettingError for the first of the named options that was given.
 
     Args:
         where: the condition, such as "without --suite".
-        names: options and arguments as a person types them; one that is None was not given.
+        names: options and arguments as a person types them; one that is None, or that the command
+            line does not name, was not given.
     """
     for parameter in context.command.params:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
-        if name in names and context.params[parameter.name or ""] is not None:
+        own = parameter.name or ""
+        source = context.get_parameter_source(own)
+        is_default = source is not None and source.name == "DEFAULT"
+        if name in names and not is_default and context.params[own] is not None:
             raise SettingError(f"command line: {name} would have no effect {where}; leave it out.")
 
 

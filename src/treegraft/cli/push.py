@@ -69,8 +69,8 @@ def push(
             f"command line: '{repo_id}' is not a repository's name; expected NAME or OWNER/NAME of"
             " letters, digits, '-', '_' and '.'"
         ) from error
-    token = _token(dry_run)
     found = trained(run)
+    token = _token(dry_run)
     text = _read(card) if card else model_card(found, repo_id, licence=licence)
     files = {CARD: text.encode(), **files_of(found.checkpoint)}
     said = message or f"Checkpoint of update {found.state.update}"

@@ -21,12 +21,20 @@ is the one place that turns the one into the other.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class TreegraftError(Exception):
-    """Root of the tree above."""
+    """Root of the tree above.
+
+    `settings` holds the dotted names of the settings that it is about, () where none is known.
+    """
+
+    def __init__(self, *args: object, settings: Iterable[str] = ()) -> None:
+        super().__init__(*args)
+        self.settings = tuple(settings)
 
 
 class SettingError(TreegraftError, ValueError):
@@ -61,6 +69,10 @@ class KernelError(TreegraftError, RuntimeError):
     """Our own kernels cannot be made or loaded on this machine."""
 
 
+class RankError(TreegraftError, RuntimeError):
+    """A process that learns with others has ended, hangs, or is not like them."""
+
+
 class StorageError(TreegraftError, RuntimeError):
     """Files could not be written or read: the disk is full, the folder is read-only."""
 
@@ -75,6 +87,16 @@ class HubError(TreegraftError, RuntimeError):
 
 class DriftError(TreegraftError, RuntimeError):
     """Engine and learner no longer hold the same policy."""
+
+
+@contextlib.contextmanager
+def about(*settings: str) -> Iterator[None]:
+    """Lets errors from inside that know no setting be about these."""
+    try:
+        yield
+    except TreegraftError as error:
+        error.settings = error.settings or settings
+        raise
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from treegraft.core.types import (
     Branch,
     Completion,
+    Expand,
     Generate,
     Graft,
     Observation,
@@ -65,6 +66,37 @@ class WeightSource(Protocol):
         """Gives (name, whole tensor), one at a time, so that no second copy has to exist."""
 
 
+class LearnerLike(Protocol):
+    """What changes the policy's weights, in one process or in several."""
+
+    def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Returns the trees with exact entropies around grafts, for the retrieval reward."""
+
+    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+        """Returns the trees with old log-probabilities and ratios filled in, and the update's
+        metrics."""
+
+    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+
+    def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
+        """Returns (steps of demonstrations in which every token with loss is the most likely one,
+        steps)."""
+
+    def forget_moments(self) -> None:
+        """Starts the optimiser anew, as between warm-up and training."""
+
+    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
+        """Freezes the reference of the KL term: the present weights, which are written to the
+        folder, or for a resumed run those that lie there."""
+
+    def weights(self) -> WeightSource:
+        """Returns the plain model's weights, adapters merged into them."""
+
+    def save(self, folder: Path, *, keep_adapter: bool) -> None:
+        """Writes the plain model and the optimiser's state into the folder of a checkpoint."""
+
+
 @runtime_checkable
 class Engine(Measured, Protocol):
     """Turns token ids into more token ids. Stateless for the caller."""
@@ -113,7 +145,7 @@ class Engine(Measured, Protocol):
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
-        `version`."""
+        `version`. Weights that it holds already (the fingerprints are equal) need not be copied."""
 
     async def close(self) -> None: ...
 
@@ -388,7 +420,12 @@ class Retriever(Measured, Protocol):
 
 class Explorer(Protocol):
     """Decides where a tree grows. Pure: a function of tree facts and of keyed randomness, never of
-    arrival."""
+    arrival.
+
+    An explorer whose `fill` returns `Expand` has the attribute `expands = True` besides: the states
+    between steps are then kept until the tree is done, which takes a copy each of an environment
+    that forks.
+    """
 
     probe_tokens: int | None
     """How many first tokens of a step after a tool result `after_probe` wants to see; None: it is
@@ -416,9 +453,10 @@ class Explorer(Protocol):
                 way.
         """
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start:
-        """Returns how many further first-level rollouts to open once all leaves have ended; none
-        ends the tree."""
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+        """Returns what to open once all leaves have ended, as long as the tree has fewer than
+        `max_leaves`: further first-level rollouts, or children of finished steps. Nothing ends the
+        tree."""
 
 
 CreditRule = Callable[[Tree], Tree]

@@ -9,6 +9,8 @@ from typing import Literal
 
 from treegraft.core.errors import ModelError, nearest
 
+HUB_TIMEOUT_S = 10.0
+
 _WEIGHTS = {"model": (".gguf", ".safetensors"), "encoder": (".safetensors",)}
 """Suffixes of files to load from a package, preferred ones first."""
 _MARKS = {"model": ("config.json",), "encoder": ("modules.json", "config.json")}
@@ -47,6 +49,49 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
     if path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs:
         raise ModelError(f"{kind} '{path}': there is no such folder{_neighbours(folder)}")
     return path, None
+
+
+def at_hand(location: str, kind: Literal["model", "encoder"] = "model") -> str:
+    """Returns a `location` that can be loaded from at once: itself, or the folder in the hub's
+    cache where the hub does not answer.
+
+    Raises:
+        ModelError: it is no folder, the hub does not answer, and nothing of it was fetched before.
+    """
+    if Path(location).is_dir() or not (problem := _hub_problem()):
+        return location
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        # The folder as a whole: transformers asks the hub about adapters even where it was told
+        # to take local files only.
+        cache = constants.HF_HUB_CACHE
+        return str(snapshot_download(location, local_files_only=True, cache_dir=cache))
+    except Exception as error:
+        place = " here or as pypi:PACKAGE" if kind == "model" else " or pypi:PACKAGE"
+        raise ModelError(
+            f"{kind} '{location}': there is no such folder, and as a hub id it was not fetched"
+            f" before, while {problem}; expected a folder{place}, or a hub that answers"
+        ) from error
+
+
+def _hub_problem() -> str:
+    """Returns why the hub cannot be asked, "" where it can.
+
+    By one request: for each file its clients would ask again and again for a minute.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        # Its own session, which knows of proxies and certificates. Any answer will do.
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    # Which HTTP library it is, and so what it raises, differs by version.
+    except Exception as error:
+        return f"{constants.ENDPOINT} does not answer ({str(error) or type(error).__name__:.200})"
+    return ""
 
 
 def _neighbours(folder: Path) -> str:

@@ -13,7 +13,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import SettingError, TreegraftError, nearest
+from treegraft.core.errors import SettingError, TreegraftError, about, nearest
 
 
 def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
@@ -41,8 +41,9 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
     if name in table:
         return table[name]
     if ":" not in name:
-        raise SettingError(unknown_name(name, table, setting))
-    return load_object(name)
+        raise SettingError(unknown_name(name, table, setting), settings=[setting])
+    with about(setting):
+        return load_object(name)
 
 
 def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) -> Any:
@@ -62,7 +63,8 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
     except TypeError as error:
         raise SettingError(
             f"{setting}: '{path}' could not be called with"
-            f" {', '.join(arguments) or 'no arguments'}: {error}"
+            f" {', '.join(arguments) or 'no arguments'}: {error}",
+            settings=[setting],
         ) from error
     try:
         found = maker(**arguments)
@@ -72,7 +74,8 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise SettingError(
             f"{setting}: '{path}' raised {type(error).__name__}: {error} ({last.filename}, line"
-            f" {last.lineno}); mend it there."
+            f" {last.lineno}); mend it there.",
+            settings=[setting],
         ) from error
     members = {name for base in protocol.__mro__ for name in (*vars(base), *get_annotations(base))}
     missing = sorted(
@@ -81,7 +84,8 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
     if missing:
         raise SettingError(
             f"{setting}: '{path}' gives a {type(found).__name__} without {', '.join(missing)};"
-            f" expected every member of {protocol.__module__}.{protocol.__qualname__}."
+            f" expected every member of {protocol.__module__}.{protocol.__qualname__}.",
+            settings=[setting],
         )
     return found
 

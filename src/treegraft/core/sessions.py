@@ -66,10 +66,11 @@ class Session(Protocol):
         """
         ...
 
-    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True, *, is_kept: bool = False) -> Point:
         """Returns the present state as a point.
 
         Args:
+            is_kept: it may be opened again and again, until the tree is done.
             is_wanted: asked when the state is about to change; once False, the point is never
                 opened, and the state need not be kept for it.
         """
@@ -173,7 +174,7 @@ class SharedSession:
     async def call(self, call: ToolCall) -> Observation:
         return await self._runner.call(call, self._task)
 
-    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True, *, is_kept: bool = False) -> Point:
         return self
 
     async def rehearse(

@@ -16,5 +16,7 @@ def shipped(kind: Literal["recipes", "examples"]) -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Returns the shipped recipes by name, such as "demo"."""
-    return {path.stem: path for path in sorted(shipped("recipes").glob("*.toml"))}
+    """Returns the shipped recipes by name, such as "demo" or "papers/rapo-web-qwen2.5-7b"."""
+    folder = shipped("recipes")
+    found = sorted(folder.rglob("*.toml"))
+    return {path.relative_to(folder).as_posix().removesuffix(".toml"): path for path in found}

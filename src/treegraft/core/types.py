@@ -501,6 +501,16 @@ class Branch:
     cause: BranchCause
 
 
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """Opens further sampled children below a step of a tree whose leaves have all ended."""
+
+    step_id: str
+    """A step that a tool's result or a graft follows, or that is one."""
+    num: int
+    cause: BranchCause
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """The end of a trajectory: its reward and how it counts."""

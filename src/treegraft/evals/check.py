@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ class FileDefects:
     reference_column: str
     num_rows: int
     findings: list[Finding]
+    advice: str = ""
+    """What to name where no column of references was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,17 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
     findings = [
         Finding(kind, rows, found.examples[kind][:200]) for kind, rows in found.rows.items()
     ]
-    return FileDefects(name, used[0], used[1] or "none", num_rows, findings), items
+    advice = "" if used[1] else _reference_advice(wanted[1], reference, columns)
+    return FileDefects(name, used[0], used[1] or "none", num_rows, findings, advice), items
+
+
+def _reference_advice(wanted: Sequence[str], given: str | None, columns: Collection[str]) -> str:
+    near = nearest(given, columns) if given else ""
+    return (
+        f"no row has a reference in {' or '.join(wanted)}; the columns are"
+        f" {', '.join(sorted(columns))}. Name that of the reference with --reference-column, and in"
+        f" a recipe with tasks.dataset.reference_column.{near}"
+    )
 
 
 def _odd(reference: str) -> str:

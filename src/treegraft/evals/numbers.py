@@ -18,7 +18,7 @@ from treegraft.evals.scores import (
     pass_ks,
     stratified_bootstrap,
 )
-from treegraft.evals.suites import EvalSet, SetRule
+from treegraft.evals.suites import GROUPS, EvalSet, SetRule
 from treegraft.rollout.measure import pass_at_k
 from treegraft.tasks.rewards import answer_of
 
@@ -109,6 +109,9 @@ class SuiteNumbers:
     sets: list[SetNumbers]
     mean: Interval
     """Unweighted mean of the sets' scores."""
+    groups: dict[str, Interval]
+    """The same of each group of `evals.suites` whose sets are all here, unless it is all there
+    is."""
     is_complete: bool
     """Every item of every set has been run."""
 
@@ -231,10 +234,13 @@ def suite_numbers(
         ValueError: none has.
     """
     begun = [one for one in sets if trees[one.name]]
-    groups = [
-        item_means(trees[one.name], main_score(main_measure(one.rule, verdicts), verdicts))
+    means = {
+        one.name: item_means(
+            trees[one.name], main_score(main_measure(one.rule, verdicts), verdicts)
+        )
         for one in begun
-    ]
+    }
+    whole = {name: names for name, names in GROUPS.items() if {*names} < means.keys()}
     return SuiteNumbers(
         checkpoint=checkpoint,
         temperature=temperature,
@@ -242,6 +248,10 @@ def suite_numbers(
         seed=seed,
         judge_model=None if verdicts is None else verdicts.model,
         sets=[set_numbers(one, trees[one.name], verdicts) for one in begun],
-        mean=stratified_bootstrap(groups),
+        mean=stratified_bootstrap([*means.values()]),
+        groups={
+            group: stratified_bootstrap([means[name] for name in names])
+            for group, names in whole.items()
+        },
         is_complete=all(len(trees[one.name]) == len(one.tasks) for one in sets),
     )

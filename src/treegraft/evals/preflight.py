@@ -141,6 +141,7 @@ async def prompts(preflight: Preflight) -> list[Finding]:
     made = [setup.format.prompt_ids(task) for task in preflight.tasks]
     longest = max(map(len, made))
     found = [Finding("prompt", f"{len(made[0])} tokens; the longest of {len(made)}: {longest}")]
+    found += _unknown(preflight, made)
     text = str(setup.tokenizer.decode(list(made[0]), skip_special_tokens=False))
     asked = (("require_think", "<think>"), ("require_boxed", "\\boxed"))
     for name, mark in asked:
@@ -154,6 +155,36 @@ async def prompts(preflight: Preflight) -> list[Finding]:
                     )
                 )
     return found
+
+
+def _unknown(preflight: Preflight, made: Sequence[Sequence[int]]) -> Iterator[Finding]:
+    """The words of prompts that a closed vocabulary does not have: the model reads each of them as
+    the same token."""
+    setup, task = preflight.setup, preflight.tasks[0]
+    tokenizer, unknown = setup.tokenizer, setup.tokenizer.unk_token_id
+    if not preflight.is_closed or unknown is None:
+        return
+    num = sum(list(ids).count(unknown) for ids in made)
+    if not num:
+        return
+    texts = [setup.config.format.system_prompt or "", task.question]
+    texts += [one["content"] for one in task.messages]
+    words = [
+        word
+        for word in dict.fromkeys(" ".join(texts).split())
+        if unknown in tokenizer.encode(word, add_special_tokens=False)
+    ]
+    num_all = sum(map(len, made))
+    value = f"{num} of {num_all} tokens in {len(made)} prompts ({num / num_all:.0%})"
+    named = ", ".join(f"'{word:.40}'" for word in words[:8]) + (", ..." if len(words) > 8 else "")
+    note = f"of the first task: {named or 'none of its question'}; {_ADVICE_UNKNOWN}"
+    yield Finding("unknown words", value, True, note, True)
+
+
+_ADVICE_UNKNOWN = (
+    "the tiny model reads all of them as <unk>. Add them to the task source's vocabulary(), leave"
+    ' them out (format.system_prompt = ""), or name a language model in model.path'
+)
 
 
 async def lengths(preflight: Preflight) -> list[Finding]:

@@ -71,6 +71,8 @@ def _scores(report: SuiteNumbers, title: str) -> Table:
         passed = (one.pass_at.get(k) for k in ks)
         shares = map(percent, (one.em, one.f1, one.match, *judge, *passed))
         table.add_row(one.name, one.measure, str(one.num_items), interval(one.score), *shares)
+    for group, score in report.groups.items():
+        table.add_row(Text(f"mean of {group}"), "", "", Text(interval(score)))
     if len(report.sets) > 1:
         table.add_row(Text("mean", "bold"), "", "", Text(interval(report.mean), "bold"))
     return table

@@ -19,11 +19,9 @@ from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Task
 from treegraft.rollout.formats.markup import boxed
 from treegraft.tasks.fields import Defects, accepted_answers, after_mark, find_value, question_text
-from treegraft.tasks.readers import BadRow, read_rows
+from treegraft.tasks.readers import FILE_TYPES, BadRow, read_rows
 
 Measure = Literal["math", "f1", "judge"]
-
-FILE_TYPES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +107,7 @@ SETS: Mapping[str, SetRule] = {
     ),
 }
 """Every set by name. xbench-DeepSearch is read from decrypted files alone; BrowseComp is published
-as a file outside the hub, whose rows are decrypted as they are read."""
+as CSV outside the hub, whose rows are decrypted as they are read."""
 
 _COMPUTATION = ("aime24", "aime25", "math500", "gsm8k", "math")
 _KNOWLEDGE = ("hotpotqa", "2wiki", "musique", "bamboogle")
@@ -191,8 +189,8 @@ def load_sets(
     """Returns the sets, read.
 
     Args:
-        data_dir: a folder that holds NAME.jsonl, .json or .parquet for each set (or a folder NAME
-            with test.*); None takes the hub.
+        data_dir: a folder that holds NAME.jsonl, .json, .csv or .parquet for each set (or a folder
+            NAME with test.*); None takes the hub.
         num: rows of each set; None for all.
         shuffle_seed: take the first `num` of this seed's order; None keeps the order of the file.
 
@@ -229,9 +227,9 @@ def find_source(name: str, data_dir: Path | None) -> str:
             one.name for one in data_dir.iterdir() if one.suffix in FILE_TYPES or one.is_dir()
         )
         raise DataError(
-            f"--data-dir '{data_dir}': there is no {name}.jsonl, .json or .parquet, nor a folder"
-            f" {name} with test.jsonl. It holds {', '.join(held) or 'no such file'}. Leave '{name}'"
-            f" out, or name its file: --suite {name}=FILE."
+            f"--data-dir '{data_dir}': there is no {name}.jsonl, .json, .csv or .parquet, nor a"
+            f" folder {name} with test.jsonl. It holds {', '.join(held) or 'no such file'}. Leave"
+            f" '{name}' out, or name its file: --suite {name}=FILE."
         )
     return str(found)
 
@@ -286,7 +284,7 @@ def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
     for column in rule.must_be_blank:
         if (blank := find_value(values, [column])) and str(blank[1] or "").strip():
             return "with a picture or file"
-    if rule.canary and (password := find_value(values, [rule.canary])):
+    if rule.canary and (password := find_value(values, [rule.canary])) and password[1]:
         try:
             values = decrypted(values, (*rule.question, *rule.reference), str(password[1]))
         except ValueError:

@@ -11,12 +11,14 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
+from treegraft.explore.tree_search import TreeSearch
 from treegraft.settings.explore import ExploreSettings
 
 EXPLORERS: Mapping[str, type[Explorer]] = {
     "independent": Independent,
     "entropy": EntropyBranching,
     "graft": HybridRollout,
+    "tree_search": TreeSearch,
 }
 
 
@@ -39,22 +41,26 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
         return EntropyBranching(settings.entropy, vocab_size=vocab_size)
     if found is HybridRollout:
         return HybridRollout(
-            settings.graft, num_leaves=settings.num_leaves, num_starts=_num_starts(settings)
+            settings.graft, num_leaves=settings.num_leaves, num_starts=num_starts(settings)
         )
+    if found is TreeSearch:
+        return TreeSearch(settings.tree_search)
     explorer: Explorer = make(found, Explorer, name, "explore.explorers")
     return explorer
 
 
-def _num_starts(settings: ExploreSettings) -> int:
-    """First-level rollouts that a tree opens at once."""
+def num_starts(settings: ExploreSettings) -> int:
+    """Returns how many first-level rollouts a tree opens at once."""
     # Starts come from the first explorer, as in `Composed`; the others only add to them.
-    if settings.explorers[0] != "entropy":
+    first = settings.explorers[0]
+    if first not in ("entropy", "tree_search"):
         return settings.num_leaves
-    return min(settings.entropy.num_starts, settings.num_leaves)
+    own = settings.entropy if first == "entropy" else settings.tree_search
+    return min(own.num_starts, settings.num_leaves)
 
 
 def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation]:
     """Returns a function that makes, for each tree, the rule that grants its branches."""
     if settings.entropy.allocation == "shares":
-        return lambda budget: Shares(budget, min(_num_starts(settings), budget.max_leaves))
+        return lambda budget: Shares(budget, min(num_starts(settings), budget.max_leaves))
     return lambda budget: Rounds(budget, settings.entropy.ranking)

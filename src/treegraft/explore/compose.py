@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from treegraft.core.interfaces import Explorer
-from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
+from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Start, Tree
 
 
 class Composed:
@@ -16,6 +16,7 @@ class Composed:
         """Takes at least one explorer; where several probe, each sees as many tokens as it asked
         for."""
         self._explorers = tuple(explorers)
+        self.expands = getattr(explorers[0], "expands", False)
         probes = [one.probe_tokens for one in explorers if one.probe_tokens is not None]
         self.probe_tokens: int | None = max(probes, default=None)
 
@@ -46,6 +47,6 @@ class Composed:
         that says so."""
         return any(explorer.is_hybrid(start) for explorer in self._explorers)
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start:
-        """Returns the first explorer's fresh starts."""
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+        """Returns what the first explorer opens in the end."""
         return self._explorers[0].fill(tree, max_leaves)

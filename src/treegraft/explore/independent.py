@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
+from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Start, Tree
 
 
 class Independent:
@@ -15,6 +15,7 @@ class Independent:
     """
 
     probe_tokens: int | None = None
+    expands = False
 
     def starts(self, max_leaves: int) -> Start:
         """Returns `max_leaves` starts."""
@@ -32,7 +33,7 @@ class Independent:
         """Returns None, always."""
         return None
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start:
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
         """Returns the leaves that are still missing, all at once: none of them can branch any
         more, so every group has equally many leaves."""
         return Start(max_leaves - len(tree.leaves))

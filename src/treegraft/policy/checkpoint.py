@@ -6,7 +6,8 @@ needs to go on.
       adapter/                       with model.lora.merge = false: adapters, model without them
       treegraft/config.json          resolved settings
       treegraft/state.json           counters, offsets, and a checksum of every other file
-      treegraft/optimiser.safetensors  float32 master weights and moments
+      treegraft/optimiser.safetensors  float32 master weights and moments; of several ranks each
+                                     writes its rows (optimiser-00001-of-00002.safetensors, ...)
 
 The folder is written under another name and renamed when complete; one that it replaces is moved
 aside first. So whenever the process is killed, every folder with its proper name is whole, and
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from treegraft.core.interfaces import LearnerLike
 from treegraft.policy.head import base_model
+from treegraft.policy.shards import Rows, write_rows
 from treegraft.runs.checkpoint import (
     ASIDE,
     PARTIAL,
@@ -42,10 +44,8 @@ ADAPTER = "adapter"
 def save_checkpoint(
     folder: Path,
     *,
-    model: Any,
+    learner: LearnerLike,
     tokenizer: Any,
-    weights: Mapping[str, Tensor],
-    optimiser: Mapping[str, Tensor],
     state: TrainState,
     config_json: str,
     keep_adapter: bool,
@@ -53,7 +53,6 @@ def save_checkpoint(
     """Writes a checkpoint to `folder`, all of it or nothing.
 
     Args:
-        weights: the plain model's, adapters merged into them.
         keep_adapter: write the adapters apart, and the model without them.
     """
     from transformers.utils import logging
@@ -62,7 +61,14 @@ def save_checkpoint(
     partial = folder.with_name(f".{folder.name}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _write_parts(partial, model, tokenizer, weights, optimiser, config_json, keep_adapter)
+        (partial / "treegraft").mkdir(parents=True)
+        learner.save(partial, keep_adapter=keep_adapter)
+        for trace in ("is_local", "local_files_only"):
+            # Where a tokenizer was loaded from is no part of it; a resumed run's would differ from
+            # an undisturbed one's.
+            getattr(tokenizer, "init_kwargs", {}).pop(trace, None)
+        tokenizer.save_pretrained(partial)
+        (partial / "treegraft" / "config.json").write_text(config_json, encoding="utf-8")
         # Last, since it holds the checksums of all others.
         text = state_json(state, checksums_of(partial))
         (partial / "treegraft" / "state.json").write_text(text, encoding="utf-8")
@@ -85,17 +91,15 @@ def save_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _write_parts(
-    partial: Path,
-    model: Any,
-    tokenizer: Any,
-    weights: Mapping[str, Tensor],
-    optimiser: Mapping[str, Tensor],
-    config_json: str,
-    keep_adapter: bool,
+def write_model(
+    folder: Path, model: Any, weights: Mapping[str, Tensor], *, keep_adapter: bool
 ) -> None:
-    inside = partial / "treegraft"
-    inside.mkdir(parents=True)
+    """Writes the plain model as a folder that transformers loads.
+
+    Args:
+        weights: of the plain model, adapters merged into them.
+        keep_adapter: write the adapters apart, and the model without them.
+    """
     inner = base_model(model)
     is_apart = keep_adapter and inner is not model
     if is_apart:
@@ -108,20 +112,14 @@ def _write_parts(
     # Without the second name of tied weights, which safetensors would store twice.
     tied = getattr(inner, "all_tied_weights_keys", None) or {}
     own = {name: x.detach().cpu().clone() for name, x in weights.items() if name not in tied}
-    inner.save_pretrained(partial, state_dict=own)
-    for trace in ("is_local", "local_files_only"):
-        # Where a tokenizer was loaded from is no part of it; a resumed run's would differ from an
-        # undisturbed one's.
-        getattr(tokenizer, "init_kwargs", {}).pop(trace, None)
-    tokenizer.save_pretrained(partial)
+    inner.save_pretrained(folder, state_dict=own)
     if is_apart:
-        model.save_pretrained(partial / ADAPTER)
-    # Cloned: safetensors refuses tensors that share memory.
-    tensors = {
-        name: tensor.detach().cpu().contiguous().clone() for name, tensor in optimiser.items()
-    }
-    save_file(tensors, inside / "optimiser.safetensors")
-    (inside / "config.json").write_text(config_json, encoding="utf-8")
+        model.save_pretrained(folder / ADAPTER)
+
+
+def write_optimiser(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Writes the optimiser's state into the folder of a checkpoint."""
+    write_rows(folder / "treegraft" / "optimiser.safetensors", state, is_first=True)
 
 
 def with_saved_adapter(model: Any, folder: Path) -> Any:
@@ -134,15 +132,16 @@ def with_saved_adapter(model: Any, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder / ADAPTER)).merge_and_unload()
 
 
-def load_checkpoint(folder: Path) -> tuple[TrainState, dict[str, Tensor]]:
-    """Returns (state, optimiser tensors); the weights are loaded by `models.load_model` from the
-    folder itself.
+def read_optimiser(folder: Path) -> dict[str, Tensor]:
+    """Returns the optimiser's state in a checkpoint; the weights are loaded by `load.load_model`
+    from the folder itself.
 
     Raises:
         CheckpointError: not a checkpoint of ours, of another format version, or damaged.
     """
-    state = read_state(folder)
+    read_state(folder)
     try:
-        return state, load_file(folder / "treegraft" / "optimiser.safetensors")
+        rows = Rows(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
+        return {name: rows.whole(name) for name in rows.names}
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(folder, error) from error

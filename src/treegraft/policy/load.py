@@ -13,9 +13,15 @@ import torch
 from safetensors import SafetensorError
 
 from treegraft.core.errors import ModelError
-from treegraft.core.locate import locate
+from treegraft.core.locate import at_hand, locate
 from treegraft.policy.head import first_line
-from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
+from treegraft.policy.shapes import PREFIX
+from treegraft.policy.tiny import (
+    build_shaped_model,
+    build_tiny_model,
+    build_word_tokenizer,
+    seeded,
+)
 from treegraft.settings.policy import ModelSettings
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, UnpicklingError)
@@ -41,6 +47,7 @@ def load_model(
         ModelError: nothing to load there, no tokenizer, no end-of-sequence token, or a model that
             cannot be trained with these settings.
     """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.path == "tiny":
         if not vocabulary:
             raise ModelError(
@@ -54,12 +61,15 @@ def load_model(
             model = build_tiny_model(
                 settings.tiny, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed
             )
+    elif settings.path.startswith(PREFIX):
+        # On the device at once: made on the host, large shapes would take minutes.
+        with torch.device(device if has_weights else "meta"):
+            model, tokenizer = build_shaped_model(settings.path, DTYPES[settings.dtype], seed)
     else:
         model, tokenizer = _load_pretrained(settings, has_weights)
     _check_model(model, tokenizer, settings.path)
     if not has_weights:
         return model, tokenizer
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     # Evaluation mode also in training: dropout would make the ratios of the first step differ
     # from 1, and engine and learner from each other.
     return model.to(device=device, dtype=DTYPES[settings.dtype]).eval(), tokenizer
@@ -80,8 +90,7 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
 
         lora = settings.lora
         # A generator of its own: adapters are the same whatever was drawn before them.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             adapted = get_peft_model(
                 model,
                 LoraConfig(
@@ -120,6 +129,22 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
         )
 
 
+def load_tokenizer(settings: ModelSettings) -> Any:
+    """Returns the tokenizer of model.path.
+
+    Raises:
+        ModelError: nothing to load there, or no tokenizer.
+    """
+    return _load_tokenizer(settings.path, *_place(settings))
+
+
+def _place(settings: ModelSettings) -> tuple[str, dict[str, Any]]:
+    """Returns folder or hub id, and what transformers has to know to load from it."""
+    folder, gguf = locate(settings.path)
+    options = {"trust_remote_code": settings.trust_remote_code}
+    return at_hand(folder), options | ({} if gguf is None else {"gguf_file": gguf})
+
+
 def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
@@ -144,16 +169,13 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
 
     logging.disable_progress_bar()
 
-    folder, gguf = locate(settings.path)
-    shared: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
-    if gguf is not None:
-        shared["gguf_file"] = gguf
+    folder, shared = _place(settings)
     tokenizer = _load_tokenizer(settings.path, folder, shared)
     missing: list[str] = []
     try:
         if has_weights:
             # Unpacked, since quantized weights cannot be trained.
-            if gguf is not None:
+            if "gguf_file" in shared:
                 shared["quantization_config"] = GgufConfig(dequantize=True)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, **shared

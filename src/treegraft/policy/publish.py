@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from treegraft.core.errors import DriftError
-from treegraft.core.interfaces import Engine
-from treegraft.policy.learn.learner import Learner
+from treegraft.core.interfaces import Engine, LearnerLike
 from treegraft.runs.checkpoint import TrainState
 
 FLOAT32_LIMIT = 1e-4
@@ -23,7 +22,7 @@ class Publisher:
     `state` holds the gap of the first update and the breaches in a row, from before a resume.
     """
 
-    def __init__(self, engine: Engine, learner: Learner, dtype: str, state: TrainState) -> None:
+    def __init__(self, engine: Engine, learner: LearnerLike, dtype: str, state: TrainState) -> None:
         self._engine, self._learner, self._dtype = engine, learner, dtype
         self._first_gap = state.first_gap
         self._num_breaches = state.num_breaches

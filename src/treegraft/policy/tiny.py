@@ -1,13 +1,24 @@
-"""The tiny model of random weights and its word-level tokenizer."""
+"""Models of random weights, tiny or of a published shape, and their tokenizers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from treegraft.policy.shapes import published_shape
 from treegraft.settings.policy import TinySettings
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draws inside the block are those of `seed`, on every device; the generators outside stay as
+    they are, so that a run's other draws do not depend on how many were made here."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
 
 
 def build_tiny_model(
@@ -29,14 +40,58 @@ def build_tiny_model(
         eos_token_id=eos_id,
         pad_token_id=pad_id,
     )
-    # The caller's generator stays as it is, so that a run's other draws do not depend on the model.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return LlamaForCausalLM(config)
+
+
+def build_shaped_model(path: str, dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
+    """Returns (model, tokenizer) of the published shape that `path` names: random weights on
+    torch's default device, the same there for the same seed, and bytes as tokens.
+
+    Raises:
+        ModelError: there is no such shape.
+    """
+    fields = published_shape(path)
+    tokenizer = build_byte_tokenizer(fields["vocab_size"])
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return build_random_model(fields | ends, dtype, seed), tokenizer
+
+
+def build_random_model(fields: Mapping[str, Any], dtype: torch.dtype, seed: int) -> Any:
+    """Returns a model of random weights for the fields of a config.json, on torch's default
+    device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    others = {name: value for name, value in fields.items() if name != "model_type"}
+    config = AutoConfig.for_model(fields["model_type"], bos_token_id=None, **others)
+    with seeded(seed):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 _TAGS = ("think", "search", "python", "result", "retrieve", "answer")
 MARKUP_WORDS = (*(f"<{slash}{tag}>" for tag in _TAGS for slash in ("", "/")), "\\boxed{", "}")
+
+
+def build_byte_tokenizer(size: int) -> Any:
+    """Returns a tokenizer with one token per byte, padded to `size` entries by words that no text
+    is split into, which only a model that samples them writes."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    entries = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    # "Ġ" is a blank in this alphabet.
+    entries += [f"Ġw{index}" for index in range(len(entries), size)]
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def build_word_tokenizer(words: Sequence[str]) -> Any:

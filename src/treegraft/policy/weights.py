@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -11,44 +11,62 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from treegraft.policy.head import base_model
+
 CHUNK = 1 << 20
 """Words of a tensor that are summed at once: 8 MB as 64-bit integers."""
-_FACTOR = 0x9E3779B97F4A7C15
-"""Odd, so multiplication by it is a bijection modulo 2^64."""
 _MODULUS = 1 << 64
 
 
 def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Returns a checksum of names, types, shapes and bits, computed where the tensors lie.
+    """Returns a checksum of names, types, shapes and bits, computed where the tensors lie."""
+    sums = [bit_sum(tensor) for tensor in weights.values()]
+    return fingerprint_of(
+        {
+            name: (str(tensor.dtype), tuple(tensor.shape), int(total))
+            for (name, tensor), total in zip(weights.items(), sums, strict=True)
+        }
+    )
 
-    For each tensor h = Σ_i (2 i + 1) · word_i modulo 2^64, chunk by chunk, the chunks chained by
-    h ← h · c + sum; then a hash of all names and sums. Integer sums do not depend on the order of
-    addition, so every device and thread count gives the same value.
-    """
+
+def fingerprint_of(sums: Mapping[str, tuple[str, tuple[int, ...], int]]) -> str:
+    """Returns the checksum of tensors by name, of which each one's type, shape and `bit_sum` are
+    known."""
     digest = hashlib.blake2b(digest_size=16)
     # Sorted: engine and learner may list the same weights in another order.
-    for name in sorted(weights):
-        tensor = weights[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(_checksum(tensor).to_bytes(8, "little"))
+    for name in sorted(sums):
+        dtype, shape, total = sums[name]
+        digest.update(f"{name} {dtype} {shape} ".encode())
+        digest.update((total % _MODULUS).to_bytes(8, "little"))
     return digest.hexdigest()
 
 
 @torch.no_grad()
-def _checksum(tensor: Tensor) -> int:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    # 32-bit words halve the work for 16-bit weights; the rest, at most three bytes, goes singly.
-    whole = data.numel() // 4 * 4
-    # A view needs an aligned start, which a slice of another tensor may not have.
-    head = data[:whole] if data.data_ptr() % 4 == 0 else data[:whole].clone()
-    checksum = 0
+def bit_sum(tensor: Tensor, first: int = 0) -> Tensor:
+    """Returns Σ_i (2 i + 1) · bits_i modulo 2^64 over a tensor's elements, as an int64 scalar where
+    the tensor lies.
+
+    Integer sums do not depend on the order of addition, so every device and thread count gives the
+    same value, and the sums of a tensor's parts add up to its own.
+
+    Args:
+        first: the number i of the first element, where the tensor is a part of another.
+    """
+    data = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     # In chunks, since each word is widened to 64 bits: at once, a weight would take four times its
     # size again.
-    for words in (*head.view(torch.int32).split(CHUNK), data[whole:]):
-        odd = 2 * torch.arange(words.numel(), dtype=torch.int64, device=words.device) + 1
-        total = int((words.to(torch.int64) * odd).sum())
-        checksum = (checksum * _FACTOR + total) % _MODULUS
-    return checksum
+    for words in data.split(CHUNK):
+        count = words.numel()
+        odd = torch.arange(
+            2 * first + 1, 2 * (first + count) + 1, 2, dtype=torch.int64, device=words.device
+        )
+        total += (odd * words).sum()
+        first += count
+    return total
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -71,28 +89,61 @@ class ModelWeights:
 
 def plain_weights(model: Any) -> dict[str, Tensor]:
     """Returns a state dict with the names of the plain model, LoRA's products added to the weights
-    they adapt.
+    they adapt."""
+    return dict(named_weights(model))
+
+
+def named_weights(
+    model: Any, gather: Callable[[Any], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields what `plain_weights` holds, each tensor made when its turn comes.
 
     W' = W + scale · B A, formed anew each time: merging in place and undoing it would drift by
     rounding.
-    """
-    if not hasattr(model, "get_base_model"):
-        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    from peft.tuners.lora import LoraLayer
 
-    inner = model.get_base_model()
-    deltas = {
-        name: cast(Any, module).get_delta_weight("default")
-        for name, module in inner.named_modules()
-        if isinstance(module, LoraLayer)
-    }
-    merged = {}
-    for name, tensor in inner.state_dict().items():
+    Args:
+        gather: makes a weight whole that is divided among processes; those without adapters are
+            yielded as they are.
+    """
+    adapted = _adapted(model)
+    for name, tensor in base_model(model).state_dict().items():
         if ".lora_" in name:
             continue
-        owner = name.removesuffix(".base_layer.weight")
-        is_adapted = owner != name and owner in deltas
-        # peft keeps the adapters of bfloat16 models in float32.
-        value = (tensor + deltas[owner]).to(tensor.dtype) if is_adapted else tensor
-        merged[name.replace(".base_layer.", ".")] = value.detach()
-    return merged
+        value = tensor
+        if name in adapted:
+            module = adapted[name]
+            if gather is None:
+                delta = module.get_delta_weight("default")
+            else:
+                value = gather(tensor)
+                pair = (gather(part["default"].weight) for part in (module.lora_B, module.lora_A))
+                delta = _product(*pair, module)
+            # peft keeps the adapters of bfloat16 models in float32.
+            value = (value + delta).to(tensor.dtype)
+        yield name.replace(".base_layer.", "."), value.detach()
+
+
+def weight_names(model: Any) -> list[str]:
+    """Returns the names of what `plain_weights` holds."""
+    names = base_model(model).state_dict()
+    return [name.replace(".base_layer.", ".") for name in names if ".lora_" not in name]
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    """The modules with adapters, by the names of the weights that they adapt."""
+    if base_model(model) is model:
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        f"{name}.base_layer.weight": cast(Any, module)
+        for name, module in base_model(model).named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+def _product(b: Tensor, a: Tensor, module: Any) -> Tensor:
+    """scale · B A, as peft forms it for a linear layer."""
+    product = b @ a
+    scaled: Tensor = (product.T if module.fan_in_fan_out else product) * module.scaling["default"]
+    return scaled

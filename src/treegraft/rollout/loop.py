@@ -27,14 +27,17 @@ from treegraft.core.interfaces import (
 )
 from treegraft.core.sessions import SessionOpener, Sessions
 from treegraft.core.types import (
+    Branch,
     BranchDecision,
     Cause,
     Completion,
+    Expand,
     Graft,
     GraftCause,
     Origin,
     PathView,
     Sampling,
+    Start,
     Status,
     StepContent,
     StopReason,
@@ -164,11 +167,11 @@ class Grower:
                 task, prompt_ids = self._opening(task, await sessions.prepare(granted), sessions)
             tree = OpenTree(task, group_id, prompt_ids, budget)
             growth = _Growth(self, tree, (*noise_key, task.id), sessions)
-            while granted:
-                await growth.run_starts(granted)
-                # Only now is it known which leaves will never be branched off; fresh starts take
-                # them, so that every group has as many.
-                granted = budget.grant(self.explorer.fill(tree.close(), budget.max_leaves))
+            await growth.run_starts(granted)
+            # Only now is it known which leaves will never be branched off; fresh starts or
+            # children of finished steps take them, so that every group has as many.
+            while await growth.fill(self.explorer.fill(tree.close(), budget.max_leaves)):
+                pass
             # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)
         # Outside the sessions, so that environments are closed while rewards are computed.
@@ -196,6 +199,9 @@ class _Growth:
         self._allocation = grower.allocate(tree.budget)
         self._forks: dict[tuple[int, ...], OpenPath] = {}
         """Where branches may be opened: a path that stands there, by the step's ordinals."""
+        self._ends: dict[str, OpenPath] = {}
+        """Where children may be opened once all leaves have ended, by the step above them; empty
+        where the explorer opens none."""
         self._num_starts = 0
         self._group: asyncio.TaskGroup
 
@@ -207,6 +213,33 @@ class _Growth:
                 self._allocation.open_start(path, self._num_starts)
                 self._num_starts += 1
                 self._launch(path, None)
+
+    async def fill(self, proposal: Start | Sequence[Expand]) -> bool:
+        """Opens what the budget grants of it, and runs that to its end; returns whether there was
+        anything."""
+        budget = self._tree.budget
+        if isinstance(proposal, Start):
+            if granted := budget.grant(proposal):
+                await self.run_starts(granted)
+            return granted > 0
+        # A state that cannot be had again, past environment.max_replay_calls, has no end kept.
+        grown = [
+            (self._ends[one.step_id], granted, one.cause)
+            for one in proposal
+            if one.step_id in self._ends
+            if (granted := budget.grant(Branch(one.num, one.cause)))
+        ]
+        if not grown:
+            return await self.fill(Start(budget.max_leaves - budget.state.num_leaves))
+        async with asyncio.TaskGroup() as self._group:
+            for end, granted, cause in grown:
+                if end.point is not None:
+                    end.point.reserve(granted)
+                for _ in range(granted):
+                    path = end.copy()
+                    self._allocation.open_start(path, self._num_starts)
+                    self._launch(path, cause)
+        return True
 
     def _launch(self, path: OpenPath, cause: Cause | None) -> None:
         self._group.create_task(self._run(path, self._tree.next_id(path.parent), cause))
@@ -357,6 +390,10 @@ class _Growth:
             tree.end_path(path, Status.TRUNCATED)
             return False
         add(content, observation_ids=shown)
+        if getattr(self._g.explorer, "expands", False) and path.tools.can_branch:
+            end = path.copy()
+            end.point = path.tools.mark(is_kept=True)
+            self._ends[step_id] = end
         return True
 
     async def _complete(

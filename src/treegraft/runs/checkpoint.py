@@ -41,6 +41,9 @@ class TrainState:
     """learn/engine_gap of the first update that learned."""
     num_breaches: int = 0
     """Updates in a row whose gap was too large."""
+    num_drawn: int | None = None
+    """Training tasks drawn so far; None in checkpoints of before sampling in rounds, where it is
+    the updates' share."""
     beside: Mapping[str, str] | None = None
     """Checksums of what lies beside the checkpoint and a resume depends on, by path in the run
     folder, see `runs.beside`; None in checkpoints of 0.6."""

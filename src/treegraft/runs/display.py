@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,7 +28,7 @@ from rich.text import Text
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import Trajectory, Tree
-from treegraft.runs.transcript import _outcome, pick_sample, transcript
+from treegraft.runs.transcript import Decoder, outcome, pick_sample, transcript, unread
 
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -108,7 +109,9 @@ def _numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     ]
 
 
-def _short_transcript(trajectory: Trajectory, limit: int = 160) -> list[str]:
+def _short_transcript(
+    trajectory: Trajectory, tokenizer: Decoder | None, limit: int = 160
+) -> list[str]:
     """Returns a trajectory as a few plain lines: the question, a line per step, how it ended."""
 
     def flat(text: str) -> str:
@@ -126,17 +129,29 @@ def _short_transcript(trajectory: Trajectory, limit: int = 160) -> list[str]:
             parts.append(f"<answer> {flat(content.answer)} </answer>")
         if step.violation is not None:
             parts.append(f"violation: {plain(step.violation)}")
-        unparsed = f"{len(step.token_ids)} tokens without a thought, a call or an answer"
-        lines.append("    " + ("  ".join(parts) or unparsed))
-    return [*lines, f"    {_outcome(trajectory).plain}"]
+        if written := unread(step, tokenizer):
+            parts.append(f"wrote: {flat(written)}")
+        lines.append("    " + "  ".join(parts))
+    return [*lines, f"    {outcome(trajectory).plain}"]
 
 
 # --- displays -------------------------------------------------------------------------------------
 
 
+def _short_question(text: str, limit: int = 160) -> str:
+    """Returns a question for one line of a command: of a long one the first paragraph, which leaves
+    out what an environment shows behind it, cut between two words."""
+    whole = " ".join(text.split())
+    if len(whole) > limit:
+        whole = " ".join(text.strip().partition("\n\n")[0].split())
+    return plain(textwrap.shorten(whole, limit, placeholder=" ..."))
+
+
 class _Lines(ABC):
     """The lines that both displays print."""
 
+    tokenizer: Decoder | None = None
+    """Shows what the format could not read; None shows its length."""
     _sample: Trajectory | None = None
 
     @abstractmethod
@@ -165,12 +180,11 @@ class _Lines(ABC):
             "trees": run_dir / "trees",
         }
         if checkpoint_dir is not None:
-            question = None if self._sample is None else self._sample.task.question
-            # A command to copy: a question of many lines would not survive that.
-            is_short = question is not None and len(question) <= 80
-            asked = shlex.quote(plain(question or "")) if is_short else '"question"'
             places["checkpoint"] = str(checkpoint_dir)
-            places["ask it"] = f"treegraft run {shlex.quote(str(checkpoint_dir))} {asked}"
+            if self._sample is not None:
+                # A command to copy: a question of many lines would not survive that.
+                asked = shlex.quote(_short_question(self._sample.task.question))
+                places["ask it"] = f"treegraft run {shlex.quote(str(checkpoint_dir))} {asked}"
         for name, place in places.items():
             self._say(f"  {name:<11}{place}")
 
@@ -221,7 +235,7 @@ class PlainDisplay(_Lines):
         )
         if self._sample is not None and now - self._last_sample_s >= self._sample_every_s:
             self._last_sample_s = now
-            for line in _short_transcript(self._sample):
+            for line in _short_transcript(self._sample, self.tokenizer):
                 self._say(line)
 
     def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
@@ -300,7 +314,7 @@ class RichDisplay(_Lines):
                 numbers.add_row(str(update), *(text for _, text in _numbers(metrics)))
             parts.append(numbers)
         if self._sample is not None:
-            text = transcript(self._sample, limit=240)
+            text = transcript(self._sample, self.tokenizer, limit=240)
             parts.append(Panel(text, title="a trajectory", border_style="dim", title_align="left"))
         return Group(*parts)
 
@@ -364,6 +378,12 @@ def display_on(file: TextIO | None) -> Iterator[Display]:
         yield display
     finally:
         display.close()
+
+
+def show_texts(display: Display, tokenizer: Decoder) -> None:
+    """Lets a display of ours show what agents wrote where the format cannot read it."""
+    if isinstance(display, _Lines):
+        display.tokenizer = tokenizer
 
 
 @contextmanager

@@ -171,24 +171,36 @@ class Run:
             self.display.interrupted(self._resume_command)
             raise Ended(self.stop.number) from error
         except (KeyboardInterrupt, asyncio.CancelledError):
+            lost = "everything since the last checkpoint" if self._has_checkpoint else "everything"
             self.display.warn(
-                "stopped at once; everything since the last checkpoint is lost, and repeated when"
-                " the run is resumed"
+                f"stopped at once; {lost} is lost, and repeated when the run is resumed"
             )
             self.display.interrupted(self._resume_command, False)
             raise
         except Exception as error:
+            how = "go on from its last checkpoint" if self._has_checkpoint else "begin anew"
             self.display.warn(
-                "the run has failed; once the cause is mended, go on from its last checkpoint with:"
-                f" {self._resume_command}"
+                f"the run has failed; once the cause is mended, {how} with: {self._resume_command}"
             )
             if fault := storage_fault(error):
-                raise StorageError(
+                failed = (
                     f"run folder '{self.path}': writing failed ({fault}). Everything up to its last"
                     f" checkpoint is safe. Make room or mend the folder, then go on with:"
                     f" {self._resume_command}"
-                ) from error
+                )
+                if not self._has_checkpoint:
+                    failed = (
+                        f"run folder '{self.path}': writing failed ({fault}) before its first"
+                        f" checkpoint. Make room or mend the folder, then begin anew with:"
+                        f" {self._resume_command}"
+                    )
+                raise StorageError(failed) from error
             raise
+
+    @property
+    def _has_checkpoint(self) -> bool:
+        """Whether a resume has one to go on from."""
+        return self._saved is not None
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
         """Returns the result of the work, or raises Interrupted where a stop is asked for first.
@@ -276,7 +288,8 @@ class Run:
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
             self._write(self.folder.checkpoints_dir / "best")
-        if update % self.config.checkpoint.every == 0 or update == self.config.run.num_updates:
+        every, is_last = self.config.checkpoint.every, update == self.config.run.num_updates
+        if is_last or (every and update % every == 0):
             self.save()
         # A safe point: nothing is pending that a checkpoint would not hold.
         self.stop.raise_if_asked()

@@ -60,16 +60,24 @@ def _step(step: Step, tokenizer: Decoder | None, limit: int | None) -> list[Rend
     parts = _content(step.content, limit)
     if step.violation is not None:
         parts.append(_labelled("violation", plain(step.violation), "red"))
-    if tokenizer is not None and (step.violation is not None or not parts):
-        sampled = list(compress(step.token_ids, step.sampled_mask))
-        parts.append(_labelled("wrote", plain(tokenizer.decode(sampled), limit), "yellow"))
-    if not parts:
-        unread = f"{len(step.token_ids)} tokens that the format cannot read"
-        parts.append(_labelled("wrote", unread, "yellow"))
+    if written := unread(step, tokenizer):
+        parts.append(_labelled("wrote", plain(written, limit), "yellow"))
     return parts
 
 
-def _outcome(trajectory: Trajectory) -> Text:
+def unread(step: Step, tokenizer: Decoder | None) -> str:
+    """Returns the text of a step that the format could not read, or its length where there is no
+    tokenizer; empty for a step that could be read."""
+    content = step.content
+    is_empty = not content.thought.strip() and not content.calls and content.answer is None
+    if tokenizer is not None and (step.violation is not None or is_empty):
+        return tokenizer.decode(list(compress(step.token_ids, step.sampled_mask)))
+    is_told = not is_empty or step.violation is not None
+    return "" if is_told else f"{len(step.token_ids)} tokens that the format cannot read"
+
+
+def outcome(trajectory: Trajectory) -> Text:
+    """Returns how a trajectory ended, on one line: status, reward, advantage, what was expected."""
     leaf = trajectory.leaf
     parts = [str(leaf.status).replace("_", " ")]
     if leaf.reward is not None:
@@ -106,7 +114,7 @@ def transcript(
         author = "" if step.origin is Origin.POLICY else f", {step.origin.name.lower()}"
         parts.append(Text(f"step {number}{author}", style="bold blue"))
         parts.extend(_step(step, tokenizer, limit))
-    parts.append(_outcome(trajectory))
+    parts.append(outcome(trajectory))
     return Group(*parts)
 
 

@@ -17,6 +17,7 @@ from treegraft.settings.policy import (
     LearnSettings,
     LossSettings,
     ModelSettings,
+    PublishSettings,
     WarmupSettings,
 )
 from treegraft.settings.table import Setting, Settings, by_model, setting, walk, when
@@ -57,6 +58,9 @@ class RolloutSettings(Settings):
     """Limit of a trajectory, in tool calls."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest life of one trajectory, in seconds; past it its leaf has failed."""
+    max_rounds: int = setting(1, ge=1, ignored_by_eval=True)
+    """Rounds of run.tasks_per_update tasks that an update may sample: groups whose rewards are all
+    equal are replaced by those of further tasks (DAPO's dynamic sampling); 1 samples once."""
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
 
@@ -91,8 +95,9 @@ class EvalSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    every: int = setting(5, ge=1, resumable=True)
-    """Write a checkpoint after each so many updates, and at the end."""
+    every: int = setting(5, ge=0, resumable=True)
+    """Write a checkpoint after each so many updates, and at the end; 0: at the end alone, and
+    where a run is interrupted."""
     keep: int = setting(2, ge=1, resumable=True)
     """How many of the latest to keep; the best by held-out accuracy is kept besides."""
 
@@ -138,6 +143,7 @@ class Config(Settings):
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
+    publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))
     credit: CreditSettings = setting(CreditSettings(), ignored_by_eval=True)
     loss: LossSettings = setting(LossSettings(), ignored_by_eval=True)
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from treegraft.core.errors import nearest
 from treegraft.core.plugins import unknown_name
@@ -19,149 +20,183 @@ MAX_GENERATED = 1_000_000
 """Questions that are generated, all of them before the first update."""
 
 
-def _names_wrong(config: Config) -> Iterator[str]:
+class Contradiction(NamedTuple):
+    """One fault of settings that are each right by type and range."""
+
+    settings: tuple[str, ...]
+    """Dotted names of those it is about."""
+    text: str
+
+
+def _names_wrong(config: Config) -> Iterator[Contradiction]:
     for dotted, setting in known_settings().items():
         if known := setting.facts.built_in:
             value = value_of(config, dotted)
             names = value if isinstance(value, list) else [value]
             # A default such as "" or None is no name.
             own = [name for name in names if name != setting.field.default]
-            yield from filter(None, (unknown_name(name, known, dotted) for name in own))
+            for text in filter(None, (unknown_name(name, known, dotted) for name in own)):
+                yield Contradiction((dotted,), text)
             if len(set(names)) < len(names):
-                yield f"{dotted}: got {names}, expected each name once."
+                text = f"{dotted}: got {names}, expected each name once."
+                yield Contradiction((dotted,), text)
 
 
-def _format_wrong(config: Config) -> Iterator[str]:
+def _format_wrong(config: Config) -> Iterator[Contradiction]:
     form = config.format
     if form.require_boxed and form.answer not in ("auto", "boxed"):
-        yield (
+        yield Contradiction(
+            ("format.require_boxed", "format.answer"),
             f"format.require_boxed: got true, but format.answer = '{form.answer}' does not look"
-            " into the box; leave one of them out."
+            " into the box; leave one of them out.",
         )
     if form.answer == "regex" and not form.answer_pattern:
-        yield "format.answer_pattern: got none, which format.answer = 'regex' needs."
+        yield Contradiction(
+            ("format.answer_pattern", "format.answer"),
+            "format.answer_pattern: got none, which format.answer = 'regex' needs.",
+        )
     try:
         re.compile(form.answer_pattern or "")
     except re.error as error:
-        yield (
+        yield Contradiction(
+            ("format.answer_pattern",),
             f"format.answer_pattern: got {form.answer_pattern!r}, which is not a regular expression"
-            f" ({error})."
+            f" ({error}).",
         )
 
 
-def _rule_wrong(config: Config) -> Iterator[str]:
+def _rule_wrong(config: Config) -> Iterator[Contradiction]:
     name = config.credit.rule
     if name is not None and ":" not in name:
-        yield (
+        yield Contradiction(
+            ("credit.rule",),
             f"credit.rule: got '{name}', expected None or an import path 'package.module:name' of a"
-            " function of your own; the built-in rules are the other settings of [credit]."
+            " function of your own; the built-in rules are the other settings of [credit].",
         )
 
 
-def _model_wrong(config: Config) -> Iterator[str]:
+def _model_wrong(config: Config) -> Iterator[Contradiction]:
     tiny = config.model.tiny
     if config.model.path != "tiny":
         return
     if config.format.kind == "chat":
-        yield (
+        yield Contradiction(
+            ("format.kind", "model.path"),
             "format.kind: got 'chat', but the \"tiny\" model has no chat template; name a real"
-            " model, or take 'tags'."
+            " model, or take 'tags'.",
         )
     if tiny.num_heads % tiny.num_kv_heads:
-        yield (
+        yield Contradiction(
+            ("model.tiny.num_kv_heads", "model.tiny.num_heads"),
             f"model.tiny.num_kv_heads: got {tiny.num_kv_heads}, expected a divisor of num_heads ="
-            f" {tiny.num_heads}."
+            f" {tiny.num_heads}.",
         )
     if tiny.hidden_size % (2 * tiny.num_heads):
-        yield (
+        yield Contradiction(
+            ("model.tiny.hidden_size", "model.tiny.num_heads"),
             f"model.tiny.hidden_size: got {tiny.hidden_size}, expected a multiple of twice"
             f" num_heads, which is {tiny.num_heads}: heads share the width, and rotary positions"
-            " need an even width each."
+            " need an even width each.",
         )
     num_weights = (
         tiny.num_layers * tiny.hidden_size * (4 * tiny.hidden_size + 3 * tiny.intermediate_size)
     )
     if num_weights > MAX_TINY_WEIGHTS:
-        yield (
+        yield Contradiction(
+            (
+                "model.tiny.hidden_size",
+                "model.tiny.num_layers",
+                "model.tiny.intermediate_size",
+            ),
             f"model.tiny.hidden_size: with model.tiny.num_layers = {tiny.num_layers} and"
             f" model.tiny.intermediate_size = {tiny.intermediate_size} it makes a model of"
             f" {num_weights:,} weights, expected at most {MAX_TINY_WEIGHTS:,}; take a real model by"
-            " model.path."
+            " model.path.",
         )
     for name in ("rollout", "eval"):
         limit = getattr(config, name).max_completion_tokens
         if limit is not None and limit >= tiny.max_context:
-            yield (
+            yield Contradiction(
+                (f"{name}.max_completion_tokens", "model.tiny.max_context"),
                 f"{name}.max_completion_tokens: got {limit}, expected less than"
                 f" model.tiny.max_context, which is {tiny.max_context} and has to hold the prompt"
-                " too."
+                " too.",
             )
 
 
-def _tasks_wrong(config: Config) -> Iterator[str]:
+def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
     if config.tasks.kind in ("search_world", "arithmetic"):
         for name in ("num_train", "num_eval"):
             if (num := getattr(config.tasks, name)) > MAX_GENERATED:
-                yield (
+                yield Contradiction(
+                    (f"tasks.{name}", "tasks.kind"),
                     f"tasks.{name}: got {num}, expected at most {MAX_GENERATED:,} for tasks that"
-                    f" are generated (tasks.kind is '{config.tasks.kind}')."
+                    f" are generated (tasks.kind is '{config.tasks.kind}').",
                 )
     # Only for kinds that are known to bring no tools; another source may.
     brings_none = config.tasks.kind in ("arithmetic", "dataset")
     has_any = config.tools.use or config.tools.mcp or config.environment.kind
     if brings_none and not has_any and config.rollout.max_tool_calls > 0:
-        yield (
+        yield Contradiction(
+            ("tools.use", "tasks.kind", "rollout.max_tool_calls"),
             f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the"
             ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
-            " has none: rollout.max_tool_calls = 0."
+            " has none: rollout.max_tool_calls = 0.",
         )
     if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
-        yield (
+        yield Contradiction(
+            ("tools.replay", "tools.cache", "tools.cache_path"),
             "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
-            " tools.cache on."
+            " tools.cache on.",
         )
     yield from _mcp_wrong(config)
     # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
-        yield (
+        yield Contradiction(
+            ("reward.weights", "reward.funcs"),
             f"reward.weights: got {len(weights)} ({weights}), expected one for each of"
-            f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs})."
+            f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs}).",
         )
 
 
-def _mcp_wrong(config: Config) -> Iterator[str]:
+def _mcp_wrong(config: Config) -> Iterator[Contradiction]:
     servers = config.tools.mcp
     names = [server.name for server in servers]
     if len(set(names)) < len(names):
-        yield f"tools.mcp: got servers named {names}, expected each name once."
+        text = f"tools.mcp: got servers named {names}, expected each name once."
+        yield Contradiction(("tools.mcp",), text)
     for server in servers:
         if bool(server.command) == bool(server.url):
             both = "both" if server.url else "neither"
-            yield (
+            yield Contradiction(
+                ("tools.mcp",),
                 f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of"
-                " them."
+                " them.",
             )
         for kind, unused in (("command", "token_env"), ("url", "env")):
             if getattr(server, kind) and getattr(server, unused):
-                yield (
+                yield Contradiction(
+                    ("tools.mcp",),
                     f"tools.mcp: server '{server.name}': {unused} would have no effect beside"
-                    f" {kind}."
+                    f" {kind}.",
                 )
 
 
-def _run_wrong(config: Config) -> Iterator[str]:
+def _run_wrong(config: Config) -> Iterator[Contradiction]:
     name = config.run.name
     if name is not None and (name in ("", ".", "..") or set(name) & set("/\\")):
-        yield (
+        yield Contradiction(
+            ("run.name",),
             f"run.name: got {shown(name)}, expected the name of one folder; run.dir says where it"
-            " is made."
+            " is made.",
         )
     elif name is not None and not (name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES):
-        yield (
+        yield Contradiction(
+            ("run.name",),
             f"run.name: got {shown(name)}, expected at most {MAX_NAME_BYTES} bytes of printable"
-            " characters on one line."
+            " characters on one line.",
         )
     yield from _explore_wrong(config)
     fit = ", so that the leaves of one tree fit in the engine together"
@@ -170,57 +205,63 @@ def _run_wrong(config: Config) -> Iterator[str]:
     yield from _above(config, "learn.num_minibatches", "run.tasks_per_update", whole)
     evaluates = config.eval.every or config.eval.at_start or config.eval.at_end
     if evaluates and not config.eval.greedy and not config.eval.num_samples:
-        yield (
+        yield Contradiction(
+            ("eval.greedy", "eval.num_samples"),
             "eval: neither greedy nor samples are measured; set eval.greedy = true or"
-            " eval.num_samples to at least 1."
+            " eval.num_samples to at least 1.",
         )
 
 
-def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[str]:
+def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Contradiction]:
     value, limit = value_of(config, name), value_of(config, other)
     if value > limit:
-        yield f"{name}: got {value}, expected at most {other}, which is {limit}{why}."
+        text = f"{name}: got {value}, expected at most {other}, which is {limit}{why}."
+        yield Contradiction((name, other), text)
 
 
-def _explore_wrong(config: Config) -> Iterator[str]:
+def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     if "entropy" in explore.explorers:
         rest = ": starts are leaves, and branches take the others"
         yield from _above(config, "explore.entropy.num_starts", "explore.num_leaves", rest)
     if "entropy" in explore.explorers[1:]:
-        yield (
+        yield Contradiction(
+            ("explore.explorers",),
             f"explore.explorers: got {explore.explorers}, where the first one opens all leaves and"
-            ' leaves nothing to branch; expected "entropy" in the first place.'
+            ' leaves nothing to branch; expected "entropy" in the first place.',
         )
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
         yield from _buffer_wrong(config)
 
 
-def _buffer_wrong(config: Config) -> Iterator[str]:
+def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
     # A folder or hub id has one of these signs; a plain word is a misspelt name.
     is_place = any(sign in settings.encoder for sign in "/:~.")
     if settings.encoder not in ("hashing", "minilm") and not is_place:
-        yield (
+        yield Contradiction(
+            ("buffer.encoder",),
             f'buffer.encoder: got \'{settings.encoder}\', expected "minilm", "hashing", a folder, a'
-            f' hub id, or "pypi:PACKAGE".{nearest(settings.encoder, ("hashing", "minilm"))}'
+            f' hub id, or "pypi:PACKAGE".{nearest(settings.encoder, ("hashing", "minilm"))}',
         )
     if settings.grow.num_best and settings.sources and "self" not in settings.sources:
-        yield (
+        yield Contradiction(
+            ("buffer.sources", "buffer.grow.num_best"),
             f"buffer.sources: got {settings.sources}, but buffer.grow.num_best is"
             f" {settings.grow.num_best}: the agent's own traces would be added and never found;"
-            ' add "self", or set buffer.grow.num_best to 0.'
+            ' add "self", or set buffer.grow.num_best to 0.',
         )
     if not settings.path:
-        yield (
+        yield Contradiction(
+            ("buffer.path", "explore.explorers"),
             'buffer.path: got none, but explore.explorers has "graft", which retrieves from a'
             " Step-Trace Buffer. Make one with `treegraft buffer build RECIPE` and name its file,"
-            ' or take "expert" where the tasks have a scripted expert.'
+            ' or take "expert" where the tasks have a scripted expert.',
         )
 
 
-def contradictions(config: Config) -> list[str]:
-    """Returns one sentence for each pair of settings that do not fit each other."""
+def contradictions(config: Config) -> list[Contradiction]:
+    """Returns the settings that do not fit each other, with a sentence for each case."""
     checks = (_format_wrong, _names_wrong, _rule_wrong, _model_wrong, _tasks_wrong, _run_wrong)
     return [fault for check in checks for fault in check(config)]

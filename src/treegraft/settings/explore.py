@@ -8,6 +8,7 @@ from treegraft.settings.table import Condition, Settings, has, setting, value_of
 
 with_entropy = has("explore.explorers", "entropy", or_own=True)
 with_graft = has("explore.explorers", "graft", or_own=True)
+with_tree_search = has("explore.explorers", "tree_search")
 
 
 def _size_of_rise_counts(config: Settings) -> str:
@@ -76,18 +77,28 @@ class GraftSettings(Settings):
     trajectory (the ablation TO)."""
 
 
+class TreeSearchSettings(Settings):
+    num_starts: int = setting(2, ge=1)
+    """First-level rollouts (Tree-GRPO's M trees of a prompt)."""
+    num_nodes: int = setting(2, ge=1)
+    """Steps of each rollout that get a further child in a round (Tree-GRPO's N). Rounds go on until
+    explore.num_leaves are used up."""
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
-        ["independent"], min_length=1, built_in=("independent", "entropy", "graft")
+        ["independent"], min_length=1, built_in=("independent", "entropy", "graft", "tree_search")
     )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
-    "graft" (RAPO), or import paths "package.module:Explorer". Starts come from the first, grafts
-    from the first that wants one, branches from all."""
+    "graft" (RAPO), "tree_search" (Tree-GRPO), or import paths "package.module:Explorer". Starts
+    come from the first, grafts from the first that wants one, branches from all."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
     entropy: EntropySettings = setting(EntropySettings(), idle_unless=with_entropy)
     """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
+    tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)
+    """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
     graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)
     """Hybrid-policy rollout (RAPO, arXiv 2603.03078)."""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import SettingError, TreegraftError
 from treegraft.settings.config import (
     Config,
     known_settings,
@@ -38,6 +38,7 @@ from treegraft.settings.plain import (
     shortened,
     shown,
 )
+from treegraft.settings.recipe import SMOKE, merged, read_recipe
 from treegraft.settings.table import value_of
 from treegraft.settings.unknown import suggestion, unknown_settings
 
@@ -159,10 +160,32 @@ def refuse_sampling(overrides: Sequence[str], reason: str) -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _from_recipe(path: Path, *, smoke: bool) -> dict[str, Any]:
+    data, overlay = read_recipe(path)
+    # Also where it is not asked for: a recipe is right as a whole or not at all.
+    if unknown := list(unknown_settings(overlay or {})):
+        name, value = unknown[0]
+        raise SettingError(
+            f"{path}: unknown setting '{SMOKE}.{shortened(name)}'.{suggestion(name, value)}"
+        )
+    if not smoke:
+        return data
+    if overlay is None:
+        raise SettingError(
+            f"{path}: --smoke: this recipe has no table [{SMOKE}]; expected the settings of its"
+            f" smoke test there, such as [{SMOKE}.model]."
+        )
+    return merged(data, overlay)
+
+
+def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
+    if path.suffix != ".json":
+        return _from_recipe(path, smoke=smoke)
+    if smoke:
+        raise SettingError(f"{path}: --smoke: expected a recipe; a run's config.json has none.")
     data = read_tables(path)
     # JSON was written by `config_json`, perhaps of an earlier version; a recipe's author is told.
-    for old, new in renamed().items() if path.suffix == ".json" else ():
+    for old, new in renamed().items():
         table, _, last = old.partition(".")
         if isinstance(data.get(table), dict) and last in data[table]:
             _put(data, new, data[table].pop(last))
@@ -248,7 +271,10 @@ def _default_of(config: Config, name: str) -> Any:
 
 
 def load_config(
-    source: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
+    source: Config | Mapping[str, Any] | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    smoke: bool = False,
 ) -> Config:
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
@@ -257,6 +283,8 @@ def load_config(
             config.json, or the name of a shipped recipe, such as "demo".
         overrides: each "table.setting=value", the value a TOML literal or else a text; "none" for
             None.
+        smoke: with the recipe's table [smoke] put over the others: the same path through the code
+            in seconds.
     """
     data: dict[str, Any]
     if isinstance(source, Config):
@@ -266,7 +294,7 @@ def load_config(
         # A copy: overrides are put into it.
         origin, data = "settings", json.loads(json.dumps(source, default=str))
     else:
-        origin, data = str(source), _read(Path(source))
+        origin, data = str(source), _read(Path(source), smoke=smoke)
     names = _apply(data, overrides)
     typed = tuple(f"{name}." for name in names)
 
@@ -276,14 +304,15 @@ def load_config(
     if impossible := list(faults_of(data)):
         raise SettingError("\n".join(f"{origin}: {fault}." for fault in impossible))
     config = _validate(data, where)
-    for name, found in known_settings().items():
-        if found.facts.default_of and not _is_given(data, name):
+    for name, known in known_settings().items():
+        if known.facts.default_of and not _is_given(data, name):
             _put(data, name, _default_of(config, name))
     config = _validate(data, where)
-    faults = [f"{_blamed(fault, typed, origin)}: {fault}" for fault in contradictions(config)]
+    found = contradictions(config)
+    faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
     faults += _idle(config, names)
     if faults:
-        raise SettingError("\n".join(faults))
+        raise SettingError("\n".join(faults), settings=[n for one in found for n in one.settings])
     return config
 
 
@@ -295,23 +324,19 @@ def going_on(config: Config, own: Config) -> Config:
     return load_config(config, [f"{name}={value_of(own, name)}" for name in unnamed])
 
 
-def _blamed(fault: str, typed: Sequence[str], origin: str) -> str:
-    """Where a contradiction comes from: the command line where a setting that it names was
-    typed."""
-    named = [f"{name}." for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", fault)]
-    return COMMAND_LINE if any(name.startswith(tuple(typed)) for name in named) else origin
+def _blamed(settings: Sequence[str], typed: Sequence[str], origin: str) -> str:
+    """Where a fault comes from: the command line where one of its settings was typed."""
+    return COMMAND_LINE if any(f"{one}.".startswith(tuple(typed)) for one in settings) else origin
 
 
-def traced(message: str, config: Config, origin: str, overrides: Sequence[str]) -> str:
-    """Returns the message of an error, preceded by the setting whose value it quotes and by where
-    that was set; unchanged where it names its setting or quotes none."""
-    for name in known_settings():
-        value = value_of(config, name)
-        quoted = [f"'{one}'" for one in (value if isinstance(value, list) else [value]) if one]
-        if any(one in message for one in quoted) and len(str(value)) > 2 and name not in message:
-            is_typed = any(one.strip().startswith(f"{name}=") for one in overrides)
-            return f"{COMMAND_LINE if is_typed else origin}: {name}: {message}"
-    return message
+def traced(error: TreegraftError, origin: str, overrides: Sequence[str]) -> str:
+    """Returns the message of an error that came up after loading, preceded by the setting that it
+    is about, unless it names that, and by where this was set; unchanged where it knows none."""
+    if not error.settings:
+        return str(error)
+    typed = [f"{_whole_name(one.partition('=')[0].strip())}." for one in overrides]
+    name = "" if any(one in str(error) for one in error.settings) else f"{error.settings[0]}: "
+    return f"{_blamed(error.settings, typed, origin)}: {name}{error}"
 
 
 def config_json(config: Config) -> str:

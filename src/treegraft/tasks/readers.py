@@ -1,8 +1,10 @@
-"""Rows from JSONL, JSON and parquet files and from the hub, one at a time."""
+"""Rows from JSONL, JSON, CSV and parquet files and from the hub, one at a time."""
 
 from __future__ import annotations
 
 import codecs
+import csv
+import io
 import json
 import os
 from collections import Counter
@@ -14,8 +16,10 @@ from typing import Any
 from treegraft.core.errors import DataError, SettingError, nearest
 
 HUB = "hub:"
-FILE_TYPES = (".jsonl", ".json", ".parquet")
+FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 _BATCH_ROWS = 1024
+_MAX_CELL = 10_000_000
+"""Characters; the csv module's own limit is shorter than some questions with their context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     if spec.startswith(HUB):
         return _read_hub(spec, default_split)
     path = _resolve(spec)
-    readers = dict(zip(FILE_TYPES, (_read_jsonl, _read_json, _read_parquet), strict=True))
+    made = (_read_jsonl, _read_json, _read_csv, _read_parquet)
+    readers = dict(zip(FILE_TYPES, made, strict=True))
     if path.suffix.lower() not in readers:
         raise SettingError(
             f"'{spec}' is no kind of file that can be read; expected {', '.join(readers)} or"
@@ -85,15 +90,15 @@ def _resolve(spec: str) -> Path:
         inside = sorted(one.name for one in path.iterdir() if one.suffix.lower() in FILE_TYPES)
         files = f"; it holds {', '.join(inside[:5])}" if inside else ", of which it holds none"
         raise DataError(
-            f"'{spec}' is a folder; expected the .jsonl, .json or .parquet files in it, each by its"
-            f" name{files}"
+            f"'{spec}' is a folder; expected the .jsonl, .json, .csv or .parquet files in it, each"
+            f" by its name{files}"
         )
     if not path.is_file():
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         given = "" if spec == str(path) else f" (given as '{spec}')"
         place = "" if siblings else f" The folder '{path.parent}' does not exist or is empty."
         raise DataError(
-            f"there is no file '{path}'{given}; expected a .jsonl, .json or .parquet file, or"
+            f"there is no file '{path}'{given}; expected a .jsonl, .json, .csv or .parquet file, or"
             f" 'hub:NAME:CONFIG/SPLIT'.{place}{nearest(path.name, siblings)}"
         )
     return path
@@ -131,6 +136,32 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
         ) from error
     for number, values in enumerate(rows):
         yield _row(number, values, f"entry {number + 1}")
+
+
+def _read_csv(path: Path) -> Iterator[Row | BadRow]:
+    """Rows below a line of column names; every value is a text."""
+    csv.field_size_limit(_MAX_CELL)
+    number, columns = -1, list[str]()
+    with _opened(path) as file:
+        try:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            for cells in csv.reader(text, strict=True):
+                if not columns:
+                    columns = cells
+                elif cells:  # an empty line has none
+                    number += 1
+                    if len(cells) == len(columns):
+                        yield Row(number, dict(zip(columns, cells, strict=True)))
+                    else:
+                        yield BadRow(
+                            f"row {number} has {len(cells)} cells, expected {len(columns)}; it was"
+                            " left out"
+                        )
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(
+                f"'{path}' cannot be read as CSV after {number + 1} rows: {error}; expected UTF-8,"
+                " commas, and double quotes around cells that hold either"
+            ) from error
 
 
 def _row(number: int, values: Any, place: str) -> Row | BadRow:

@@ -91,14 +91,41 @@ def hierarchical_reward(
     return [reward(path) for path in trajectories]
 
 
+def overlong_reward(
+    *, trajectories: Sequence[Trajectory], limit: int, buffer: int, **_: Any
+) -> list[float | None]:
+    """Returns DAPO's soft penalty for long trajectories, -1..0.
+
+    p = 0                              |y| <= L - B
+    p = (L - B - |y|) / B              in between
+    p = -1                             |y| >= L
+
+    Source: Yu et al., arXiv 2503.14476, eq. 13. |y| counts the tokens that the agent wrote; tool
+    results are no fault of its own.
+
+    Args:
+        limit: L, rollout.max_completion_tokens.
+        buffer: B, reward.overlong_tokens.
+    """
+
+    def penalty(path: Trajectory) -> float:
+        past = sum(path.sampled_mask) - (limit - buffer)
+        return -min(max(past / buffer, 0.0), 1.0)
+
+    return [penalty(path) for path in trajectories]
+
+
 def environment_reward(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
     """Returns the environment's reward for the state in which the trajectory ended, however it
     ended; None without one."""
     return [trajectory.leaf.environment_reward for trajectory in trajectories]
 
 
-def build_rewards(settings: RewardSettings) -> list[WeightedReward]:
+def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[WeightedReward]:
     """Returns the reward functions of a recipe.
+
+    Args:
+        max_tokens: limit of a trajectory, for "overlong".
 
     Raises:
         SettingError: an unknown name, an import path to nothing callable, a name given twice, or
@@ -122,6 +149,10 @@ def build_rewards(settings: RewardSettings) -> list[WeightedReward]:
         check_function(name, function)
         if name == "hierarchical":
             function = functools.partial(function, accuracy=settings.accuracy)
+        if name == "overlong":
+            function = functools.partial(
+                function, limit=max_tokens, buffer=settings.overlong_tokens
+            )
         functions.append(function)
     return list(zip(settings.funcs, functions, weights, strict=True))
 
@@ -265,6 +296,7 @@ REWARDS: Mapping[str, RewardFunc] = {
     "f1": f1_reward,
     "math": math_reward,
     "environment": environment_reward,
+    "overlong": overlong_reward,
 }
 
 

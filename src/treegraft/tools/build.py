@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import EnvironmentKind, Tool
 from treegraft.core.plugins import load_object, pick
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
@@ -124,9 +124,10 @@ def open_search(settings: SearchToolSettings) -> SearchBackend:
         )
     from treegraft.tools.search.tool import open_corpus
 
-    return open_corpus(
-        settings.corpus, settings.kind, encoder=settings.encoder, index_dir=settings.index_dir
-    )
+    with about("tools.search.corpus"):
+        return open_corpus(
+            settings.corpus, settings.kind, encoder=settings.encoder, index_dir=settings.index_dir
+        )
 
 
 def _as_tool(found: Any, entry: str) -> Tool:

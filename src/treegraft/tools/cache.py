@@ -49,7 +49,8 @@ class ResultCache:
             )
         except (OSError, sqlite3.Error) as error:
             raise DataError(
-                f"tool cache '{self.path}': it cannot be opened: {error}. Check tools.cache_path."
+                f"tool cache '{self.path}': it cannot be opened: {error}. Check tools.cache_path.",
+                settings=["tools.cache_path"],
             ) from error
 
     def get(self, tool: str, fingerprint: str, body: str) -> str | None:

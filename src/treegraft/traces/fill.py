@@ -11,7 +11,7 @@ from typing import Any
 
 from treegraft.assemble import assemble
 from treegraft.core.chat_client import api_key_from, served_model
-from treegraft.core.errors import ModelError
+from treegraft.core.errors import about
 from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
 from treegraft.core.interrupt import Ended, run_to_end
 from treegraft.core.types import Tree
@@ -157,7 +157,7 @@ class BufferBuild:
             else:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools)
             format = build_format(config.format, tokenizer, tools)
-            rewards = build_rewards(config.reward)
+            rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
             check_rewards(rewards, tasks.train_tasks())
             scorer = RewardScorer(
                 rewards,
@@ -239,21 +239,14 @@ class BufferBuild:
 
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     """Returns the tokenizer of the recipe's model without its weights."""
-    from treegraft.core.locate import locate
-    from treegraft.policy.tiny import build_word_tokenizer
+    from treegraft.policy.load import load_tokenizer
+    from treegraft.policy.shapes import PREFIX, published_shape
+    from treegraft.policy.tiny import build_byte_tokenizer, build_word_tokenizer
 
-    if config.model.path == "tiny":
-        return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
-    from transformers import AutoTokenizer
-
-    folder, gguf = locate(config.model.path)
-    options = {} if gguf is None else {"gguf_file": gguf}
-    try:
-        return AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=config.model.trust_remote_code, **options
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"model '{config.model.path}': no tokenizer could be read"
-            f" ({str(error).strip().splitlines()[:1]})"
-        ) from error
+    path = config.model.path
+    with about("model.path"):
+        if path == "tiny":
+            return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
+        if path.startswith(PREFIX):
+            return build_byte_tokenizer(published_shape(path)["vocab_size"])
+        return load_tokenizer(config.model)

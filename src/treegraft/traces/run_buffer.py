@@ -15,7 +15,7 @@ from itertools import compress
 from pathlib import Path
 
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.errors import CheckpointError, DataError, about
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
@@ -105,7 +105,8 @@ class RunBuffer:
         settings, own = self._config.buffer, self._run_dir / OWN_FILE
         self._refuse_lost(own)
         if not own.exists() and settings.path == EXPERT:
-            encoder = build_encoder(settings.encoder)
+            with about("buffer.encoder"):
+                encoder = build_encoder(settings.encoder)
             # One task is enough: a source has an expert for all of its tasks or for none.
             if not any(solution(self._source, task, 0) for task in self._source.train_tasks()[:1]):
                 raise DataError(

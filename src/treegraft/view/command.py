@@ -30,10 +30,6 @@ def view_text(
         SettingError: several runs, or options that do not go together.
         DataError: there is no such update, group or leaf.
     """
-    if len(paths) != 1:
-        raise SettingError(
-            f"--text: got {len(paths)} runs, expected one. Compare runs with: treegraft compare"
-        )
     if update is not None and evaluation is not None:
         raise SettingError(
             "--update and --eval: got both, expected at most one, since each chooses the trees to"
@@ -41,7 +37,12 @@ def view_text(
         )
     if leaf is not None and group is None:
         raise SettingError(f"--leaf {leaf} needs --group, the tree of the leaf")
-    (run,) = open_runs(paths).values()
+    runs = open_runs(paths)
+    if len(runs) != 1:
+        raise SettingError(
+            f"--text: got {len(runs)} runs, expected one. Compare runs with: treegraft compare"
+        )
+    (run,) = runs.values()
     file = pick_file(run, update, evaluation)
     console = Console()
     console.print(show(run, file, group, leaf))
@@ -50,6 +51,41 @@ def view_text(
         hint = f"treegraft view {paths[0]} --text --{kind} {int(number)} --group 0"
         # Not wrapped, so that it can be copied from a narrow terminal.
         console.print(Text(f"one tree: {hint}", style="dim"), soft_wrap=True)
+
+
+def view_bundle(paths: list[Path], out: Path, updates: str | None, buffer: Path | None) -> None:
+    """Writes a copy of the pages and the runs, and prints its size and how it is opened.
+
+    Raises:
+        SettingError: it exists, or `updates` cannot be read.
+        CheckpointError: one of the paths is no run folder.
+    """
+    from treegraft.view.bundle import MOST_UPDATES, write_bundle
+
+    made = write_bundle(open_runs(paths), out, updates=updates, buffer=_buffer_file(buffer))
+    console = Console()
+    console.print(f"{out}: {made.num_bytes / 1e6:.1f} MB in its files", highlight=False)
+    for name, (held, total) in made.updates.items():
+        console.print(
+            Text(f"  {name}: all metrics, trees of {held} of {total} updates and evaluations")
+        )
+    if updates is None and any(held < total for held, total in made.updates.values()):
+        console.print(
+            f"  at most {MOST_UPDATES} updates of a run, evenly spread; others with --updates",
+            style="dim",
+        )
+    for note in made.notes:
+        console.print(Text(f"  damaged: {note}", style="yellow"))
+    print("open index.html in it, from the folder or from any web server", flush=True)
+
+
+def _buffer_file(named: Path | None) -> Path | None:
+    if named is None:
+        return None
+    buffer = named.expanduser().resolve()
+    if not buffer.is_file():
+        raise SettingError(f"--buffer {named}: there is no such file; expected a Step-Trace Buffer")
+    return buffer
 
 
 def view_pages(
@@ -65,13 +101,7 @@ def view_pages(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from treegraft.view.server import build_app
 
-    if buffer is not None:
-        named, buffer = buffer, buffer.expanduser().resolve()
-        if not buffer.is_file():
-            raise SettingError(
-                f"--buffer {named}: there is no such file; expected a Step-Trace Buffer"
-            )
-    app = build_app(open_runs(paths), host=host, buffer=buffer)
+    app = build_app(open_runs(paths), host=host, buffer=_buffer_file(buffer))
     made = listen(host, port)
     address = address_of(made)
 

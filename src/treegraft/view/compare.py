@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from treegraft.runs.record import RunFolder, read_metrics
+from treegraft.core.errors import DataError
+from treegraft.runs.record import RunFolder
+from treegraft.view.runs import Run
 
 ACCURACIES = ("eval/accuracy_sampled", "eval/accuracy")
 COSTS = {
@@ -23,9 +25,13 @@ COSTS_NOTE = (
 )
 
 
-def compare_runs(folders: Sequence[Path]) -> tuple[str, list[tuple[str, list[float | None]]]]:
-    """Returns the accuracy's key, and rows (update or cost, one value for each run; None where it
-    has none).
+Row = tuple[str, list[float | None]]
+"""Update or cost, with one value for each run; None where it has none."""
+
+
+def compare_runs(folders: Sequence[Path]) -> tuple[str, list[Row], list[str]]:
+    """Returns the accuracy's key, rows, and notes on lines of metrics that were left out, as a
+    report leaves them out.
 
     The first rows are the evaluations, by update; the last ones the metrics of COSTS, summed.
 
@@ -33,16 +39,24 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[tuple[str, list[flo
         CheckpointError: one of them is no run folder.
         DataError: one of them has no metrics yet.
     """
-    runs = [read_metrics(RunFolder.open(folder).path) for folder in folders]
+    runs, notes = list[list[dict[str, float]]](), list[str]()
+    for folder in folders:
+        run = Run(RunFolder.open(folder).path)
+        lines, left_out = run.clean_metrics()
+        if not lines:
+            raise DataError(f"run '{folder}' has no line of metrics yet; wait for its first")
+        runs.append(lines)
+        notes += [f"{run.name}: {note}" for note in left_out]
     key = next(
         (key for key in ACCURACIES if any(key in line for run in runs for line in run)),
         ACCURACIES[0],
     )
     accuracies = [{int(line["update"]): line[key] for line in run if key in line} for run in runs]
     updates = sorted({update for one in accuracies for update in one})
-    rows: list[tuple[str, list[float | None]]]
-    rows = [(f"update {update}", [one.get(update) for one in accuracies]) for update in updates]
+    rows: list[Row] = [
+        (f"update {update}", [one.get(update) for one in accuracies]) for update in updates
+    ]
     for cost in COSTS:
         costs = [[line[cost] for line in run if cost in line] for run in runs]
         rows.append((cost, [sum(one) if one else None for one in costs]))
-    return key, rows
+    return key, rows, notes

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,13 @@ MAX_COUNT = 10**12
 """Whole numbers beyond it, which no run has, are taken for damage."""
 MAX_LINES = 4000
 """Lines of one answer; of more lines, every so-and-so-many-th is given."""
+AXES = {
+    "tokens": "rollout/num_sampled_tokens",
+    "calls": "rollout/num_tool_calls",
+    "cpu_s": "time/cpu_s",
+}
+"""Metrics whose sums so far may be the x axis of a chart; seconds by the clock are made of
+several."""
 _AT_ONCE = 4_000_000
 """Bytes that are read while the page waits; more are read in the background."""
 _CHUNK = 1_000_000
@@ -113,6 +120,33 @@ class MetricsTable:
         with self._lock:
             return int(self._columns["update"][1][-1]) if self.num_lines else 0
 
+    def axes(self, numbers: Sequence[int]) -> dict[str, list[float]]:
+        """Returns for each axis that was recorded the sum up to and with each of these lines:
+        sampled tokens, tool calls, seconds by the clock (wall_s) and of the processor."""
+        with self._lock:
+            sums = {axis: self._dense(key) for axis, key in AXES.items() if key in self._columns}
+            if {"time/update_s", "time/eval_s"} & self._columns.keys():
+                update, evaluated = self._dense("time/update_s"), self._dense("time/eval_s")
+                # The seconds of an update hold those of its evaluation; line 0 has no update.
+                sums["wall_s"] = np.where(update > 0, update, evaluated)
+                sums["wall_s"] += self._dense("time/warmup_s")
+        wanted = np.asarray(numbers, np.int64)
+        return {axis: np.cumsum(values)[wanted].tolist() for axis, values in sums.items()}
+
+    def _dense(self, key: str) -> np.ndarray:
+        # One value a line; lines without a usable one add nothing to a sum.
+        found = np.zeros(self.num_lines)
+        places, values = self._columns.get(key, (array("i"), array("d")))
+        found[np.array(places, np.int64)] = np.nan_to_num(np.array(values), posinf=0.0, neginf=0.0)
+        return found
+
+    def last(self, keys: Sequence[str]) -> dict[str, float]:
+        """Returns the last finite value of each of these metrics that has one."""
+        with self._lock:
+            columns = {key: np.array(self._columns[key][1]) for key in keys if key in self._columns}
+        finite = {key: values[np.isfinite(values)] for key, values in columns.items()}
+        return {key: float(values[-1]) for key, values in finite.items() if len(values)}
+
     def names(self) -> list[str]:
         """Returns the metrics that occur."""
         with self._lock:
@@ -156,3 +190,38 @@ class MetricsTable:
         for line in found:
             line["update"] = int(line["update"])
         return found
+
+
+def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], list[str]]:
+    """Returns one line of numbers an update, in order, and notes on lines that were left out.
+
+    Of two lines of one update (a run that was resumed) the later one counts.
+    """
+    by_update: dict[int, dict[str, float]] = {}
+    notes, repeated, unusable = list[str](), list[int](), list[str]()
+    for line in raw:
+        update = line.get("update")
+        if not isinstance(update, int | float):
+            notes.append("a line of metrics.jsonl without a number of its update was left out")
+            continue
+        numbers = {
+            key: float(value) for key, value in line.items() if isinstance(value, int | float)
+        }
+        unusable += [
+            f"{key} of update {int(update)} is {value}"
+            for key, value in line.items()
+            if isinstance(value, str)
+        ]
+        if int(update) in by_update:
+            repeated.append(int(update))
+        # The later line: a resume repeats updates, and goes on from its own.
+        by_update[int(update)] = numbers
+    if repeated:
+        notes.append(
+            f"{len(repeated)} updates stand twice in metrics.jsonl (first: {repeated[0]}); the"
+            " later lines count"
+        )
+    if unusable:
+        more = f", and {len(unusable) - 3} more" if len(unusable) > 3 else ""
+        notes.append(f"left out: {'; '.join(unusable[:3])}{more}")
+    return [by_update[update] for update in sorted(by_update)], notes

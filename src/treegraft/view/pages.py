@@ -13,6 +13,7 @@ from typing import Any
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, Trajectory, Tree
 from treegraft.runs.health import HealthWarning
 from treegraft.runs.record import SAMPLED_COLUMNS, step_to_dict
+from treegraft.view.branching import content_numbers, entropy_changes
 
 _STEP_FIELDS = (
     *("id", "parent", "depth", "content", "cause", "decision", "stop_reason", "violation"),
@@ -141,11 +142,13 @@ def _contrast(leaves: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     return found
 
 
-def draw(tree: Tree) -> dict[str, Any]:
+def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns a tree as it is drawn: steps without their tokens, leaves with their rewards, and
     for each graft its effect and its peers.
 
-    A leaf's `effects` are, by the id of each graft on its path, the mean entropies (nats) of the
+    Steps with one `content_number` have equal tokens; `entropy_change` is what the branching rule
+    compared (see `entropy_changes`), None elsewhere; `config` holds the run's settings. A leaf's
+    `effects` are, by the id of each graft on its path, the mean entropies (nats) of the
     policy's last step before the graft and its first after it (RAPO's H- and H+).
     """
     paths = tree.trajectories()
@@ -155,6 +158,12 @@ def draw(tree: Tree) -> dict[str, Any]:
         for step in tree.steps
         if (values := list(compress(step.entropies, step.sampled_mask)))
     }
+    numbers, changes = content_numbers(tree), entropy_changes(tree, config or {})
+    steps = [
+        _drawn_step(step, tree.leaves)
+        | {"content_number": numbers[step.id], "entropy_change": changes.get(step.id)}
+        for step in tree.steps
+    ]
     leaves = []
     for path in paths:
         effects = {}
@@ -167,7 +176,7 @@ def draw(tree: Tree) -> dict[str, Any]:
         "group_id": tree.group_id,
         "task": asdict(tree.task),
         "budget": asdict(tree.budget),
-        "steps": [_drawn_step(step, tree.leaves) for step in tree.steps],
+        "steps": steps,
         "leaves": leaves,
         "best": best_leaf(paths),
         "peers": _graft_peers(paths, entropy),

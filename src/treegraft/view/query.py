@@ -173,11 +173,13 @@ def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any
         for number, line in run.raw_lines(name):
             if needle in line:  # parsing costs a hundred times as much
                 tree = parse_tree(line, f"'{name}', line {number + 1}")
-                found += _places(tree, content_hash, name, number)
+                found += places_of(tree, content_hash, name, number)
     return {"grafts": found, "cursor": None}
 
 
-def _places(tree: Tree, content_hash: str, file: str, number: int) -> Iterator[dict[str, Any]]:
+def places_of(tree: Tree, content_hash: str, file: str, number: int) -> Iterator[dict[str, Any]]:
+    """Yields where a trace was grafted into a tree: the step, and the leaves below with their
+    rewards."""
     for step in tree.steps:
         if not isinstance(step.cause, GraftCause) or step.cause.content_hash != content_hash:
             continue

@@ -7,28 +7,42 @@ The places of trees and the summaries of the last few files stay in memory.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treegraft.core.errors import DataError
+from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import leads_outside, parse_json
 from treegraft.core.types import Trajectory, Tree
-from treegraft.runs.record import RunFolder, TreePlace, parse_tree, read_places, read_trajectory
-from treegraft.view.metrics import MAX_COUNT, MetricsTable
+from treegraft.runs.record import (
+    RunFolder,
+    TreePlace,
+    parse_tree,
+    read_places,
+    read_trajectory,
+    runs_beside,
+)
+from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
 from treegraft.view.pages import summarise
 
 T = TypeVar("T")
 FILE_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
 """The stem of a file of trees; nothing else is served."""
+LAST = ("reward/mean", "eval/accuracy", "eval/accuracy_sampled")
+"""Metrics whose last values stand in the list of runs."""
 _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
+_LOOK_S = 5.0
+"""Seconds between two looks for new runs in a folder of runs."""
+_DEEPEST = 4
+"""Folders below a folder of runs in which runs are looked for."""
 _KEPT_FILES = 24
 """Files whose places and summaries stay in memory."""
 
@@ -56,6 +70,7 @@ class Run:
         self.name = name or self.path.name
         self._lock = threading.Lock()
         self._metrics = MetricsTable()
+        self._state: tuple[Any, dict[str, Any]] | None = None
         self._places: OrderedDict[tuple[str, int, int], list[TreePlace]] = OrderedDict()
         self._summaries: OrderedDict[tuple[str, int, int], list[dict[str, Any]]] = OrderedDict()
 
@@ -101,9 +116,27 @@ class Run:
         table, _ = self.table(waits=True)
         return table.era, table.lines(range(table.num_lines))
 
+    def clean_metrics(self) -> tuple[list[dict[str, float]], list[str]]:
+        """Returns one line of numbers an update, in order, and notes on what was left out of
+        metrics.jsonl."""
+        lines, notes = clean_lines(self.metrics()[1])
+        if num_damaged := self.table()[0].num_damaged:
+            notes.append(f"{num_damaged} damaged lines of metrics.jsonl were left out")
+        return lines, notes
+
     def state(self) -> dict[str, Any]:
         """Returns the numbers that change when the run has written; cheap enough to be polled."""
         metrics = self._inside("metrics.jsonl")
+        stats = [path.stat() if path.exists() else None for path in (metrics, self.path / "trees")]
+        key = [(stat.st_mtime_ns, stat.st_size) if stat else None for stat in stats]
+        # A folder of many finished runs is not read again for each question.
+        if self._state and self._state[0] == key and not self._state[1]["is_live"]:
+            return self._state[1]
+        state = self._read_state(metrics)
+        self._state = (key, state) if state["read_frac"] == 1.0 else None
+        return state
+
+    def _read_state(self, metrics: Path) -> dict[str, Any]:
         files = self.files()
         table, read_frac = self.table()
         times = [file.mtime_ns for file in files]
@@ -121,6 +154,21 @@ class Run:
             "update": done,
             "num_updates": total,
             "is_live": is_live,
+            "last": table.last(LAST),
+            "sums": {axis: values[0] for axis, values in table.axes([-1]).items()}
+            if table.num_lines
+            else {},
+            **self._named_by(),
+        }
+
+    def _named_by(self) -> dict[str, str]:
+        """The settings by which a list of runs tells them apart, as text."""
+        config = self.config()
+        explorers = config.get("explore", {}).get("explorers")
+        return {
+            "explorers": " + ".join(map(str, explorers)) if isinstance(explorers, list) else "",
+            "model": str(config.get("model", {}).get("path", ""))[-80:],
+            "seed": str(config.get("run", {}).get("seed", ""))[:20],
         }
 
     # ------------------------------------------------------------------ files of trees
@@ -238,16 +286,103 @@ class Run:
         ]
 
 
-def open_runs(paths: Sequence[Path]) -> dict[str, Run]:
-    """Returns the runs by name; two folders of one name get numbers.
+class RunSet(Mapping[str, Run]):
+    """The runs that were named, by name, and those below folders that were named. New runs of such
+    a folder appear as it is asked for them."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Raises CheckpointError: a path is neither a run folder nor a folder with runs in it."""
+        self._lock = threading.Lock()
+        self._runs: dict[str, Run] = {}
+        self._known: set[Path] = set()
+        self._homes = [
+            path for path in paths if path.is_dir() and not (path / "config.json").exists()
+        ]
+        self._looked = 0.0
+        for path in paths:
+            if path not in self._homes:
+                self._add(path)
+            elif not self._look(path):
+                raise CheckpointError(
+                    f"'{path}' is neither a run folder nor a folder with runs in it: no"
+                    f" config.json was found there or up to {_DEEPEST} folders below; expected one"
+                    f" that `treegraft train` made, e.g. runs/NAME.{runs_beside(path)}"
+                )
+        self._looked = time.monotonic()
+
+    @property
+    def homes(self) -> list[Path]:
+        """The folders of runs among the paths."""
+        return self._homes
+
+    def refresh(self) -> None:
+        """Looks for new runs, unless that was done a moment ago."""
+        with self._lock:
+            if not self._homes or time.monotonic() - self._looked < _LOOK_S:
+                return
+            for home in self._homes:
+                self._look(home)
+            self._looked = time.monotonic()
+
+    def folder_of(self, name: str) -> str:
+        """Returns the folder of a run below the folder that was named; "" where it lies directly
+        in it, and for a run that was named itself."""
+        path = self._runs[name].path.parent
+        for home in self._homes:
+            if path.is_relative_to(home.resolve()):
+                return str(path.relative_to(home.resolve())).removeprefix(".")
+        return ""
+
+    def _look(self, home: Path) -> int:
+        """Adds the new runs below a folder; returns how many runs it has."""
+        found = 0
+        for folder, below, files in os.walk(home):
+            path = Path(folder)
+            if "config.json" in files and _is_run(path):
+                self._add(path)
+                found += 1
+            # A run holds no other runs, and its checkpoints are folders with a config.json too.
+            if "config.json" in files or len(path.relative_to(home).parts) >= _DEEPEST:
+                below.clear()
+            below[:] = sorted(name for name in below if not name.startswith("."))
+        return found
+
+    def _add(self, path: Path) -> None:
+        place = path.resolve()
+        if place in self._known:
+            return
+        numbered = (f"{place.name}-{number}" for number in count(2))
+        name = next(one for one in chain([place.name], numbered) if one not in self._runs)
+        self._runs = {**self._runs, name: Run(path, name)}
+        self._known.add(place)
+
+    def __getitem__(self, name: str) -> Run:
+        return self._runs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+
+def _is_run(path: Path) -> bool:
+    # The config.json of a model lies in a folder without metrics or trees; that of a run which has
+    # just begun holds the settings of runs.
+    if (path / "metrics.jsonl").exists() or (path / "trees").is_dir():
+        return (path / "config.json").exists()
+    try:
+        found = parse_json((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and isinstance(found.get("run"), dict)
+
+
+def open_runs(paths: Sequence[Path]) -> RunSet:
+    """Returns the runs by name; two folders of one name get numbers, a folder that is named twice
+    is one run.
 
     Raises:
-        CheckpointError: one of them is no run folder.
+        CheckpointError: a path is neither a run folder nor a folder with runs in it.
     """
-    runs: dict[str, Run] = {}
-    # A folder that is named twice is shown once.
-    for place, path in {path.resolve(): path for path in paths}.items():
-        numbered = (f"{place.name}-{number}" for number in count(2))
-        name = next(one for one in chain([place.name], numbered) if one not in runs)
-        runs[name] = Run(path, name)
-    return runs
+    return RunSet(paths)

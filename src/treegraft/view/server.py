@@ -25,11 +25,14 @@ from treegraft.core.errors import DataError, SettingError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
+from treegraft.settings.config import Config, known_settings, renamed
+from treegraft.settings.load import describe
+from treegraft.settings.table import flatten
 from treegraft.view.buffer import BufferView
 from treegraft.view.metrics import MAX_COUNT
 from treegraft.view.pages import draw, explanations, page_warnings, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
-from treegraft.view.runs import Run
+from treegraft.view.runs import Run, RunSet
 from treegraft.view.tokens import TokenTexts
 
 _log = logging.getLogger(__name__)
@@ -49,14 +52,19 @@ HEADERS = {
 }
 _MAX_DIGITS = 40
 """Characters of a number that are read: Python's own limit raises another error."""
-_DAMAGE = (
+DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError),
     ValueError,
 )
 """Errors that reading a damaged file may raise."""
-_NO_STATE = dict.fromkeys(
-    ("era", "num_lines", "read_frac", "num_files", "newest", "update", "num_updates", "is_live"), 0
-)
+_NO_STATE: dict[str, Any] = {
+    **dict.fromkeys(("era", "num_lines", "read_frac", "num_files", "newest", "update"), 0),
+    "num_updates": 0,
+    "is_live": 0,
+    "last": {},
+    "sums": {},
+    **dict.fromkeys(("explorers", "model", "seed"), ""),
+}
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -116,7 +124,7 @@ def _json(data: Any, status: int = 200) -> Response:
 
 
 @cache
-def _static() -> dict[str, tuple[bytes, str]]:
+def static_files() -> dict[str, tuple[bytes, str]]:
     """Every file of the pages with its type, by the path under which it is served."""
     root = Path(__file__).with_name("static")
     return {
@@ -129,9 +137,9 @@ def _static() -> dict[str, tuple[bytes, str]]:
 def _page(request: Request) -> Response:
     # By name from a list, never by path, so that no path leads out of the folder.
     path = request.path_params.get("path") or "index.html"
-    if path not in _static():
+    if path not in static_files():
         return Response("not found", 404, media_type="text/plain")
-    body, kind = _static()[path]
+    body, kind = static_files()[path]
     return Response(body, media_type=kind)
 
 
@@ -160,7 +168,7 @@ def _state(run: Run) -> dict[str, Any]:
     """The run's state; of a damaged one, which must not hide the others, the error instead."""
     try:
         return run.state() | {"error": None}
-    except (TreegraftError, *_DAMAGE) as error:
+    except (TreegraftError, *DAMAGE) as error:
         return {**_NO_STATE, "error": str(error) or type(error).__name__}
 
 
@@ -169,16 +177,19 @@ class Api:
 
     # Plain functions, not coroutines: Starlette runs them in threads, since all of them read files.
 
-    def __init__(self, runs: Mapping[str, Run], buffer: Path | None = None) -> None:
-        self._runs = dict(runs)
-        self._tokens = {name: TokenTexts(run.path) for name, run in self._runs.items()}
-        self._buffers = {name: BufferView(run.path, buffer) for name, run in self._runs.items()}
+    def __init__(self, runs: RunSet, buffer: Path | None = None) -> None:
+        self._runs = runs
+        # By run, once it is asked for: a folder may hold hundreds, and new ones appear.
+        self._tokens = cache(lambda name: TokenTexts(runs[name].path))
+        self._buffers = cache(lambda name: BufferView(runs[name].path, buffer))
 
     def _run(self, request: Request) -> Run:
         name = request.path_params["run"]
         if name not in self._runs:
+            known = [*self._runs]
+            more = f" and {len(known) - 20} more" if len(known) > 20 else ""
             raise DataError(
-                f"there is no run '{name:.80}'; expected one of {', '.join(self._runs)}"
+                f"there is no run '{name:.80}'; expected one of {', '.join(known[:20])}{more}"
             )
         return self._runs[name]
 
@@ -191,8 +202,11 @@ class Api:
 
     def runs(self, request: Request) -> Any:
         """The runs, with the numbers that change while they write."""
+        self._runs.refresh()
         return [
-            {"name": name, "path": str(run.path), **_state(run)} for name, run in self._runs.items()
+            {"name": name, "path": str(run.path), "folder": self._runs.folder_of(name)}
+            | _state(run)
+            for name, run in self._runs.items()
         ]
 
     def run(self, request: Request) -> Any:
@@ -202,11 +216,13 @@ class Api:
             {"name": f.name, "kind": f.kind, "update": f.update, "size": f.size}
             for f in run.files()
         ]
+        config = run.config()
         return {
             "name": run.name,
-            "config": run.config(),
+            # Dotted names, as a recipe and the command line have them; former ones by their new.
+            "settings": {renamed().get(name, name): one for name, one in flatten(config).items()},
             "files": files,
-            "has_texts": self._tokens[run.name].is_there,
+            "has_texts": self._tokens(run.name).is_there,
             **run.state(),
         }
 
@@ -235,6 +251,7 @@ class Api:
             "first": first,
             "stride": stride,
             "read_frac": read_frac,
+            "axes": table.axes(numbers[first:]),
             "lines": [
                 line | {"warnings": some}
                 for line, some in zip(lines, page_warnings(found, before), strict=True)
@@ -247,6 +264,18 @@ class Api:
         """The meanings of metrics."""
         asked = request.query_params.getlist("key")
         return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
+
+    def settings(self, _: Request) -> Any:
+        """Every setting with its meaning, its default, and whether that follows from others."""
+        return [
+            {
+                "name": row.name,
+                "default": row.value,
+                "meaning": row.meaning,
+                "follows": known_settings()[row.name].facts.default_of is not None,
+            }
+            for row in describe(Config())
+        ]
 
     def groups(self, request: Request) -> Any:
         """Trees that match, of one file or of all."""
@@ -269,8 +298,12 @@ class Api:
     def tree(self, request: Request) -> Any:
         """One tree as it is drawn, with its neighbours in the file."""
         run, name, number = self._tree(request)
-        tree, tokens = run.tree(name, number), self._tokens[run.name]
-        drawn = draw(tree) | {
+        tree, tokens = run.tree(name, number), self._tokens(run.name)
+        try:
+            config = run.config()
+        except DataError:  # damaged settings must not hide the trees
+            config = {}
+        drawn = draw(tree, config) | {
             "file": name,
             "n": number,
             "num_trees": run.num_trees(name),
@@ -293,7 +326,7 @@ class Api:
         }
         hashes = [cause["content_hash"] for cause in causes.values() if cause.get("content_hash")]
         try:
-            known = self._buffers[run].asked(drawn["task"]["question"], hashes)
+            known = self._buffers(run).asked(drawn["task"]["question"], hashes)
         except DataError:
             known = {}
         for step_id, cause in causes.items():
@@ -308,7 +341,7 @@ class Api:
         leaf = _whole(request, "leaf") or 0
         steps = path_tokens(run.path_of(name, number, leaf))
         for step in steps:
-            step["texts"] = self._tokens[run.name].of(step["token_ids"])
+            step["texts"] = self._tokens(run.name).of(step["token_ids"])
         return {"leaf": leaf, "steps": steps}
 
     def task(self, request: Request) -> Any:
@@ -318,7 +351,7 @@ class Api:
     def buffer(self, request: Request) -> Any:
         """Counts of the buffer, and a page of traces: those with a text, or those nearest to a
         history."""
-        buffer, asked = self._buffers[self._run(request).name], request.query_params
+        buffer, asked = self._buffers(self._run(request).name), request.query_params
         stats = buffer.stats()
         if not stats["is_there"]:
             return {"stats": stats, "total": 0, "offset": 0, "rows": []}
@@ -338,7 +371,7 @@ class Api:
 
     def trace(self, request: Request) -> Any:
         """One trace with its trajectory."""
-        return self._buffers[self._run(request).name].trace(request.path_params["hash"])
+        return self._buffers(self._run(request).name).trace(request.path_params["hash"])
 
     def grafts(self, request: Request) -> Any:
         """Where a trace was grafted."""
@@ -349,7 +382,9 @@ class Api:
         )
 
 
-def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
+def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """Returns a method with its answers as JSON; errors are answers too."""
+
     def answer(request: Request) -> Response:
         try:
             return _json(method(request))
@@ -357,7 +392,7 @@ def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
             return _json({"error": str(error)}, 404)
         except TreegraftError as error:
             return _json({"error": str(error)}, 409)
-        except _DAMAGE as error:
+        except DAMAGE as error:
             _log.warning("%s cannot be shown", request.url.path, exc_info=error)
             found = f"{type(error).__name__}: {error}"
             return _json({"error": f"a file of this run is damaged ({found:.200})"}, 422)
@@ -365,9 +400,7 @@ def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
     return answer
 
 
-def build_app(
-    runs: Mapping[str, Run], *, host: str = "127.0.0.1", buffer: Path | None = None
-) -> ASGIApp:
+def build_app(runs: RunSet, *, host: str = "127.0.0.1", buffer: Path | None = None) -> ASGIApp:
     """Returns the viewer as an ASGI application.
 
     Args:
@@ -380,6 +413,7 @@ def build_app(
     paths: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/api/runs", api.runs),
         ("/api/meanings", api.meanings),
+        ("/api/settings", api.settings),
         ("/api/runs/{run}", api.run),
         ("/api/runs/{run}/metrics", api.metrics),
         ("/api/runs/{run}/groups", api.groups),
@@ -390,7 +424,7 @@ def build_app(
         ("/api/runs/{run}/buffer/{hash}", api.trace),
         ("/api/runs/{run}/grafts/{hash}", api.grafts),
     )
-    routes = [Route(path, _answer(method)) for path, method in paths]
+    routes = [Route(path, answering(method)) for path, method in paths]
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
     # A foreign name in the Host header is refused: a page on the internet could point a name of its
     # own here and read runs through it (DNS rebinding).

@@ -25,7 +25,7 @@ from torch.nn import functional
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
-from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
+from treegraft.core.types import NO_FILTERS, Completion, Sampling
 from treegraft.policy.engine.blocks import BlockPool, PathCache, cache_bytes, common_length
 from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
@@ -140,8 +140,8 @@ class NativeEngine:
         )
 
     async def publish(self, source: WeightSource, version: int) -> None:
-        """Copies the plain model's weights once running requests are done, and drops all cached
-        paths.
+        """Copies the plain model's weights once running requests are done, where they differ from
+        those it holds, and drops all cached paths.
 
         Raises:
             EngineError: names are missing or unknown (the engine keeps its weights), or it has
@@ -150,11 +150,13 @@ class NativeEngine:
         """
 
         def act() -> None:
-            load_weights(self.model, source)
-            self._forward.refresh()
+            # Equal after an update whose groups were all skipped, and after a resume.
+            if source.fingerprint != self.fingerprint:
+                load_weights(self.model, source)
+                self._forward.refresh()
+                self.fingerprint = weights_fingerprint(self.model.state_dict())
             # Keys and values of the old weights.
             self._cache.clear()
-            self.fingerprint = weights_fingerprint(self.model.state_dict())
             self.policy_version = version
 
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -453,7 +455,10 @@ class NativeEngine:
         request.entropies.append(entropy)
         if request.on_probe is not None and len(request.sampled) == request.probe_tokens:
             request.on_probe(tuple(request.entropies))
-        reason = self._stop_reason(request, token)
+        limit = request.sampling.max_new_tokens
+        if self.max_context is not None:
+            limit = min(limit, self.max_context - len(request.prefix_ids))
+        reason = self._stops.reason(request.sampled, request.sampling, self._end_ids, limit)
         if reason is None:
             assert request.row is not None
             request.row.token_ids.append(token)
@@ -468,22 +473,6 @@ class NativeEngine:
                 policy_version=self.policy_version,
             )
         )
-
-    def _stop_reason(self, request: Request, token: int) -> StopReason | None:
-        """Why the completion ends with this token; None while it goes on."""
-        if token in self._end_ids:
-            return StopReason.END
-        if request.in_grace:
-            return StopReason.STOP
-        sampling = request.sampling
-        if sampling.stop and self._stops.ends_with_any(request.sampled, sampling.stop):
-            return StopReason.STOP
-        if sampling.final and self._stops.ends_with_any(request.sampled, sampling.final):
-            request.in_grace = True
-        limit = sampling.max_new_tokens
-        if self.max_context is not None:
-            limit = min(limit, self.max_context - len(request.prefix_ids))
-        return StopReason.LENGTH if len(request.sampled) >= limit else None
 
 
 def load_weights(model: torch.nn.Module, source: WeightSource) -> None:

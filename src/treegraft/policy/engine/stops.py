@@ -4,9 +4,10 @@ it."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from treegraft.core.interfaces import Tokenizer
+from treegraft.core.types import Sampling, StopReason
 
 TAIL = 4
 """A stop of n characters lies within the last n + TAIL tokens, each of which has at least one
@@ -40,3 +41,26 @@ class StopFinder:
             if stop in with_last and stop not in before:
                 return True
         return False
+
+    def is_in_grace(self, token_ids: Sequence[int], sampling: Sampling) -> bool:
+        """Returns whether a final text is complete: one more token, which may be the end token, and
+        the completion is over."""
+        has_any = bool(token_ids and sampling.final)
+        return has_any and self.ends_with_any(token_ids, sampling.final)
+
+    def reason(
+        self, token_ids: Sequence[int], sampling: Sampling, end_ids: Collection[int], limit: int
+    ) -> StopReason | None:
+        """Returns why a completion ends with its last token; None while it goes on.
+
+        Args:
+            token_ids: all of the completion so far; no shorter part of it has ended.
+            limit: longest completion, in tokens.
+        """
+        if token_ids[-1] in end_ids:
+            return StopReason.END
+        if self.is_in_grace(token_ids[:-1], sampling):
+            return StopReason.STOP
+        if sampling.stop and self.ends_with_any(token_ids, sampling.stop):
+            return StopReason.STOP
+        return StopReason.LENGTH if len(token_ids) >= limit else None

@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from treegraft.algo.advantages import assign_credit
-from treegraft.core.errors import SettingError
+from treegraft.algo.advantages import assign_credit, batch_outcomes
+from treegraft.algo.groups import Floats
+from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import CreditRule
 from treegraft.core.plugins import load_object
 from treegraft.core.types import LEARNING_RULES, Tree
@@ -24,7 +25,8 @@ def find_credit_rule(config: Config) -> CreditRule | None:
     name = config.credit.rule
     if name is None:
         return None
-    rule: CreditRule = load_object(name)
+    with about("credit.rule"):
+        rule: CreditRule = load_object(name)
     if not callable(rule):
         raise SettingError(
             f"credit.rule: '{name}' is a {type(rule).__name__}; expected a function that takes a"
@@ -49,7 +51,13 @@ def credit_trees(
     own = config.credit.model_dump(exclude={"rule"}) | {
         "learn_from_truncated": config.loss.learn_from_truncated
     }
-    credited = [assign_credit(tree, **own) for tree in trees]
+    outcomes: Sequence[Floats | None] = [None] * len(trees)
+    if (kind := config.credit.advantage) in ("reinforce++", "reinforce++-baseline"):
+        outcomes = batch_outcomes(trees, has_baseline=kind == "reinforce++-baseline")
+    credited = [
+        assign_credit(tree, outcomes=known, **own)
+        for tree, known in zip(trees, outcomes, strict=True)
+    ]
     if rule is None:
         return credited
     return [_ruled(tree, rule, config.credit.rule) for tree in credited]

@@ -4,6 +4,7 @@ used."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,20 +14,46 @@ from torch.nn import functional
 from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.learn.pack import Node, PackedTree
 
-# Lengths that are no multiple of a tile or a run, and nodes of a single token: there kernels go
-# wrong first.
-PROBE = PackedTree(
-    0,
-    401,
-    (
-        Node(0, 201, 401),
-        Node(201, 300, 300),
-        Node(300, 399, 401),
-        Node(399, 400, 400),
-        Node(400, 401, 401),
-    ),
-)
-"""A prompt of 201 tokens with two branches of 99, the second with two of a single token."""
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """AttentionShape(heads=4, kv_heads=2, width=64): the attention of a layer, without its scale
+    and sinks."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    """Of one head."""
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def options(self) -> AttentionOptions:
+        """The options of such a layer, scores times width^-½."""
+        return AttentionOptions(self.width**-0.5, self.window, self.softcap, None)
+
+
+def probe_tree(num_tokens: int) -> PackedTree:
+    """Returns a prompt of half the tokens with two branches, the second with two of a single token:
+    for `num_tokens` 401 a prompt of 201 and branches of 99.
+
+    Odd sizes are asked for, lengths that are no multiple of a tile or a run: there kernels go wrong
+    first.
+    """
+    prompt, singles = num_tokens // 2 + 1, num_tokens - 2
+    middle = (prompt + singles) // 2
+    nodes = (
+        Node(0, prompt, num_tokens),
+        Node(prompt, middle, middle),
+        Node(middle, singles, num_tokens),
+        Node(singles, singles + 1, singles + 1),
+        Node(singles + 1, num_tokens, num_tokens),
+    )
+    return PackedTree(0, num_tokens, nodes)
+
+
+PROBE = probe_tree(401)
+"""The tree on which kernels are tried on a CPU."""
 
 
 def subtree_ends(tree: PackedTree, device: torch.device) -> Tensor:
@@ -71,42 +98,38 @@ def dense_attend(
     return merge_partials([part], sinks).reshape(heads, size, width).to(query.dtype)
 
 
-def probe_positions(device: torch.device) -> Tensor:
-    """Returns [tokens] how many tokens are before each of the probe's on its path."""
-    return (
-        tree_mask(PROBE, torch.zeros(PROBE.end, dtype=torch.long, device=device), None).sum(dim=1)
-        - 1
-    )
-
-
 # The first batch may come without gradients, or within a layer whose activations are computed
 # again.
 @torch.inference_mode(False)
 def distance_from_dense(
-    attend: Callable[..., Tensor], width: int, dtype: torch.dtype, device: torch.device
+    attend: Callable[..., Tensor],
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    tree: PackedTree = PROBE,
 ) -> float:
     """Returns the largest of ‖x - x'‖ / ‖x'‖ over output and gradients of `attend(query, key,
-    value)` on the probe; NaN if any is.
+    value)` on `tree`; NaN if any is.
 
-    Four query heads, two kv heads, scores times width^-½; shapes as `dense_attend`'s.
+    Shapes of inputs and output are `dense_attend`'s.
     """
     generator = torch.Generator().manual_seed(0)
 
     def drawn(heads: int) -> Tensor:
         return (
-            torch.randn(heads, PROBE.end, width, generator=generator)
+            torch.randn(heads, tree.end, shape.width, generator=generator)
             .to(device, dtype)
             .requires_grad_()
         )
 
-    inputs, upstream = (drawn(4), drawn(2), drawn(2)), drawn(4).detach()
-    mask, options = (
-        tree_mask(PROBE, probe_positions(device), None),
-        AttentionOptions(width**-0.5, None, None, None),
-    )
+    kv = shape.kv_heads
+    inputs, upstream = (drawn(shape.heads), drawn(kv), drawn(kv)), drawn(shape.heads).detach()
+    none = torch.zeros(tree.end, dtype=torch.long, device=device)
+    positions = tree_mask(tree, none, None).sum(dim=1) - 1
+    mask = tree_mask(tree, positions, shape.window)
     # Hooks of its own: those of an activation checkpoint around the first batch would pack ours.
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-        outputs = attend(*inputs), dense_attend(*inputs, mask, options)
+        outputs = attend(*inputs), dense_attend(*inputs, mask, shape.options)
         pairs = [
             outputs,
             *zip(*(torch.autograd.grad(x, inputs, upstream) for x in outputs), strict=True),
@@ -115,6 +138,11 @@ def distance_from_dense(
     return float(torch.stack([(ours - exact).norm() / exact.norm() for ours, exact in found]).max())
 
 
+def exactness(dtype: torch.dtype) -> float:
+    """Returns the largest distance of outputs or gradients from a dense mask's that is rounding."""
+    return 1e-3 if dtype == torch.float32 else 0.05
+
+
 def is_exact(gap: float, dtype: torch.dtype) -> bool:
     """Returns whether a distance of outputs or gradients from a dense mask's is rounding."""
-    return gap <= (1e-3 if dtype == torch.float32 else 0.05)
+    return gap <= exactness(dtype)

@@ -2,57 +2,134 @@
 compared with a dense mask before it is used.
 
 A block mask of the whole batch says which 128 x 128 squares are empty, full or mixed, so that time
-and memory follow the tokens that see each other. Token j is visible to token i iff j <= i <
-end(node of j), which also parts trees.
+and memory follow the tokens that see each other. It is made from the nodes' intervals, cut at block
+borders: one such stretch sees another wholly, not at all, or up to a diagonal, so no mask of single
+tokens is needed.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from treegraft.policy.head import first_line
 from treegraft.policy.hook import AttentionOptions
-from treegraft.policy.learn.dense import (
-    PROBE,
-    distance_from_dense,
-    is_exact,
-    probe_positions,
-    subtree_ends,
-)
+from treegraft.policy.learn.dense import AttentionShape, distance_from_dense, is_exact, probe_tree
+from treegraft.policy.learn.pack import Node
 
 _log = logging.getLogger(__name__)
 
+BLOCK = 128
+"""Tokens along the side of a square; packs on a GPU are padded to a multiple of it."""
 MIN_TOKENS = 1024
 """Packed tokens from which block masks are taken on a GPU; a dense mask of so many is 1 MB. A
 guess: not measured."""
+_PAIRS = 1 << 22
+"""Pairs of stretches that are compared at once."""
 
 Flex = Callable[..., Tensor]
 
 
-def tree_block_mask(ends: Tensor, positions: Tensor, window: int | None) -> BlockMask:
-    """Returns the tokens that each packed token sees.
+def node_positions(nodes: Sequence[Node]) -> list[int]:
+    """Returns for each node how many tokens are before its first one on its path.
 
     Args:
-        ends: [T] one past the last packed token that sees token j.
-        positions: [T] tokens before it on its path.
-        window: key j is visible to query i only if position_i - position_j < window. None: no
-            window.
+        nodes: of one tree or several, in depth-first order.
     """
+    above: list[tuple[Node, int]] = []
+    found = []
+    for node in nodes:
+        while above and above[-1][0].subtree_end <= node.start:
+            above.pop()
+        first = 0
+        if above:
+            parent, before = above[-1]
+            first = before + parent.end - parent.start
+        above.append((node, first))
+        found.append(first)
+    return found
+
+
+def tree_block_mask(
+    nodes: Sequence[Node], window: int | None, device: torch.device | str = "cpu"
+) -> BlockMask:
+    """Returns the tokens that each packed token sees, as `create_block_mask` would from every pair
+    of them: j <= i < end(node of j), and position_i - position_j < window where there is one.
+
+    Args:
+        nodes: of all trees in depth-first order; they cover the tokens from 0 without a gap.
+    """
+    starts = np.array([node.start for node in nodes])
+    lengths = np.array([node.end - node.start for node in nodes])
+    total = nodes[-1].end
+    ends = np.repeat([node.subtree_end for node in nodes], lengths)
+    positions = np.arange(total) + np.repeat(np.array(node_positions(nodes)) - starts, lengths)
+    partial, full = (
+        torch.from_numpy(table).to(device) for table in _blocks(starts, ends, positions, window)
+    )
+    seen_until, place = (torch.from_numpy(column).to(device) for column in (ends, positions))
 
     def is_visible(_: Any, head: Any, row: Tensor, column: Tensor) -> Tensor:
-        visible = (column <= row) & (row < ends[column])
-        return (
-            visible if window is None else visible & (positions[row] - positions[column] < window)
-        )
+        visible = (column <= row) & (row < seen_until[column])
+        return visible if window is None else visible & (place[row] - place[column] < window)
 
-    return create_block_mask(is_visible, None, None, len(ends), len(ends), device=ends.device)
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=is_visible,
+        seq_lengths=(total, total),
+    )
+
+
+def _blocks(
+    starts: np.ndarray, ends: np.ndarray, positions: np.ndarray, window: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """[blocks, blocks] which squares are partly seen, and which wholly."""
+    total = len(ends)
+    count = -(-total // BLOCK)
+    # Stretches of one node within one block: their tokens have consecutive positions, and other
+    # stretches see all of them or none, but for the window.
+    first = np.unique(np.concatenate([starts, np.arange(0, total, BLOCK)]))
+    size = np.diff(first, append=total)
+    end, place = ends[first], positions[first]
+    # Where each block's stretches begin.
+    border = np.searchsorted(first, np.arange(0, total, BLOCK))
+    limit = np.iinfo(np.int64).max if window is None else window
+    some, whole = np.zeros((2, count, count), dtype=np.int64)
+    step = max(1, _PAIRS * count // len(first) ** 2)
+    for row in range(0, count, step):
+        begin = border[row]
+        until = border[row + step] if row + step < count else len(first)
+        own = np.arange(begin, until)[:, None]
+        other = np.arange(until)[None]
+        below = (other < own) & (first[own] < end[other])
+        itself = own == other
+        seen = below & (place[own] - (place[other] + size[other] - 1) < limit) | itself
+        # A stretch sees itself below the diagonal alone, unless it is a single token.
+        all_seen = below & (place[own] + size[own] - 1 - place[other] < limit)
+        all_seen |= itself & (size[own] == 1)
+        columns = border[border < until]
+        rows = border[row : row + step] - begin
+        for table, values in ((some, seen), (whole, all_seen * size[own] * size[other])):
+            sums = np.add.reduceat(values.astype(np.int64), columns, axis=1)
+            table[row : row + step, : len(columns)] = np.add.reduceat(sums, rows, axis=0)
+    is_full = whole == BLOCK * BLOCK
+    return (some > 0) & ~is_full, is_full
+
+
+def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
+    """([1, 1, blocks] how many of each row, [1, 1, blocks, blocks] which of them, those first)."""
+    order = torch.argsort(table.int(), dim=-1, descending=True, stable=True)
+    return table.sum(dim=-1).int()[None, None], order.int()[None, None]
 
 
 def flex_attend(
@@ -87,38 +164,53 @@ def _softcap(cap: float) -> Callable[..., Tensor]:
     return modify
 
 
+class Proof(NamedTuple):
+    """The outcome of comparing FlexAttention with a dense mask."""
+
+    flex: Flex | None
+    """Compiled; None where it failed or was off."""
+    problem: str
+    """Why it is not used; empty where it is."""
+
+
 @functools.cache
-def proven_flex(width: int, dtype: torch.dtype, device: torch.device) -> Flex | None:
-    """Returns FlexAttention, compiled; None, with a notice, where outputs or gradients on `device`
-    are not a dense mask's."""
+def proven_flex(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, num_tokens: int
+) -> Proof:
+    """Returns FlexAttention if its outputs and gradients on `device` are a dense mask's, tried once
+    on a tree of `num_tokens` with heads of this shape; a notice is logged where they are not."""
+    problem = ""
     try:
         # Dynamic: packs have all lengths, and each would be compiled anew.
         flex: Flex = torch.compile(flex_attention, dynamic=True)
-        gap = flex_distance(flex, width, dtype, device)
+        gap = flex_distance(flex, shape, dtype, device, num_tokens)
+        if not is_exact(gap, dtype):
+            problem = f"FlexAttention is off by {gap:.3g} of its length"
     except Exception as error:  # a compiler has many ways to fail, and dense masks are at hand
-        _log.warning(
-            "learner: attention of large trees takes dense masks: FlexAttention failed with %s: %s",
-            type(error).__name__,
-            first_line(error),
-        )
-        return None
-    if is_exact(gap, dtype):
-        return flex
-    _log.warning(
-        "learner: attention of large trees takes dense masks: FlexAttention is off by %.3g of its"
-        " length",
-        gap,
-    )
-    return None
+        problem = f"FlexAttention failed with {type(error).__name__}: {first_line(error)}"
+    if problem:
+        _log.warning("learner: attention of large trees takes dense masks: %s", problem)
+        return Proof(None, problem)
+    return Proof(flex, "")
 
 
-def flex_distance(flex: Flex, width: int, dtype: torch.dtype, device: torch.device) -> float:
+def flex_distance(
+    flex: Flex, shape: AttentionShape, dtype: torch.dtype, device: torch.device, num_tokens: int
+) -> float:
     """Returns how far FlexAttention is from a dense mask, see `distance_from_dense`."""
-    ends, positions = subtree_ends(PROBE, device), probe_positions(device)
-    options = AttentionOptions(width**-0.5, None, None, None)
+    tree = probe_tree(num_tokens)
+    # Padded as packs are: the kernel for whole blocks is another program than that for a rest.
+    padding = -num_tokens % BLOCK
+    nodes = [*tree.nodes, *padding_nodes(num_tokens, padding)]
+    mask = tree_block_mask(nodes, shape.window, device)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = tree_block_mask(ends, positions, None)
-        return flex_attend(flex, query, key, value, mask, options)
+    def attend(*inputs: Tensor) -> Tensor:
+        padded = (functional.pad(x, (0, 0, 0, padding)) for x in inputs)
+        return flex_attend(flex, *padded, mask, shape.options)[:, :num_tokens]
 
-    return distance_from_dense(attend, width, dtype, device)
+    return distance_from_dense(attend, shape, dtype, device, tree)
+
+
+def padding_nodes(start: int, count: int) -> list[Node]:
+    """Returns a node of `count` tokens that see each other alone; none for 0."""
+    return [Node(start, start + count, start + count)] if count else []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from treegraft.algo.losses import (
     Denominators,
-    clipped_surrogate,
     contribution_weights,
     engine_correction,
     k3_divergence,
@@ -21,28 +20,44 @@ from treegraft.algo.losses import (
 from treegraft.algo.rapo import graft_neighbours, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
+from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
 from treegraft.policy.head import Head, base_model, head_problem
 from treegraft.policy.hook import ATTENTION, install_attention, tree_attention
+from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
+from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
+    blank_batch,
     credit,
     num_lesson_tokens,
     num_tree_tokens,
     pack_trees,
-    plan_packs,
-    split_tree,
+)
+from treegraft.policy.learn.plan import (
+    Alone,
+    Pack,
+    Part,
+    Plan,
+    Team,
+    by_step,
+    combined,
+    deal,
+    gathered,
+    plan_passes,
+    split_evenly,
+    spread,
 )
 from treegraft.policy.learn.reference import Reference
+from treegraft.policy.learn.scored import Scored
 from treegraft.policy.learn.scores import (
     Scores,
-    chunked_argmax,
     chunked_scores,
     packed_hidden,
     packing_problem,
     rowwise_hidden,
 )
-from treegraft.policy.learn.tally import Tally, size_metrics
+from treegraft.policy.learn.tally import Tally
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
@@ -77,11 +92,15 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAU
 class _Pack:
     """Trees of one forward and backward pass with their scores."""
 
-    indices: tuple[int, ...]
-    """Which of the update's trees each part of the batch is of."""
+    parts: Pack
+    """Empty where other ranks make a pass and this one has none left."""
     batch: TreeBatch
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
+    old_logprobs: Tensor | None = None
+    """[U] by the weights before the first optimiser step."""
+    ref_logprobs: Tensor | None = None
+    """[U] by the reference."""
+    new_logprobs: Tensor | None = None
+    """[U] of its last pass."""
 
 
 class Learner:
@@ -95,6 +114,7 @@ class Learner:
         *,
         length_constant: int,
         num_updates: int = 0,
+        team: Team | None = None,
     ) -> None:
         """Takes over `model`, which must not be trained elsewhere.
 
@@ -102,6 +122,8 @@ class Learner:
             length_constant: divisor of "sequence-sum" in tokens, used where loss.length_constant is
                 None.
             num_updates: those of the whole run, for a schedule of the learning rate.
+            team: the processes that learn together, each of which makes the same calls with the
+                same trees; None for this one alone.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -116,11 +138,23 @@ class Learner:
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if self.packing_problem is None:
             install_attention(model)
-        self._head = Head(model)
+        self._team = team or Alone()
+        self._scored = self._placed(Scored(model, learn, is_packed=self.packing_problem is None))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
+
+    def _placed(self, scored: Scored) -> Scored:
+        """The module through which all passes run, where its weights are to lie."""
+        # Weights of a DTensor that are used outside their own module's forward pass get no
+        # gradient from the others, without an error.
+        if any(hasattr(weight, "placements") for weight in scored.parameters()):
+            raise ModelError(
+                "learner: the model's weights are divided among processes already (DTensor);"
+                " expected a whole model. Leave the division to Treegraft: start it with torchrun."
+            )
+        return scored
 
     @property
     def device(self) -> torch.device:
@@ -132,19 +166,20 @@ class Learner:
     def scores(self, batch: TreeBatch) -> Scores:
         """Returns (logprobs, entropies) of the unique sampled tokens, with gradients where they are
         enabled."""
-        return self._scores_of(self.model, self._head, batch)
+        logprobs, entropies = self._scored(batch)
+        return logprobs, entropies
 
     def scores_with_lessons(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one
         pass, as `scores`."""
-        logprobs, entropies = self._scores_of(self.model, self._head, batch, takes_lessons=True)
+        logprobs, entropies = self._scored(batch, takes_lessons=True)
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
 
     def argmax(self, batch: TreeBatch) -> Tensor:
         """Returns [U] the most likely token where each unique sampled token stands."""
-        hidden = self._hidden(self.model, batch)[: batch.sampled.numel()]
-        return chunked_argmax(self._head, hidden, self.settings.vocab_chunk)
+        best: Tensor = self._scored(batch, wants_argmax=True)
+        return best
 
     @torch.no_grad()
     def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
@@ -164,65 +199,71 @@ class Learner:
             }
             for tree in trees
         ]
-        done = list(trees)
-        chosen = [n for n, names in enumerate(wanted) if names]
-        for indices, batch in self._batches(trees, chosen, takes_lessons=False):
-            packed = torch.zeros(batch.num_tokens)
-            packed[batch.sampled.cpu()] = self.scores(batch)[1].float().cpu()
-            values = packed.tolist()
-            # By step, not by tree: a tree that is split comes in several packs.
-            for n, offsets in zip(indices, batch.step_offsets, strict=True):
-                steps = []
-                for step in done[n].steps:
-                    if step.id in wanted[n] & offsets.keys():
-                        start = offsets[step.id]
-                        exact = tuple(values[start : start + len(step.token_ids)])
-                        step = replace(step, entropies=exact, entropy_kind=EntropyKind.EXACT)
-                    steps.append(step)
-                done[n] = replace(done[n], steps=tuple(steps))
-        return done
+        plan = self._plan(trees, [n for n, names in enumerate(wanted) if names])
+        entropies = [
+            self.scores(batch)[1][: batch.sampled.numel() if pack else 0]
+            for pack, batch in self._batches(plan)
+        ]
+        found: dict[int, dict[str, Step]] = {}
+        # By step, not by tree: a tree that is split comes in several packs.
+        for n, step, values in by_step(plan, gathered(self._team, plan, entropies)):
+            if step.id in wanted[n]:
+                exact = spread(step, values, 0.0)
+                step = replace(step, entropies=exact, entropy_kind=EntropyKind.EXACT)
+                found.setdefault(n, {})[step.id] = step
+        return [_with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
+
+    def _plan(
+        self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool = False
+    ) -> Plan:
+        limit, num_groups = self.settings.max_pack_tokens, self._team.num_groups
+        return plan_passes(trees, indices, limit, num_groups, takes_lessons=takes_lessons)
 
     def _batches(
-        self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool
-    ) -> list[tuple[tuple[int, ...], TreeBatch]]:
-        """The batches that go through the model, and the tree that each part of one is of; trees
-        that are too large are split."""
-        limit = self.settings.max_pack_tokens
-        parts = []
-        for n in indices:
-            parts += [(n, part) for part in split_tree(trees[n], limit, with_lessons=takes_lessons)]
-        sizes = [
-            num_tree_tokens(part) + (num_lesson_tokens(part) if takes_lessons else 0)
-            for _, part in parts
+        self, plan: Plan, *, takes_lessons: bool = False
+    ) -> Iterator[tuple[Pack, TreeBatch]]:
+        """The passes of this process; an empty pack has a batch all the same."""
+        for pack in plan.own(self._team.group):
+            trees = [part.tree for part in pack]
+            yield (
+                pack,
+                pack_trees(trees, device=self.device, takes_lessons=takes_lessons)
+                if pack
+                else blank_batch(self.device),
+            )
+
+    # ------------------------------------------------------------------ demonstrations
+
+    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+        # Over all packs: the loss is a mean over tokens, however they are packed.
+        count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
+        total = 0.0
+        for batch in self._demonstrations(trees):
+            logprobs, _ = self.scores(batch)
+            chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
+            loss = -chosen.sum() / max(1, count)
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        self.optimiser.step(lr)
+        return float(combined(self._team, total, sum))
+
+    @torch.no_grad()
+    def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
+        """Returns (steps of demonstrations in which every token with loss is the most likely one,
+        steps)."""
+        counts = [
+            count_right_steps(batch, self.argmax(batch)) for batch in self._demonstrations(trees)
         ]
-        batches = []
-        for group in plan_packs(sizes, limit):
-            owners, chosen = zip(*(parts[n] for n in group), strict=True)
-            batch = pack_trees(chosen, device=self.device, takes_lessons=takes_lessons)
-            batches.append((owners, batch))
-        return batches
+        right = combined(self._team, sum(hits for hits, _ in counts), sum)
+        return right, combined(self._team, sum(total for _, total in counts), sum)
 
-    def _scores_of(
-        self, model: Any, head: Head, batch: TreeBatch, *, takes_lessons: bool = False
-    ) -> Scores:
-        targets, temperatures = batch.sampled, batch.temperatures
-        if takes_lessons and batch.lessons is not None:
-            targets = torch.cat([targets, batch.lessons.packed])
-            temperatures = torch.cat([temperatures, batch.lessons.temperatures])
-        hidden = self._hidden(model, batch)[: targets.numel()]
-        return chunked_scores(
-            head, hidden, batch.token_ids[targets], temperatures, self.settings.vocab_chunk
-        )
-
-    def _hidden(self, model: Any, batch: TreeBatch) -> Tensor:
-        if self.packing_problem is not None:
-            return rowwise_hidden(model, batch)
-        return packed_hidden(model, batch, compile_kernels=self.settings.compile_kernels)
-
-    def keep_reference(self) -> Reference:
-        """Freezes the present weights as the reference of the KL term."""
-        self._reference = Reference(self.model)
-        return self._reference
+    def _demonstrations(self, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
+        packs = imitation_packs(trees, self.settings.max_pack_tokens)
+        whole = [tuple(Part(0, tree) for tree in pack) for pack in packs]
+        sizes = [sum(map(num_tree_tokens, pack)) for pack in packs]
+        plan = Plan(tuple(whole), deal(sizes, self._team.num_groups))
+        return (batch for _, batch in self._batches(plan))
 
     # ------------------------------------------------------------------ one update
 
@@ -235,25 +276,63 @@ class Learner:
         """
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
-        # Every other minibatch is scored before the first optimiser step, by the weights that its
-        # ratios are against. The first step's own pass is still by those, so it needs none.
-        packs = {
-            part: [self._scored(pack, part != passes[0]) for pack in self._packs(trees, part)]
+        is_learned = [self._is_learned(tree) for tree in trees]
+        takes_lessons = self._loss.graft_coef > 0
+        plans = {
+            part: self._plan(trees, [n for n in part if is_learned[n]], takes_lessons=takes_lessons)
             for part in dict.fromkeys(passes)
         }
+        # Every other minibatch is scored before the first optimiser step, by the weights that its
+        # ratios are against. The first step's own pass is still by those, so it needs none.
+        scores_old = self._loss.old_logprobs == "learner"
+        packs = {
+            part: self._scored_packs(
+                [
+                    _Pack(pack, batch, batch.sampling_logprobs if not scores_old else None)
+                    for pack, batch in self._batches(plan, takes_lessons=takes_lessons)
+                ],
+                scores_old and part != passes[0],
+            )
+            for part, plan in plans.items()
+        }
         tally = Tally()
-        written: dict[int, dict[str, Step]] = {}
         for part in passes:
-            packs[part] = self._optimiser_step(trees, part, packs[part], tally, written)
-        batches = [pack.batch for group in packs.values() for pack in group]
-        metrics = tally.metrics(len(passes))
-        metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
-        is_learned = [self._is_learned(tree) for tree in trees]
+            denominators = self._denominators([trees[n] for n in part])
+            packs[part] = self._optimiser_step(packs[part], denominators, tally)
+        for own in packs.values():
+            tally.add_sizes([pack.batch for pack in own if pack.parts])
+        tally = combined(self._team, tally.state(), Tally.of)
+        # A minibatch of skipped groups alone moves no weight.
+        num_steps = sum(any(is_learned[n] for n in part) for part in passes)
+        metrics = tally.metrics(num_steps, takes_lessons=takes_lessons)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
+        written: dict[int, dict[str, Step]] = {}
+        for part, plan in plans.items():
+            self._write_back(plan, [pack for pack in packs[part] if pack.parts], written)
         return [
             self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
             for n, tree in enumerate(trees)
         ], metrics
+
+    def _write_back(
+        self, plan: Plan, packs: Sequence[_Pack], written: dict[int, dict[str, Step]]
+    ) -> None:
+        """Fills old log-probabilities and the last epoch's ratios into the steps of a plan."""
+        olds, news = (
+            gathered(self._team, plan, [column for column in columns if column is not None])
+            for columns in (
+                [pack.old_logprobs for pack in packs],
+                [pack.new_logprobs for pack in packs],
+            )
+        )
+        ratios = [torch.exp(new - old) for old, new in zip(olds, news, strict=True)]
+        for (n, step, old), (_, _, ratio) in zip(
+            by_step(plan, olds), by_step(plan, ratios), strict=True
+        ):
+            # Tokens that were not sampled: log-probability 0, ratio 1.
+            written.setdefault(n, {})[step.id] = replace(
+                step, old_logprobs=spread(step, old, 0.0), ratios=spread(step, ratio, 1.0)
+            )
 
     def _recorded(self, tree: Tree, written: Mapping[str, Step]) -> Tree:
         """The tree with its old log-probabilities and ratios, and with the shaping factor that each
@@ -263,8 +342,7 @@ class Learner:
         for leaf in tree.leaves:
             factor = shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None
             leaves.append(replace(leaf, shaping_factor=factor))
-        steps = tuple(written.get(step.id, step) for step in tree.steps)
-        return replace(tree, steps=steps, leaves=tuple(leaves))
+        return replace(_with_steps(tree, written), leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
         has_signal = any(
@@ -279,48 +357,41 @@ class Learner:
         # Without an advantage, the KL term alone still pulls to the reference.
         return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
 
-    def _packs(self, trees: Sequence[Tree], part: Sequence[int]) -> list[_Pack]:
-        kept = [index for index in part if self._is_learned(trees[index])]
-        batches = self._batches(trees, kept, takes_lessons=self._loss.graft_coef > 0)
-        return [_Pack(indices, batch, None, None) for indices, batch in batches]
-
     @torch.no_grad()
-    def _scored(self, pack: _Pack, needs_old: bool) -> _Pack:
-        old = self.scores(pack.batch)[0] if needs_old else None
-        ref = None
+    def _scored_packs(self, packs: Sequence[_Pack], needs_old: bool) -> list[_Pack]:
+        if needs_old:
+            packs = [replace(pack, old_logprobs=self.scores(pack.batch)[0]) for pack in packs]
         if self._reference is not None:
-            ref = self._scores_of(self._reference.model, self._reference.head, pack.batch)[0]
-        return replace(pack, old_logprobs=old, ref_logprobs=ref)
+            with self._reference.in_place():
+                packs = [replace(pack, ref_logprobs=self.scores(pack.batch)[0]) for pack in packs]
+        return list(packs)
 
     def _optimiser_step(
-        self,
-        trees: Sequence[Tree],
-        part: Sequence[int],
-        packs: Sequence[_Pack],
-        tally: Tally,
-        written: dict[int, dict[str, Step]],
+        self, packs: Sequence[_Pack], denominators: Denominators, tally: Tally
     ) -> list[_Pack]:
-        """Returns the packs with their old log-probabilities, for steps of later epochs."""
-        # Of all packs of the step at once: each pack's loss is then a share of one sum, so neither
-        # the split into packs nor their order changes the sum of the gradients.
-        denominators = self._denominators([trees[index] for index in part])
+        """Returns the packs with their old and new log-probabilities.
+
+        Args:
+            denominators: of all packs of the step at once: each pack's loss is then a share of one
+                sum, so neither the split into packs nor their order changes the sum of the
+                gradients.
+        """
         done = []
         for pack in packs:
             logprobs, entropies, lessons = self.scores_with_lessons(pack.batch)
             # Detached from this very pass, the ratio is exactly 1 and keeps its gradient.
             old = logprobs.detach() if pack.old_logprobs is None else pack.old_logprobs
-            factors = self._factors(pack.batch, denominators)
-            loss = self._pack_loss(pack, logprobs, entropies, old, factors, tally)
-            if pack.batch.lessons is not None:
-                loss = loss + self._lesson_loss(pack.batch, lessons, factors, tally)
-            tally.loss += float(loss.detach())
-            # Backward for each pack, so that only one pack's activations are alive. Its gradients
-            # move to the float32 masters at once: added up in bfloat16, small ones would vanish.
+            if pack.parts:
+                factors = self._factors(pack.batch, denominators)
+                loss = self._pack_loss(pack, logprobs, entropies, old, factors, tally)
+                if pack.batch.lessons is not None:
+                    loss = loss + self._lesson_loss(pack.batch, lessons, factors, tally)
+                tally.loss += float(loss.detach())
+            else:
+                loss = logprobs.sum() * 0.0
+            # Backward for each pack, so that only one pack's activations are alive.
             torch.autograd.backward(loss)
-            self.optimiser.collect()
-            # The last epoch's ratios stay in the record, the old log-probabilities never change.
-            write_back(pack, trees, old, logprobs.detach(), written)
-            done.append(replace(pack, old_logprobs=old))
+            done.append(replace(pack, old_logprobs=old, new_logprobs=logprobs.detach()))
         tally.grad_norms.append(self.optimiser.step())
         tally.lrs.append(self.optimiser.last_lr)
         return done
@@ -369,21 +440,24 @@ class Learner:
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
-        terms = clipped_surrogate(
+        terms = surrogate(
+            settings,
             new,
             old.index_select(0, tokens),
             batch.advantages[rows],
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
+            owners=owners,
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
         # Engine and learner differ at equal weights too, in bfloat16 by some per cent a token.
         if settings.engine_ratio_cap is not None:
             sampled_at = batch.sampling_logprobs.index_select(0, tokens)
+            by_path = settings.engine_ratio == "sequence"
             weights, is_capped = engine_correction(
-                old.index_select(0, tokens), sampled_at, settings.engine_ratio_cap
+                old.index_select(0, tokens),
+                sampled_at,
+                settings.engine_ratio_cap,
+                torch.bincount(owners, minlength=len(batch.paths)) if by_path else None,
             )
             losses = losses * weights
             tally.add("learn/engine_capped_frac", is_capped.float())
@@ -401,8 +475,13 @@ class Learner:
         tally.add("learn/approx_kl", terms.ratios - 1.0 - log_ratios)
         if terms.ratios.numel():
             tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()))
-        # Over unique tokens, each once: it compares two implementations, not trajectories.
-        tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
+        # Over unique tokens, each once: it compares two implementations, not trajectories. Where
+        # the engine's own are the old ones, the learner's are those of the first step alone, whose
+        # weights still are the engine's.
+        if settings.old_logprobs == "learner":
+            tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
+        elif not tally.grad_norms:
+            tally.add("learn/engine_gap", (logprobs.detach() - batch.sampling_logprobs).abs())
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
@@ -429,6 +508,40 @@ class Learner:
     def weights(self) -> ModelWeights:
         """Returns the plain model's weights, adapters merged into them, detached."""
         return ModelWeights(plain_weights(self.model))
+
+    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
+        """Freezes the reference of the KL term: the present weights, which are written to the
+        folder, or for a resumed run those that lie there.
+
+        Raises:
+            CheckpointError: they do not lie there.
+        """
+        self._reference = Reference(self.model)
+        if is_new:
+            self._reference.save(folder)
+        else:
+            self._reference.load(folder)
+
+    def forget_moments(self) -> None:
+        """Starts the optimiser anew, as between warm-up and training."""
+        self.optimiser.reset()
+
+    def save(self, folder: Path, *, keep_adapter: bool) -> None:
+        """Writes the plain model and the optimiser's state into the folder of a checkpoint.
+
+        Args:
+            keep_adapter: write the adapters apart, and the model without them.
+        """
+        write_model(folder, self.model, self.weights().tensors, keep_adapter=keep_adapter)
+        write_optimiser(folder, self.state())
+
+    def load(self, folder: Path) -> None:
+        """Goes on from the optimiser's state in a checkpoint, whose weights the model has.
+
+        Raises:
+            CheckpointError: it is damaged, or belongs to another model.
+        """
+        self.load_state(read_optimiser(folder))
 
     def state(self) -> dict[str, Tensor]:
         """Returns everything that training needs to go on: master weights, optimiser moments,
@@ -457,32 +570,8 @@ def _check_head(model: nn.Module) -> None:
         )
 
 
-def write_back(
-    pack: _Pack,
-    trees: Sequence[Tree],
-    old: Tensor,
-    new: Tensor,
-    written: dict[int, dict[str, Step]],
-) -> None:
-    """Fills old log-probabilities and ratios into the pack's steps, for the record."""
-    # Tokens that were not sampled: log-probability 0, ratio 1.
-    packed_old = torch.zeros(pack.batch.num_tokens)
-    packed_ratio = torch.ones(pack.batch.num_tokens)
-    sampled = pack.batch.sampled.cpu()
-    packed_old[sampled] = old.detach().float().cpu()
-    packed_ratio[sampled] = torch.exp((new - old).float()).cpu()
-    olds, ratios = packed_old.tolist(), packed_ratio.tolist()
-    for index, offsets in zip(pack.indices, pack.batch.step_offsets, strict=True):
-        steps = written.setdefault(index, {})
-        for step in (step for step in trees[index].steps if step.id in offsets):
-            part = slice(offsets[step.id], offsets[step.id] + len(step.token_ids))
-            steps[step.id] = replace(
-                step, old_logprobs=tuple(olds[part]), ratios=tuple(ratios[part])
-            )
-
-
-def split_evenly(count: int, parts: int) -> list[tuple[int, ...]]:
-    """Returns 0..count-1 cut into `parts` runs whose lengths differ by at most one; short of items,
-    some are empty."""
-    bounds = [count * n // parts for n in range(parts + 1)]
-    return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+def _with_steps(tree: Tree, steps: Mapping[str, Step]) -> Tree:
+    """The tree with some of its steps exchanged, by id."""
+    if not steps:
+        return tree
+    return replace(tree, steps=tuple(steps.get(step.id, step) for step in tree.steps))

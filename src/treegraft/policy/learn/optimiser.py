@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,22 @@ def decay(schedule: Schedule, left: float, final: float) -> float:
     return final + (1.0 - final) * shape
 
 
+def _move(master: Tensor, weight: Tensor) -> None:
+    """Adds a weight's gradient to its master's, as soon as the backward pass has made it: the
+    gradients of a whole model in both types would take half as much again as its masters."""
+    assert weight.grad is not None
+    # In float32: a bfloat16 sum loses addends that are some hundred times smaller.
+    master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+    weight.grad = None
+
+
 class MasterAdamW:
     """AdamW for a model of any dtype.
 
-    A float32 model is trained in place. For any other dtype each weight has a float32 master:
-    gradients of the micro-batches are added in float32, the step is taken on the master, and the
-    model gets its rounding. A step of 1e-6 would vanish in bfloat16.
+    A float32 model is trained in place. For any other dtype each weight has a float32 master: the
+    gradients of each backward pass move there as they are made and are added up in float32, the
+    step is taken on the master, and the model gets its rounding. A step of 1e-6 would vanish in
+    bfloat16.
     """
 
     def __init__(self, model: Any, settings: LearnSettings, *, num_planned: int = 0) -> None:
@@ -52,6 +63,8 @@ class MasterAdamW:
         if not is_float32:
             # Cloned also where a weight is float32 already: a mixed model has masters throughout.
             self._masters = [torch.nn.Parameter(w.detach().float().clone()) for w in self._weights]
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.register_post_accumulate_grad_hook(partial(_move, master))
         # As transformers' Trainer does; norms and biases are the weights with one dimension.
         matrices = [master for master in self._masters if master.ndim > 1]
         vectors = [master for master in self._masters if master.ndim <= 1]
@@ -69,20 +82,6 @@ class MasterAdamW:
         """Optimiser steps taken."""
         self.last_lr = 0.0
 
-    def collect(self) -> None:
-        """Moves the gradients of one backward pass to the masters."""
-        if self._masters is self._weights:
-            return
-        # In float32: a bfloat16 sum loses addends that are some hundred times smaller.
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            # As for a router's expert that no token of this pass went to.
-            if weight.grad is None:
-                continue
-            master.grad = (
-                weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
-            )
-            weight.grad = None
-
     def step(self, lr: float | None = None) -> float:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
         nothing moves.
@@ -96,8 +95,10 @@ class MasterAdamW:
         # decay and by the moments of earlier steps.
         if all(master.grad is None for master in self._masters):
             return 0.0
-        # Here and not in `collect`: the limit is on the sum over all micro-batches.
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm))
+        # Here and not for each pass: the limit is on the sum over all micro-batches.
+        found: Any = torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)
+        # Of weights that are divided among ranks, it comes as parts of a sum.
+        norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()

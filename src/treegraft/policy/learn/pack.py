@@ -20,10 +20,12 @@ sees it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,22 +145,36 @@ def columns_of(kind: type[TreeBatch | Lessons]) -> dict[str, list[Any]]:
     return {field.name: [] for field in fields(kind) if field.type == "Tensor"}
 
 
-_DTYPES = {"carries_loss": torch.bool} | dict.fromkeys(
-    ("temperatures", "sampling_logprobs", "advantages"), torch.float32
+_DTYPES = {"carries_loss": np.bool_} | dict.fromkeys(
+    ("temperatures", "sampling_logprobs", "advantages"), np.float32
 )
 """Types of the columns that hold no indices."""
 
 
 def _tensors(columns: Mapping[str, list[Any]], device: torch.device | str) -> dict[str, Any]:
-    # Lists until here: a tensor for each step would cost more than the whole packing.
     return {
-        name: torch.tensor(values, dtype=_DTYPES.get(name, torch.long), device=device)
-        for name, values in columns.items()
+        name: torch.from_numpy(
+            np.concatenate(parts, dtype=_DTYPES.get(name, np.int64), casting="unsafe")
+            if parts
+            else np.zeros(0, dtype=_DTYPES.get(name, np.int64))
+        ).to(device)
+        for name, parts in columns.items()
     }
 
 
+def _flat(parts: Iterable[Iterable[Any]], kind: type[np.generic], count: int) -> np.ndarray:
+    """The entries of all parts, one after another."""
+    return np.fromiter(chain.from_iterable(parts), kind, count)
+
+
+def _ranges(starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """start, start + 1, ... for each start with its count: [7, 2], [2, 3] -> 7 8 2 3 4."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(np.subtract(starts, before), counts) + np.arange(sum(counts))
+
+
 class _Packer:
-    """Accumulates trees; one instance per batch."""
+    """Accumulates trees, each column as one array a tree; one instance per batch."""
 
     def __init__(self, *, takes_lessons: bool) -> None:
         self.takes_lessons = takes_lessons
@@ -169,82 +185,131 @@ class _Packer:
         self.paths: list[Trajectory] = []
         self.trees: list[PackedTree] = []
         self.step_offsets: list[dict[str, int]] = []
+        self.num_tokens = self.num_sampled = self.num_lesson_tokens = 0
 
     def add(self, tree: Tree) -> None:
         """Appends one tree's tokens, nodes and contributions."""
-        token_ids = self.columns["token_ids"]
-        start = len(token_ids)
-        offsets: dict[str, int] = {}
-        positions: dict[str, int] = {}
-        unique: dict[str, range] = {}
         lessons = lesson_steps(tree) if self.takes_lessons else {}
         # Depth first, by ordinals: everything below a step then follows it without a gap, so that
         # two numbers say who sees it. It also makes the sums' order that of the tree alone.
         steps = tree.steps
         if lessons:
             steps = tuple(sorted([*steps, *lessons.values()], key=lambda step: step.ordinals))
-        by_id = {step.id: step for step in steps}
+        start, end = self.num_tokens, self.num_tokens
+        offsets: dict[str, int] = {}
+        positions: dict[str, int] = {}
+        last: dict[str, int] = {}
+        sources: list[int] = []
         for step in steps:
-            offsets[step.id] = len(token_ids)
-            parent = by_id[step.parent] if step.parent is not None else None
-            first = positions[parent.id] + len(parent.token_ids) if parent is not None else 0
+            offsets[step.id] = end
+            parent, length = step.parent, len(step.token_ids)
             # By the path, not by the packed place: a branch is rotated as it would be alone.
-            positions[step.id] = first
-            token_ids.extend(step.token_ids)
-            self.columns["position_ids"].extend(range(first, first + len(step.token_ids)))
+            above = 0 if parent is None else positions[parent]
+            positions[step.id] = above + length
             # The first token of every child is predicted by the last one above it, wherever that is
             # packed; a step of ours that failed has no tokens and is passed over.
-            before = None
-            while parent is not None and before is None:
-                if parent.token_ids:
-                    before = offsets[parent.id] + len(parent.token_ids) - 1
-                parent = by_id[parent.parent] if parent.parent is not None else None
-            is_lesson = step.ordinals[-1] < 0
-            unique[step.id] = self._add_scored(step, offsets[step.id], before, is_lesson)
-            if is_lesson and step.parent is not None:
-                above = (token for own in tree.path(step.parent) for token in own.token_ids)
-                self.lesson_paths.append((*above, *step.token_ids))
-                self.lesson_lengths.append(len(step.token_ids))
-        nodes = _nodes(steps, offsets, len(token_ids))
-        self.trees.append(PackedTree(start, len(token_ids), nodes))
-        for path in tree.trajectories():
-            for step in path.steps:
-                self._contribute(path, step, unique[step.id])
-                if step.id in lessons and has_lesson(path.leaf):
-                    tokens = unique[lessons[step.id].id]
-                    self.lesson_columns["tokens"].extend(tokens)
-                    self.lesson_columns["trajectories"].extend([len(self.paths)] * len(tokens))
-            self.paths.append(path)
+            before = -1 if parent is None else last[parent]
+            sources.append(before)
+            last[step.id] = end + length - 1 if length else before
+            end += length
+            if step.ordinals[-1] < 0 and parent is not None:
+                path = (token for own in tree.path(parent) for token in own.token_ids)
+                self.lesson_paths.append((*path, *step.token_ids))
+                self.lesson_lengths.append(length)
+        lengths = np.array([len(step.token_ids) for step in steps])
+        firsts = [positions[step.id] - len(step.token_ids) for step in steps]
+        places = np.array([offsets[step.id] for step in steps])
+        index = np.arange(start, end)
+        self.columns["token_ids"].append(_flat((s.token_ids for s in steps), np.int64, end - start))
+        self.columns["position_ids"].append(index + np.repeat(firsts - places, lengths))
+        unique = self._add_scored(steps, lengths, places, np.array(sources), index)
+        nodes = _nodes(steps, offsets, end)
+        self.trees.append(PackedTree(start, end, nodes))
+        self._contribute(tree, lessons, unique)
         self.step_offsets.append({step.id: offsets[step.id] for step in tree.steps})
+        self.num_tokens = end
 
-    def _add_scored(self, step: Step, offset: int, before: int | None, is_lesson: bool) -> range:
-        """The numbers, among the sampled or the lesson tokens, of those that the step adds."""
-        columns = self.lesson_columns if is_lesson else self.columns
-        own = [n for n, kind in enumerate(step.origins) if is_lesson or kind is Origin.POLICY]
-        if own and own[0] == 0 and before is None:
+    def _add_scored(
+        self,
+        steps: Sequence[Step],
+        lengths: np.ndarray,
+        places: np.ndarray,
+        sources: np.ndarray,
+        index: np.ndarray,
+    ) -> dict[str, tuple[int, int]]:
+        """For each step the number, among the sampled or the lesson tokens, of the first that it
+        adds, and how many it adds."""
+        count = len(index)
+        is_lesson = np.array([step.ordinals[-1] < 0 for step in steps])
+        of_lesson = np.repeat(is_lesson, lengths)
+        origins = _flat((step.origins for step in steps), np.int8, count)
+        is_sampled = (origins == Origin.POLICY) & ~of_lesson
+        before = index - 1
+        opens = places[lengths > 0] - (index[0] if count else 0)
+        before[opens] = sources[lengths > 0]
+        scored = is_sampled | of_lesson
+        if (lone := scored & (before < 0)).any():
+            at = int(lone.argmax()) + int(index[0])
+            own = next(s for s, p in zip(reversed(steps), places[::-1], strict=True) if p <= at)
             raise ValueError(
-                f"step '{step.id}': its first token was sampled, but nothing stands before it to"
+                f"step '{own.id}': its first token was sampled, but nothing stands before it to"
                 " predict it"
             )
-        first = len(columns["sources"])
-        columns["packed" if is_lesson else "sampled"] += [offset + n for n in own]
-        columns["sources"] += [offset + n - 1 if n else before for n in own]
         # Greedy tokens are scored at 1: at 0 every distribution is a point, without a gradient.
-        columns["temperatures"] += [step.temperature or 1.0] * len(own)
-        if not is_lesson:
-            columns["sampling_logprobs"] += [step.sampling_logprobs[n] for n in own]
-        return range(first, len(columns["sources"]))
+        temperatures = np.repeat([step.temperature or 1.0 for step in steps], lengths)
+        for columns, mask, name in (
+            (self.columns, is_sampled, "sampled"),
+            (self.lesson_columns, of_lesson, "packed"),
+        ):
+            columns[name].append(index[mask])
+            columns["sources"].append(before[mask])
+            columns["temperatures"].append(temperatures[mask])
+        logprobs = _flat((step.sampling_logprobs for step in steps), np.float64, count)
+        self.columns["sampling_logprobs"].append(logprobs[is_sampled])
+        added = np.concatenate([[0], np.cumsum(scored)])
+        until = np.cumsum(lengths)
+        counts = (added[until] - added[until - lengths]).tolist()
+        unique: dict[str, tuple[int, int]] = {}
+        for step, own, own_count in zip(steps, is_lesson.tolist(), counts, strict=True):
+            unique[step.id] = (self.num_lesson_tokens if own else self.num_sampled, own_count)
+            if own:
+                self.num_lesson_tokens += own_count
+            else:
+                self.num_sampled += own_count
+        return unique
 
-    def _contribute(self, path: Trajectory, step: Step, unique: range) -> None:
-        columns = self.columns
-        # Also tokens without loss: diagnostics and the record go over every sampled token.
-        columns["tokens"].extend(unique)
-        columns["trajectories"].extend([len(self.paths)] * len(unique))
-        columns["advantages"].extend([credit(step, path.leaf)] * len(unique))
-        pairs = zip(step.sampled_mask, step.loss_mask, strict=True)
-        columns["carries_loss"].extend(
-            carries and path.leaf.has_loss for is_sampled, carries in pairs if is_sampled
+    def _contribute(
+        self, tree: Tree, lessons: Mapping[str, Step], unique: Mapping[str, tuple[int, int]]
+    ) -> None:
+        own = [step for step in tree.steps if unique[step.id][1]]
+        carries = _flat(
+            (compress(step.loss_mask, step.sampled_mask) for step in own),
+            np.bool_,
+            sum(unique[step.id][1] for step in own),
         )
+        base = unique[own[0].id][0] if own else 0
+        rows: list[tuple[int, int, int, float, bool]] = []
+        taught: list[tuple[int, int, int]] = []
+        for path in tree.trajectories():
+            number, leaf = len(self.paths), path.leaf
+            for step in path.steps:
+                # Also tokens without loss: diagnostics and the record go over every sampled token.
+                rows.append((*unique[step.id], number, credit(step, leaf), leaf.has_loss))
+                if step.id in lessons and has_lesson(leaf):
+                    taught.append((*unique[lessons[step.id].id], number))
+            self.paths.append(path)
+        if not rows:
+            return
+        starts, counts, owners, advantages, has_loss = zip(*rows, strict=True)
+        tokens = _ranges(starts, counts)
+        self.columns["tokens"].append(tokens)
+        self.columns["trajectories"].append(np.repeat(owners, counts))
+        self.columns["advantages"].append(np.repeat(np.array(advantages, np.float64), counts))
+        self.columns["carries_loss"].append(carries[tokens - base] & np.repeat(has_loss, counts))
+        if taught:
+            starts, counts, owners = zip(*taught, strict=True)
+            self.lesson_columns["tokens"].append(_ranges(starts, counts))
+            self.lesson_columns["trajectories"].append(np.repeat(owners, counts))
 
 
 def credit(step: Step, leaf: Leaf) -> float:
@@ -340,6 +405,21 @@ def pack_trees(
         step_offsets=tuple(packer.step_offsets),
         lessons=lessons if packer.lesson_paths else None,
     )
+
+
+def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
+    """Returns a batch of one sampled token that no trajectory contains, for a pass whose result
+    counts for nothing."""
+    columns = columns_of(TreeBatch) | {
+        "token_ids": [0, 0],
+        "position_ids": [0, 1],
+        "sampled": [1],
+        "sources": [0],
+        "temperatures": [1.0],
+        "sampling_logprobs": [0.0],
+    }
+    tree = PackedTree(0, 2, (Node(0, 2, 2),))
+    return TreeBatch(**_tensors(columns, device), trees=(tree,), paths=(), step_offsets=())
 
 
 def num_tree_tokens(tree: Tree) -> int:

@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from treegraft.core.errors import CheckpointError
-from treegraft.policy.head import Head
+from treegraft.policy.shards import Rows, local_rows, write_rows
 
-FILE = "reference.safetensors"
+STEM = "reference"
+"""Beginning of the names of its files."""
 
 
 class Reference:
-    """A frozen copy of a model and its head."""
+    """A frozen copy of the weights that a model learns; with adapters, of these alone."""
 
     def __init__(self, model: Any) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False)
-        self.head = Head(self.model)
-
-    def save(self, folder: Path) -> None:
-        """Writes the weights, for a resumed run."""
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / ".reference.partial"
-        # Tied weights share memory, which safetensors refuses.
-        weights = {
-            name: tensor.contiguous().clone() for name, tensor in self.model.state_dict().items()
+        self._weights = {
+            name: weight for name, weight in model.named_parameters() if weight.requires_grad
         }
-        save_file(weights, partial)
+        self._kept = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Gives the model these weights for the time of the block."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for name, weight in self._weights.items():
+            local, kept = local_rows(weight)[0], self._kept[name]
+            if local is weight:
+                weight.data, self._kept[name] = kept, weight.data
+            else:
+                # What is gathered for a pass is the memory itself of a divided weight.
+                now = local.detach().clone()
+                local.data.copy_(local_rows(kept)[0])
+                local_rows(kept)[0].copy_(now)
+
+    def save(self, folder: Path, suffix: str = "", *, is_first: bool = True) -> None:
+        """Writes the weights, for a resumed run; see `write_rows`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".reference{suffix}.partial"
+        write_rows(partial, self._kept, is_first=is_first)
         # Renamed when complete: a run killed meanwhile must not be resumed with half of it.
-        partial.replace(folder / FILE)
+        partial.replace(folder / f"{STEM}{suffix}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Takes the weights that `save` wrote.
+        """Takes the weights that `save` wrote, whatever number of ranks did.
 
         Raises:
             CheckpointError: they are missing.
         """
-        path = folder / FILE
-        if not path.exists():
+        rows = Rows(sorted(folder.glob(f"{STEM}*.safetensors")))
+        try:
+            for name, kept in self._kept.items():
+                rows.fill(name, kept)
+        except KeyError as error:
             raise CheckpointError(
-                f"'{path}' is missing; a run with loss.kl_coef > 0 cannot be resumed without its"
-                " reference"
-            )
-        self.model.load_state_dict(load_file(path))
+                f"'{folder / STEM}.safetensors' is missing or lacks {error}; a run with"
+                " loss.kl_coef > 0 cannot be resumed without its reference"
+            ) from error

@@ -28,11 +28,13 @@ def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool =
     Args:
         compile_kernels: whether attention takes our kernels where there are any.
     """
+    plan = PackedPlan(batch, compile_kernels=compile_kernels)
+    token_ids, position_ids = plan.inputs
     output = decoder(model)(
-        input_ids=batch.token_ids[None],
-        position_ids=batch.position_ids[None],
+        input_ids=token_ids[None],
+        position_ids=position_ids[None],
         use_cache=False,
-        attention_plan=PackedPlan(batch, compile_kernels=compile_kernels),
+        attention_plan=plan,
     )
     hidden: Tensor = output.last_hidden_state[0]
     sources = batch.sources
@@ -223,9 +225,10 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
     )
     try:
         with tree_attention(model):
+            token_ids, position_ids = plan.inputs
             packed = inner.base_model(
-                input_ids=ids[None],
-                position_ids=positions[None],
+                input_ids=token_ids[None],
+                position_ids=position_ids[None],
                 use_cache=False,
                 attention_plan=plan,
             ).last_hidden_state[0]

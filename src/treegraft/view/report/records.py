@@ -108,9 +108,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
         )
     run = Run(path)
     settings = flatten(run.config())
-    lines, notes = clean_lines(run.metrics()[1])
-    if num_damaged := run.table()[0].num_damaged:
-        notes.append(f"{num_damaged} damaged lines of metrics.jsonl were left out")
+    lines, notes = run.clean_metrics()
     state = run.state()
     done, total = state["update"], state["num_updates"]
     said = f"{'running' if state['is_live'] else 'stopped'} at update {done} of {total}"
@@ -129,41 +127,6 @@ def read_run(path: Path, label: str | None = None) -> Record:
         state="finished" if lines and done >= total else said,
         notes=notes,
     )
-
-
-def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], list[str]]:
-    """Returns one line of numbers an update, in order, and notes on lines that were left out.
-
-    Of two lines of one update (a run that was resumed) the later one counts.
-    """
-    by_update: dict[int, dict[str, float]] = {}
-    notes, repeated, unusable = list[str](), list[int](), list[str]()
-    for line in raw:
-        update = line.get("update")
-        if not isinstance(update, int | float):
-            notes.append("a line of metrics.jsonl without a number of its update was left out")
-            continue
-        numbers = {
-            key: float(value) for key, value in line.items() if isinstance(value, int | float)
-        }
-        unusable += [
-            f"{key} of update {int(update)} is {value}"
-            for key, value in line.items()
-            if isinstance(value, str)
-        ]
-        if int(update) in by_update:
-            repeated.append(int(update))
-        # The later line: a resume repeats updates, and goes on from its own.
-        by_update[int(update)] = numbers
-    if repeated:
-        notes.append(
-            f"{len(repeated)} updates stand twice in metrics.jsonl (first: {repeated[0]}); the"
-            " later lines count"
-        )
-    if unusable:
-        more = f", and {len(unusable) - 3} more" if len(unusable) > 3 else ""
-        notes.append(f"left out: {'; '.join(unusable[:3])}{more}")
-    return [by_update[update] for update in sorted(by_update)], notes
 
 
 def _num_eval(run: Run, settings: Mapping[str, Any]) -> int | None:

@@ -1,26 +1,30 @@
-// Requests to the server, and addresses of pages. An address holds all that its page shows.
+// Requests to the server or to the files of a bundle, and addresses of pages. An address holds all that its page shows.
 
-export async function get(path, query) {
-  const asked = new URLSearchParams();
-  for (const [name, value] of Object.entries(query ?? {})) if (value !== "" && value !== null && value !== undefined) asked.set(name, value);
-  const text = asked.toString();
-  const answer = await fetch(`/api/${path}${text ? `?${text}` : ""}`);
+const set = (query) => Object.entries(query ?? {}).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+
+async function fromServer(path, query) {
+  const text = new URLSearchParams(query).toString();
+  const answer = await fetch(`api/${path}${text ? `?${text}` : ""}`);
   const data = await answer.json();
   if (!answer.ok) throw new Error(data.error ?? `the server answered ${answer.status}`);
   return data;
 }
 
+let source = fromServer;
+export const answerFrom = (other) => (source = other);
+export const get = (path, query) => source(path, Object.fromEntries(set(query)));
+
 export const runPath = (run, rest = "") => `runs/${encodeURIComponent(run)}${rest}`;
 
 export function link(parts, query) {
-  const asked = new URLSearchParams();
-  for (const [name, value] of Object.entries(query ?? {})) if (value !== "" && value !== null && value !== undefined) asked.set(name, value);
-  const text = asked.toString();
+  const text = new URLSearchParams(set(query)).toString();
   return `#/${parts.map((part) => encodeURIComponent(part)).join("/")}${text ? `?${text}` : ""}`;
 }
 
 export const to = {
   overview: (query) => link([], query),
+  runs: (query) => link(["runs"], query),
+  settings: (query) => link(["settings"], query),
   updates: (run) => link(["r", run]),
   search: (run, query) => link(["r", run, "s"], query),
   groups: (run, file, query) => link(["r", run, "t", file], query),
@@ -39,7 +43,7 @@ export function here() {
 // Changes the address without a new page, so that it can be copied at any moment.
 export function note(changes) {
   const { parts, query } = here();
-  history.replaceState(null, "", link(parts, { ...query, ...changes }));
+  history.replaceState(history.state, "", link(parts, { ...query, ...changes }));
 }
 
 export function fileTitle(name) {

@@ -1,9 +1,13 @@
 // The frame around the pages: address to page, keys, themes, and the watch on runs that are being written.
 
-import { fileTitle, get, here, link, to } from "./api.js";
+import { answerFrom, fileTitle, get, here, link, to } from "./api.js";
+import { fromFiles, isBundle, madeAt } from "./bundle.js";
+import { chosenRuns } from "./chosen.js";
 import { h, hideTip, replace } from "./dom.js";
 import { overview } from "./overview.js";
 import { groups, search, task, updates } from "./lists.js";
+import { runsPage } from "./runs.js";
+import { settingsPage } from "./settings.js";
 import { treePage } from "./tree.js";
 import { versus } from "./versus.js";
 import { bufferPage, tracePage } from "./buffer.js";
@@ -15,10 +19,20 @@ let runs = [];
 let current = null;
 let turn = 0;
 let following = false;
+let isGoing = false;
 
+// Pages by the letter after g. Single keys belong to what a page shows.
+const PLACES = [
+  ["r", "runs", "Runs", () => to.runs()],
+  ["o", "overview", "Overview", () => to.overview()],
+  ["c", "settings", "Settings", () => to.settings()],
+  ["u", "updates", "Updates", (run) => to.updates(run)],
+  ["s", "search", "Search", (run) => to.search(run)],
+  ["b", "buffer", "Buffer", (run) => to.buffer(run)],
+];
 const GENERAL = [
   ["?", "these keys"],
-  ["1 2 3 4", "overview, updates, search, buffer"],
+  ...PLACES.map(([key, , label]) => [`g ${key}`, label.toLowerCase()]),
   ["/", "to the search field"],
   ["Esc", "one level up"],
   ["d", "dark or light"],
@@ -58,6 +72,8 @@ function switchTheme() {
 function choose(parts, query) {
   const context = { runs, query, go: (address) => (location.hash = address) };
   if (parts.length === 0) return { make: () => overview(page, context), up: null, tab: "overview" };
+  if (parts[0] === "runs" && parts.length === 1) return { make: () => runsPage(page, context), up: to.overview(), tab: "runs" };
+  if (parts[0] === "settings" && parts.length === 1) return { make: () => settingsPage(page, context), up: to.overview(), tab: "settings" };
   const [, run, kind, a, b, c] = parts;
   const known = runs.find((one) => one.name === run);
   if (parts[0] !== "r" || !known) throw new Error(`There is no run "${run ?? parts[0]}" here.`);
@@ -106,27 +122,31 @@ async function show() {
   page.dataset.ready = String(mine);
 }
 
+// The run that pages of one run show: that of the address, or the first of those that are compared.
+const runInView = () => {
+  const { parts, query } = here();
+  return parts[0] === "r" ? parts[1] : (lastRun ?? chosenRuns(runs, query)[0] ?? runs[0]?.name);
+};
+let lastRun = null;
+
 function drawBar({ tab, run }, parts) {
-  const name = run ?? runs[0]?.name;
+  if (run) lastRun = run;
+  const name = run ?? runInView();
   const one = runs.find((r) => r.name === name);
-  const tabs = [
-    ["overview", "Overview", to.overview()],
-    ["updates", "Updates", to.updates(name)],
-    ["search", "Search", to.search(name)],
-    ["buffer", "Buffer", to.buffer(name)],
-  ];
   const picker = h(
     "select",
     { "aria-label": "run", id: "run-picker", onchange: (event) => (location.hash = link(["r", event.target.value, ...(tab === "search" ? ["s"] : tab === "buffer" ? ["buffer"] : [])])) },
-    runs.map((r) => h("option", { value: r.name }, r.name)),
+    runs.map((r) => h("option", { value: r.name }, r.folder ? `${r.folder}/${r.name}` : r.name)),
   );
   picker.value = name ?? "";
+  const tabs = (some) => h("nav", null, some.map(([key, id, label, address]) => h("a", { href: address(name), "aria-current": id === tab && "page", title: `keys g ${key}` }, label)));
   const crumbs = parts[2] === "t" ? [h("a", { href: to.groups(name, parts[3]) }, fileTitle(parts[3])), parts[4] !== undefined && h("a", { href: to.tree(name, parts[3], parts[4]) }, `group ${parts[4]}`)] : [];
   replace(
     bar,
     h("a", { class: "brand", href: to.overview() }, "treegraft"),
-    h("nav", null, tabs.map(([id, label, address], n) => h("a", { href: address, "aria-current": id === tab && "page", title: `key ${n + 1}` }, label))),
+    tabs(PLACES.slice(runs.length > 1 ? 0 : 1, 3)),
     picker,
+    tabs(PLACES.slice(3)),
     h("span", { class: "crumbs" }, crumbs.filter(Boolean).map((crumb) => [" › ", crumb])),
     h("span", { class: "spring" }),
     h("span", { id: "live" }, liveText(one)),
@@ -138,6 +158,7 @@ function drawBar({ tab, run }, parts) {
 function liveText(run) {
   if (!run) return "";
   const progress = `update ${run.update} of ${run.num_updates}`;
+  if (made) return h("span", { class: "dim", title: "A copy: it does not follow the run, and cannot search by similarity." }, `${progress}, copy of ${made}`);
   if (!run.is_live) return [h("span", { class: "dim" }, progress)];
   return [h("b", { class: "pulse" }, "running"), ` ${progress} `, h("button", { "aria-pressed": String(following), onclick: toggleFollow, title: "key f" }, following ? "following" : "follow")];
 }
@@ -152,8 +173,7 @@ function toggleFollow() {
 
 function refreshLive() {
   const place = document.getElementById("live");
-  const { parts } = here();
-  const one = runs.find((r) => r.name === (parts[1] ?? runs[0]?.name));
+  const one = runs.find((r) => r.name === runInView());
   if (place) replace(place, liveText(one));
 }
 
@@ -201,25 +221,29 @@ function onKey(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
+  const asked = isGoing && PLACES.find(([key]) => key === event.key);
+  isGoing = event.key === "g" && !isGoing;
   const own = (current?.keys ?? []).find(([keys]) => keys.split(" ").includes(event.key));
-  const { parts } = here();
-  const name = parts[1] ?? runs[0]?.name;
-  const places = { 1: to.overview(), 2: to.updates(name), 3: to.search(name), 4: to.buffer(name) };
-  if (own) own[2](event.key);
+  if (asked) location.hash = asked[3](runInView());
+  else if (isGoing) return;
+  else if (own) own[2](event.key);
   else if (event.key === "?") showHelp();
   else if (event.key === "d") switchTheme();
   else if (event.key === "f") toggleFollow();
   else if (event.key === "Escape" && current?.up) location.hash = current.up;
-  else if (event.key === "/") page.querySelector("input[type=search]")?.focus();
-  else if (places[event.key] && parts[2] !== "t") location.hash = places[event.key];
+  else if (event.key === "/") page.querySelector("input[type=search], textarea")?.focus();
   else return;
   event.preventDefault();
 }
 
 setTheme(firstTheme());
+if (isBundle) answerFrom(fromFiles);
+const made = isBundle ? await madeAt() : null;
 runs = await get("runs");
+// Of many runs some are chosen first.
+if (!location.hash && runs.length > 8) history.replaceState(null, "", to.runs());
 addEventListener("hashchange", show);
 addEventListener("keydown", onKey);
 addEventListener("scroll", hideTip, true);
 await show();
-setTimeout(watch, 2000);
+if (!isBundle) setTimeout(watch, 2000);

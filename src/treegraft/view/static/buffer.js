@@ -53,7 +53,7 @@ export async function bufferPage(page, { run, query }) {
       replace(page, h("h1", null, "Step-Trace Buffer"), h("p", { class: "notice" }, stats.why));
       return;
     }
-    replace(head, h("p", { class: "findings" }, h("span", null, `${plural(stats.num_traces, "trace")} of ${plural(stats.num_tasks, "task")}, ${stats.num_terminal} with an answer`), h("span", null, `encoder ${plain(stats.encoder)}`), stats.sources.map((one) => h("span", null, `${plain(one.source)}: ${one.num}, mean reward ${num(one.reward)}`)), stats.num_evicted > 0 && h("span", null, `${stats.num_evicted} evicted`)));
+    replace(head, h("p", { class: "findings" }, h("span", null, `${plural(stats.num_traces, "trace")} of ${plural(stats.num_tasks, "task")}, ${stats.num_terminal} with an answer`), stats.num_held < stats.num_traces && h("span", null, `${stats.num_held} of them in this copy`), h("span", null, `encoder ${plain(stats.encoder)}`), stats.sources.map((one) => h("span", null, `${plain(one.source)}: ${one.num}, mean reward ${num(one.reward)}`)), stats.num_evicted > 0 && h("span", null, `${stats.num_evicted} evicted`)));
     if (!source.options.length) {
       replace(source, h("option", { value: "" }, "all agents"), stats.sources.map((one) => h("option", { value: one.source }, plain(one.source))));
       source.value = state.source;
@@ -66,7 +66,7 @@ export async function bufferPage(page, { run, query }) {
   }
   replace(page, h("h1", null, "Step-Trace Buffer"), head, h("div", { class: "tools" }, text, near, source, order, state.task && h("button", { onclick: () => { note({ task: "" }); state.task = ""; load(); } }, `task ${flat(state.task, 40)} ×`)), pages, list);
   await load();
-  return { title: "buffer", close: () => { clearTimeout(timer); turn++; }, keys: [["/", "to the query", () => text.focus()]] };
+  return { title: "buffer", close: () => { clearTimeout(timer); turn++; }, keys: [] };
 }
 
 export async function tracePage(page, { run }, hash) {

@@ -2,8 +2,7 @@
 
 import { hideTip, num, showTip } from "./dom.js";
 
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-export const runColour = (index) => css(`--run${index % 6}`);
+export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // Exponential smoothing that corrects for its start; gaps stay gaps.
 export function smooth(values, weight) {
@@ -27,12 +26,35 @@ export function wilson(share, n) {
   return [Math.max(0, centre - half), Math.min(1, centre + half)];
 }
 
-// series: {label, colour, values, raw, dash, points, low, high, stacked}; x: updates; marks: [{x, texts}]
-export function chart(place, { x, series, marks = [], range, format = num, sync, onPick, stacked = false }) {
+const units = [[86400, "d"], [3600, "h"], [60, "min"]];
+
+// Seconds as the largest unit that they fill; ticks of one axis share that of the longest.
+export function duration(value, longest = value, digits = 3) {
+  const [size, unit] = units.find(([seconds]) => Math.abs(longest) >= 2 * seconds) ?? [1, "s"];
+  return value === 0 ? "0" : `${num(value / size, digits)} ${unit}`;
+}
+
+export const short = (value) => (Math.abs(value) >= 1e6 ? `${num(value / 1e6, 3)} M` : Math.abs(value) >= 1e4 ? `${num(value / 1e3, 3)} k` : num(value, 3));
+
+// Seconds between two ticks: round numbers of their unit.
+const STEPS = [0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100, 200, 500].map((days) => 86400 * days)];
+
+// What charts can be drawn over: a metric's sum so far, from the server, or the update itself.
+export const AXES = {
+  update: { label: "update", show: (value) => (Number.isInteger(value) ? String(value) : "") },
+  tokens: { label: "sampled tokens", show: short },
+  calls: { label: "tool calls", show: short },
+  wall_s: { label: "time", show: (value, most) => duration(value, most), steps: STEPS },
+  cpu_s: { label: "processor time", show: (value, most) => duration(value, most), steps: STEPS },
+};
+
+// Draws values over x. series: {label, colour, values, raw, dash, points, low, high}; marks: [{x, texts}];
+// names: what each x is called; logs: the y axis counts powers of ten.
+export function chart(place, { x, series, marks = [], range, format = num, sync, onPick, stacked = false, axis = AXES.update, names = null, logs = false, height = 190 }) {
   const data = [x];
   const shapes = [{}];
   const bands = [];
-  const axis = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "12px system-ui" };
+  const line = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "12px system-ui" };
   for (const one of series) {
     const width = one.thin ? 1 : 1.75;
     shapes.push({ label: one.label, stroke: one.colour, width, dash: one.dash, spanGaps: true, points: { show: !stacked && (one.points ?? false), size: 6, fill: one.colour }, ...(stacked ? { fill: one.colour, width: 0, paths: uPlot.paths.bars({ size: [0.75, 40] }) } : {}) });
@@ -47,8 +69,8 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
   const drawMarks = (plot) => {
     const { ctx, bbox } = plot;
     ctx.save();
+    ctx.fillStyle = css("--warn");
     for (const mark of marks) {
-      ctx.fillStyle = mark.colour ?? css("--warn");
       const at = plot.valToPos(mark.x, "x", true);
       if (at < bbox.left || at > bbox.left + bbox.width) continue;
       const r = 5 * devicePixelRatio;
@@ -63,16 +85,21 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
     }
     ctx.restore();
   };
+  const most = x.length ? x[x.length - 1] : 0;
   const options = {
     width: Math.max(200, place.clientWidth),
-    height: 190,
+    height,
     padding: [12, 12, 0, 0],
     legend: { show: false },
-    // Bars stand on zero and need half a column on either side.
-    scales: { x: { time: false, range: stacked ? (u, low, high) => [low - 0.5, high + 0.5] : undefined }, y: { range: range ? () => range : (u, low, high) => (stacked ? [0, 1.06 * (high || 1)] : padded(low, high)) } },
+    // Bars stand on zero and need half a column on either side; a single point stands in the middle.
+    scales: {
+      x: { time: false, range: stacked || x.length === 1 ? (u, low, high) => [low - 0.5, high + 0.5] : undefined },
+      y: logs ? { distr: 3 } : { range: range ? () => range : (u, low, high) => (stacked ? [0, 1.06 * (high || 1)] : padded(low, high)) },
+    },
     axes: [
-      { ...axis, size: 28, values: (u, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) },
-      { ...axis, size: 54, values: (u, ticks) => ticks.map((tick) => format(tick, 3)) },
+      { ...line, size: 28, ...(axis.steps ? { incrs: axis.steps } : {}), values: (u, ticks) => ticks.map((tick) => axis.show(tick, most)) },
+      // Between powers of ten there are lines, and no room for numbers.
+      { ...line, size: 58, values: (u, ticks) => ticks.map((tick) => (tick === null || (logs && !isPower(tick)) ? "" : format(tick, 3))) },
     ],
     cursor: { sync: sync ? { key: sync } : undefined, drag: { x: true, y: false }, points: { size: 7 } },
     series: shapes,
@@ -84,11 +111,13 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
   over.addEventListener("mousemove", (event) => {
     const at = plot.cursor.idx;
     if (at === null || at === undefined) return;
-    const rows = [[`update ${x[at]}`]];
+    const rows = [[names ? names[at] : `${axis.label} ${axis.show(x[at], most)}`]];
     for (const one of series) {
-      const value = (one.raw ?? one.values)[at];
-      if (value === null || value === undefined) continue;
-      const interval = one.low && one.low[at] !== null ? ` [${format(one.low[at], 3)}, ${format(one.high[at], 3)}]` : "";
+      if (one.hidden) continue;
+      const place = nearest(one.raw ?? one.values, at, names !== null);
+      if (place === null) continue;
+      const value = (one.raw ?? one.values)[place];
+      const interval = one.low && one.low[place] !== null ? ` [${format(one.low[place], 3)}, ${format(one.high[place], 3)}]` : "";
       rows.push([one.label, format(value, 5) + interval]);
     }
     for (const mark of marks) if (mark.x === x[at]) rows.push(...mark.texts.map((text) => [`⚠ ${text}`]));
@@ -98,16 +127,27 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
   let downAt = 0;
   over.addEventListener("mousedown", (event) => (downAt = event.clientX));
   over.addEventListener("click", (event) => {
-    if (onPick && Math.abs(event.clientX - downAt) < 4 && plot.cursor.idx !== null) onPick(x[plot.cursor.idx]);
+    if (onPick && Math.abs(event.clientX - downAt) < 4 && plot.cursor.idx !== null) onPick(plot.cursor.idx);
   });
   return plot;
+}
+
+const isPower = (tick) => Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-9;
+
+// The place of a value, or of the last one before it where runs have values at places of their own.
+function nearest(values, at, mayBeBefore) {
+  const has = (n) => values[n] !== null && values[n] !== undefined;
+  if (has(at)) return at;
+  if (!mayBeBefore || !values.slice(at).some((value) => value !== null && value !== undefined)) return null;
+  for (let n = at; n >= 0; n--) if (has(n)) return n;
+  return null;
 }
 
 function padded(low, high) {
   if (low === null || high === null) return [0, 1];
   // Most numbers here are never negative, so that all zeros get an axis upwards.
   if (low === 0 && high === 0) return [0, 1];
-  if (low === high) return [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
+  if (low === high) return low > 0 ? [0, 2 * high] : [2 * low, 0];
   const room = 0.06 * (high - low);
   return [low >= 0 && low < 0.35 * high ? 0 : low - room, high + room];
 }

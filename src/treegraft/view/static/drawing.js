@@ -1,196 +1,346 @@
-// The tree as a drawing: steps as nodes (size by tokens, ring by who wrote their tokens), branches and grafts marked where they arose.
-// It is scaled to the room there is, down to what can still be read.
+// The tree as a drawing: a row for each leaf, with its results in columns at the right edge; equal steps stand once, with their number.
 
-import { hideTip, flat, num, plain, s, showTip, signed } from "./dom.js";
-import { author, causeWords, comparison, headline, ORIGINS, refusalWords, shade, STATUS_WORDS } from "./marks.js";
+import { flat, h, hideTip, num, plain, plural, s, showTip, signed } from "./dom.js";
+import { edge, fold, place, rows, wish } from "./layout.js";
+import { author, brief, causeWords, headline, icon, ORIGINS, outcome, refusal, refusalWords, shade, STATUS_WORDS } from "./marks.js";
 
-const [CLOSE, LOOSE] = [42, 58]; // rows
-const TOP = 22;
-const LEFT = 22;
-const BAR = 96; // where a leaf's advantage begins
-const CHIP = 166;
-const STATUS_ROOM = 56;
-const [NARROWEST, USUAL, WIDEST] = [70, 114, 190]; // columns
-const [SMALLEST, LARGEST] = [0.8, 1.6]; // scales
+const HEAD = 28;
+const [ICON, SPACE] = [12, 5];
+const [LEAST_LABEL, BAR] = [22, 40];
+const [NARROW, NARROW_LINES] = [60, 3]; // a box that holds a word, or less
+const NARROW_WINDOW = 600;
 
-const radius = (step) => Math.max(4.5, Math.min(14, 2.5 + 1.35 * Math.sqrt(step.num_tokens)));
-
-const between = (low, value, high) => Math.max(low, Math.min(high, value));
-
-// The widths a tree would have with columns as they are best read and as they still can be.
-export function widths(tree) {
-  const depth = Math.max(1, ...tree.steps.map((step) => step.depth));
-  const chip = CHIP + (tree.leaves.some((leaf) => leaf.status !== "completed") ? STATUS_ROOM : 0);
-  return { depth, chip, usual: LEFT + depth * USUAL + chip, least: LEFT + depth * NARROWEST + chip };
+// Widths of texts as the browser will draw them.
+function measure(size) {
+  const context = document.createElement("canvas").getContext("2d");
+  const family = getComputedStyle(document.body).fontFamily;
+  const known = new Map();
+  return (text, weight = 400) => {
+    const key = `${weight} ${text}`;
+    if (!known.has(key)) {
+      context.font = `${weight} ${size}px ${family}`;
+      known.set(key, Math.ceil(context.measureText(text).width) + 1);
+    }
+    return known.get(key);
+  };
 }
 
-// Larger where there is room for it; smaller only after columns have given way.
-function sizes(tree, room) {
-  const { depth, chip, usual } = widths(tree);
-  const height = TOP + CLOSE * tree.leaves.length;
-  const large = between(1, Math.min(room.width / usual, room.height / height), LARGEST);
-  const small = between(SMALLEST, room.height / height, large);
-  const column = between(NARROWEST, (room.width / small - LEFT - chip) / depth, WIDEST);
-  const width = LEFT + depth * column + chip;
-  const scale = Math.min(small, Math.max(SMALLEST, room.width / width));
-  const row = between(CLOSE, (room.height / scale - TOP) / tree.leaves.length, LOOSE);
-  return { column, row, chip, width, scale };
-}
-
-function places(tree, room) {
-  const { column, row, chip, width, scale } = sizes(tree, room);
-  const tools = new Set(tree.steps.flatMap((step) => step.content.calls.map((call) => call.name)));
-  const children = new Map();
-  for (const step of tree.steps) if (step.parent !== null) children.set(step.parent, [...(children.get(step.parent) ?? []), step.id]);
-  const at = new Map();
-  let next = 0;
-  // Depth first from the back, so that children stand before their parents are placed.
-  for (const step of tree.steps) if (!children.has(step.id)) at.set(step.id, { x: LEFT + step.depth * column, y: TOP + row * next++ });
-  for (const step of [...tree.steps].reverse()) {
-    const below = children.get(step.id);
-    if (below) at.set(step.id, { x: LEFT + step.depth * column, y: (at.get(below[0]).y + at.get(below.at(-1)).y) / 2 });
+// How many letters of a text fit.
+function fitting(letters, room, width, end = "") {
+  let [low, high] = [0, letters.length];
+  while (low < high) {
+    const middle = Math.ceil((low + high) / 2);
+    if (width(letters.slice(0, middle).join("").trimEnd() + end) <= room) low = middle;
+    else high = middle - 1;
   }
-  return { at, column, chip, scale, isOneTool: tools.size === 1, width, height: TOP + row * next };
+  return low;
 }
 
-// A dashed circle per origin takes fewer numbers than arcs of a ring.
-function ring(step, r) {
-  const around = 2 * Math.PI * r;
-  const total = Object.values(step.origins).reduce((a, b) => a + b, 0) || 1;
-  let done = 0;
-  return ORIGINS.filter((name) => step.origins[name]).map((name) => {
-    const length = (around * step.origins[name]) / total;
-    const arc = s("circle", { r, class: `ring by-${name}`, "stroke-dasharray": `${length} ${around - length}`, "stroke-dashoffset": -done, transform: "rotate(-90)" });
-    done += length;
-    return arc;
-  });
+// The longest beginning of a text that fits; where there is little room, letters are worth more than an ellipsis.
+function cut(text, room, width) {
+  if (width(text) <= room) return text;
+  const letters = [...text];
+  const end = room < NARROW ? "" : "…";
+  const count = fitting(letters, room, width, end);
+  return count ? letters.slice(0, count).join("").trimEnd() + end : "";
 }
 
-// In narrow columns a mark is shortened, so that it does not run into the next; hovering and the transcript show all.
-function causeMark(step, column) {
-  const cause = step.cause;
-  const isBrief = column < 112;
-  const mark = (kind, y, text) => s("text", { class: `mark ${kind}`, x: 0, y, "text-anchor": "middle" }, text);
-  if (cause?.kind === "branch") return mark("branch", 24, `├ ${comparison(cause, isBrief)}`);
-  if (cause?.kind === "graft") return mark("graft", 26, `◆ ${flat(cause.source, Math.max(6, column / 6.5 - 9))}${column < 84 ? "" : ` sim ${num(cause.similarity, 2)}`}`);
-  if (!step.decision || step.decision.num_opened) return null;
-  if (step.decision.num_wanted) return mark("refused", 24, isBrief ? "⊘ budget" : `⊘ ${comparison(step.decision.seen, true)}, budget`);
-  return mark("refused", 24, `⊘ ${comparison(step.decision.seen, isBrief)}`);
+// A text in at most so many lines, the last one cut. A word that is longer than a line goes on in the next one.
+function wrap(text, roomOf, most, width) {
+  const found = [];
+  let rest = text;
+  while (rest && found.length < most) {
+    const room = roomOf(found.length);
+    if (found.length === most - 1) return [...found, cut(rest, room, width)];
+    const words = rest.split(" ");
+    let count = 0;
+    while (count < words.length && width(words.slice(0, count + 1).join(" ")) <= room) count++;
+    if (count === 0 && width(words[0]) > roomOf(found.length + 1)) {
+      const letters = [...rest];
+      const letterCount = fitting(letters, room, width);
+      found.push(letters.slice(0, letterCount).join(""));
+      rest = letters.slice(letterCount).join("");
+    } else {
+      found.push(words.slice(0, count).join(" "));
+      rest = words.slice(count).join(" ");
+    }
+  }
+  return found;
 }
 
-function node(step, place, column, { isOneTool, isLeaf }) {
-  const r = radius(step);
-  // Ids grow with depth, so a node shows its last part: 0.4, then .0, is step 0.4.0.
-  const part = step.depth < 2 ? step.id : `.${step.id.split(".").at(-1)}`;
-  // Nothing stands to the right of a leaf.
-  const most = isLeaf ? 24 : Math.max(6, Math.floor((column - r - 11 - 5.2 * part.length) / 6.3));
-  const label = step.cause === null ? "prompt" : flat(headline(step, isOneTool), most);
-  const graft = step.cause?.kind === "graft";
-  return s("g", { class: `node ${step.cause?.kind ?? "root"} by-${step.origin}`, "data-step": step.id, transform: `translate(${place.x},${place.y})`, tabindex: -1 },
-    graft && s("rect", { x: -r - 4, y: -r - 4, width: 2 * r + 8, height: 2 * r + 8, rx: 3, class: "graftbox" }),
-    s("circle", { r, class: "fill" }), ring(step, r),
-    s("text", { class: "label foreign", x: r + 5, y: -6 }, step.cause !== null && s("tspan", { class: "part" }, `${part} `), label),
-    causeMark(step, column));
-}
-
-function edge(from, to, step) {
-  const bend = from.x + (to.x - from.x) * 0.45;
-  return s("path", { class: `edge ${step.cause?.kind ?? ""}`, "data-step": step.id, d: `M${from.x},${from.y} C${bend},${from.y} ${bend},${to.y} ${to.x},${to.y}` });
-}
-
-const SHORT_STATUS = { truncated: "truncated", format_violation: "violation", failed: "failed" };
-
-function leafEnd(leaf, n, place, step, chip, best, scale) {
-  const x = place.x + radius(step) + 8;
-  const verdict = leaf.is_correct ? "✓" : leaf.is_correct === false ? "✗" : "·";
-  const length = leaf.advantage === null ? 0 : (26 * Math.abs(leaf.advantage)) / scale.advantage;
-  const status = leaf.status === "completed" ? "" : ` ${SHORT_STATUS[leaf.status]}`;
-  const bar = BAR + chip - CHIP;
-  return s("g", { class: `leaf ${leaf.status} ${leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : ""}`, "data-leaf": n, transform: `translate(${x},${place.y})` },
-    s("rect", { x: -4, y: -2, width: chip - 12, height: 18, rx: 4, class: "hit" }),
-    s("text", { x: 0, y: 11, class: "leaftext" }, s("tspan", { class: "leafname" }, `leaf ${n} `), `${verdict} ${leaf.reward === null ? "no reward" : num(leaf.reward)}${status}${n === best ? " ★" : ""}`),
-    s("line", { x1: bar, x2: bar, y1: -1, y2: 15, class: "axis" }),
-    s("rect", { x: leaf.advantage >= 0 ? bar : bar - length, y: 3, width: length, height: 8, class: "bar" }),
-    s("text", { x: bar + 29, y: 11, class: "advantage" }, leaf.advantage === null ? "" : signed(leaf.advantage, 2)));
-}
+const isBelow = (leaf, ids) => ids.some((id) => `${leaf.step_id}.`.startsWith(`${id}.`));
 
 export class Drawing {
-  // room: width and height of what it is drawn in
-  constructor(tree, { room, scale, onLeaf, onStep }) {
+  // room: gives the width and the height of what it is drawn in, from the width that the drawing would like; folding: as in `fold`
+  constructor(tree, { room, scale, folding, onLeaf, onStep, onUnfold }) {
     this.tree = tree;
     this.scale = scale;
-    const laid = places(tree, room);
-    this.laid = laid;
-    const steps = new Map(tree.steps.map((step) => [step.id, step]));
-    this.steps = steps;
-    const edges = tree.steps.filter((step) => step.parent !== null).map((step) => edge(laid.at.get(step.parent), laid.at.get(step.id), step));
-    const ends = new Set(tree.leaves.map((leaf) => leaf.step_id));
-    this.nodes = tree.steps.map((step) => node(step, laid.at.get(step.id), laid.column, { isOneTool: laid.isOneTool, isLeaf: ends.has(step.id) }));
-    this.ends = tree.leaves.map((leaf, n) => leafEnd(leaf, n, laid.at.get(leaf.step_id), steps.get(leaf.step_id), laid.chip, tree.best, scale));
-    this.edges = edges;
-    this.element = s("svg", { class: "drawing", width: Math.floor(laid.width * laid.scale), height: Math.floor(laid.height * laid.scale), viewBox: `0 0 ${laid.width} ${laid.height}`, role: "img", "aria-label": `a tree of ${tree.steps.length} steps and ${tree.leaves.length} leaves` }, edges, this.ends, this.nodes);
-    this.element.addEventListener("click", (event) => {
-      const leaf = event.target.closest("[data-leaf]");
-      const step = event.target.closest("[data-step]");
-      if (leaf) onLeaf(Number(leaf.dataset.leaf));
-      else if (step) onStep(step.dataset.step);
-    });
-    this.element.addEventListener("mousemove", (event) => {
-      const step = event.target.closest?.("[data-step]");
-      const leaf = event.target.closest?.("[data-leaf]");
-      if (step) showTip(event, this.stepTip(steps.get(step.dataset.step)));
-      else if (leaf) showTip(event, this.leafTip(Number(leaf.dataset.leaf)));
+    this.steps = new Map(tree.steps.map((step) => [step.id, step]));
+    const tools = new Set(tree.steps.flatMap((step) => step.content.calls.map((call) => call.name)));
+    this.isOneTool = tools.size === 1;
+    const { nodes, num } = rows(fold(tree, folding));
+    this.nodes = nodes;
+    for (const node of nodes) this.describe(node);
+    this.ends = nodes.filter((node) => node.leaves.length);
+    this.size = innerWidth >= 2200 ? 16 : innerWidth >= 1800 ? 14 : 12.5;
+    this.line = Math.round(1.36 * this.size);
+    this.width = measure(this.size);
+    const isNarrow = innerWidth < NARROW_WINDOW;
+    this.side = this.columns(isNarrow);
+    this.sideWidth = this.side.reduce((sum, one) => sum + one.width, 0) + (isNarrow ? 6 : 14);
+    const sizes = { side: this.sideWidth, head: HEAD, line: this.line, widthOf: (node) => this.full(node), linesOf: (node, inside) => this.wanted(node, inside) };
+    this.laid = place({ nodes, num }, { room: room(wish(nodes, sizes)), ...sizes });
+    this.element = this.build();
+    this.listen({ onLeaf, onStep, onUnfold });
+  }
+
+  // ---- what a node says
+
+  describe(node) {
+    const { step } = node;
+    const steps = node.ids.map((id) => this.steps.get(id));
+    const branch = steps.find((one) => one.cause?.kind === "branch");
+    node.steps = steps;
+    node.below = this.tree.leaves.filter((leaf) => isBelow(leaf, node.ids));
+    node.kind = branch && step.cause.kind !== "branch" ? "continuation" : step.cause?.kind ?? "root";
+    const { answer, observations, thought } = step.content;
+    node.text = step.cause === null ? "" : flat(headline(step, this.isOneTool), 400);
+    node.brief = answer === null || answer === undefined ? node.text : flat(answer, 400);
+    node.second = flat(observations.length ? observations.map((seen) => seen.text).join(" ") : node.text.includes(flat(thought, 60)) ? "" : thought, 400);
+    node.marks = [
+      branch && { name: "branch", text: branch.entropy_change ? brief(branch.entropy_change.change) : "", change: branch.entropy_change?.change },
+      node.kind === "graft" && { name: "graft" },
+      step.content.observations.some((seen) => seen.is_error) && node.kind !== "graft" && { name: "error" },
+    ].filter(Boolean);
+    const why = steps.map(refusal).find(Boolean);
+    node.after = why ? { name: why } : null;
+    // How many leaves a row stands for is said in the leaves' columns.
+    node.times = node.ids.length > 1 && node.children.length ? `×${node.ids.length}` : "";
+  }
+
+  // Of the marks of a node; `detail` 2: all; 1: without the number of equal steps; 0: without numbers.
+  marksWidth(node, detail) {
+    const numbers = node.marks.reduce((sum, mark) => sum + (mark.text ? this.width(mark.text) + 3 : 0), 0);
+    const icons = (ICON + SPACE) * (node.marks.length + (node.after ? 1 : 0));
+    return icons + (detail > 0 ? numbers : 0) + (detail > 1 && node.times ? this.width(node.times, 600) + 8 + SPACE : 0);
+  }
+
+  full(node) {
+    return this.marksWidth(node, 2) + Math.max(this.width(node.text), Math.min(this.width(node.second), 150));
+  }
+
+  // Lines for all that a node says, about: words do not break evenly.
+  wanted(node, inside) {
+    const lines = (width) => Math.ceil((1.08 * width) / Math.max(1, inside));
+    if (inside < NARROW) return Math.min(NARROW_LINES, lines(this.width(node.brief)));
+    return lines(this.marksWidth(node, 1) + this.width(node.brief)) + lines(this.width(node.second));
+  }
+
+  // ---- the columns at the right
+
+  columns(isNarrow) {
+    const margin = isNarrow ? 6 : 10;
+    const { leaves } = this.tree;
+    const times = (node) => (node.leaves.length > 1 ? `×${node.leaves.length}` : "");
+    const least = (title, texts, weight) => Math.max(this.width(title), ...texts.map((text) => this.width(text, weight))) + margin;
+    const own = (node) => node.leaves.map((n) => leaves[n]);
+    const via = (node) => ["graft", "branch"].filter((kind) => own(node).some((leaf) => leaf[kind === "graft" ? "num_grafts" : "num_branches"]));
+    const hasVia = !isNarrow && this.ends.some((node) => via(node).length);
+    const many = Math.max(0, ...this.ends.map((node) => (times(node) ? this.width(times(node), 600) + (isNarrow ? 4 : 12) : 0)));
+    const verdict = (leaf) => `${outcome(leaf).glyph} ${isNarrow ? outcome(leaf).short ?? outcome(leaf).word : outcome(leaf).word}`;
+    const advantage = (leaf) => (leaf.advantage === null ? "–" : `${leaf.advantage > 0 ? "+" : ""}${leaf.advantage.toFixed(Math.abs(leaf.advantage) < 9.995 ? 2 : 1)}`.replace("-", "−"));
+    const bar = isNarrow ? 0 : BAR;
+    const numbers = Math.max(0, ...leaves.map((leaf) => this.width(advantage(leaf), 600)));
+    const right = (element) => { element.style.setProperty("width", `${numbers}px`); return element; };
+    const short = isNarrow ? "adv." : "advantage";
+    return [
+      { title: "leaf", kind: "name", width: Math.max(this.width("leaf"), this.width(String(Math.max(0, leaves.length - 1)), 600) + many) + margin, of: (leaf, node) => [String(node.leaves[0]), times(node) && h("span", { class: "times", "data-unfold": node.step.id, title: "unfold the equal leaves" }, times(node))] },
+      ...(hasVia ? [{ title: "via", kind: "via", width: Math.max(this.width("via"), 2 * ICON + 4) + margin, of: (leaf, node) => via(node).map(icon) }] : []),
+      { title: isNarrow ? "" : "outcome", kind: "outcome", width: Math.max(isNarrow ? 0 : this.width("outcome"), ...leaves.map((leaf) => this.width(verdict(leaf), 700) + (isNarrow ? 8 : 12))) + margin, of: (leaf) => h("span", { class: "verdict" }, verdict(leaf)) },
+      { title: isNarrow ? "rew." : "reward", kind: "number", width: least(isNarrow ? "rew." : "reward", leaves.map((leaf) => num(leaf.reward)), 600), of: (leaf) => num(leaf.reward).replace("-", "−") },
+      { title: short, kind: "advantage", width: Math.max(this.width(short), numbers + bar) + margin, of: (leaf) => [bar > 0 && this.bar(leaf.advantage), right(h("span", null, advantage(leaf)))] },
+    ];
+  }
+
+  bar(advantage) {
+    const length = advantage === null ? 0 : (BAR / 2 - 3) * Math.min(1, Math.abs(advantage) / this.scale.advantage);
+    const middle = BAR / 2 - 2;
+    return s("svg", { class: "bar", width: BAR - 4, height: 12, "aria-hidden": "true" },
+      length > 0 && s("rect", { class: advantage > 0 ? "up" : "down", x: advantage > 0 ? middle : middle - length, y: 1, width: length, height: 10, rx: 1.5 }),
+      s("line", { x1: middle, x2: middle, y1: 0, y2: 12 }));
+  }
+
+  // ---- elements
+
+  build() {
+    const { laid } = this;
+    const grid = this.side.map((one) => `${one.width}px`).join(" ");
+    const put = (element, styles) => {
+      for (const [name, value] of Object.entries(styles)) element.style.setProperty(name, typeof value === "number" ? `${value}px` : value);
+      return element;
+    };
+    const cells = (make) => put(h("div", { class: "ends" }, this.side.map(make)), { "grid-template-columns": grid, width: this.sideWidth });
+    const depths = laid.starts.slice(1, -1).map((x, n) => put(h("span", { class: "depth" }, laid.isDots ? (n % 3 ? "" : String(n + 1)) : n ? String(n + 1) : laid.starts[2] - laid.starts[1] > this.width("step 1") + 8 ? "step 1" : "1"), { left: x }));
+    const head = put(h("div", { class: "head", "aria-hidden": "true" }, depths, cells((one) => h("span", { class: one.kind }, one.title))), { height: HEAD, width: laid.width });
+    this.rows = this.ends.map((node) => this.row(node, cells, put));
+    const links = this.nodes.filter((node) => node.parent).map((node) => s("path", { class: `edge ${node.kind}`, d: edge(laid.at.get(node.parent), laid.at.get(node), laid.gap) }));
+    this.links = new Map(this.nodes.filter((node) => node.parent).map((node, n) => [node, links[n]]));
+    this.boxes = new Map(this.nodes.map((node) => [node, this.box(node, put)]));
+    const svg = s("svg", { class: "edges", width: laid.width, height: laid.height, "aria-hidden": "true" }, links);
+    const label = `a tree of ${plural(this.tree.steps.length, "step")} and ${plural(this.tree.leaves.length, "leaf", "leaves")}`;
+    return put(h("div", { class: `drawing${laid.isDots ? " dots" : ""}`, role: "group", "aria-label": label }, head, this.rows, svg, [...this.boxes.values()]), { width: laid.width, height: laid.height, "font-size": this.size, "--line": this.line });
+  }
+
+  row(node, cells, put) {
+    const { laid } = this;
+    const at = laid.at.get(node);
+    const leaf = this.tree.leaves[node.leaves[0]];
+    const { name, word } = outcome(leaf);
+    const left = at.x + at.width + 6;
+    const lead = laid.width - this.sideWidth - 4 - left;
+    const said = `leaf ${node.leaves.join(", ")}: ${word}, reward ${num(leaf.reward)}, advantage ${signed(leaf.advantage)}`;
+    return put(h("div", { class: `leaf ${name}`, "data-leaf": node.leaves[0], role: "button", tabindex: 0, "aria-label": said },
+      lead > 8 && put(h("i", { class: "lead" }), { left, width: lead }), cells((one) => h("span", { class: one.kind }, one.of(leaf, node)))),
+    { top: HEAD + laid.row * node.row, height: laid.row, width: laid.width });
+  }
+
+  box(node, put) {
+    const { laid } = this;
+    const at = laid.at.get(node);
+    const common = { left: at.x, width: at.width };
+    const dot = Math.min(laid.row - 5, at.width + 6);
+    const { step } = node;
+    const props = { class: `node ${node.kind} by-${step.origin}`, "data-step": step.id, role: "button", tabindex: 0, "aria-label": this.stepTip(node).map((row) => row.join(": ")).join("; ") };
+    if (node.depth === 0) return put(h("div", props), { ...common, top: at.y - 6, height: 12 });
+    if (laid.isDots) {
+      const mark = at.width >= ICON && node.marks[0];
+      return put(h("div", props, mark && icon(mark.name)), { ...common, top: at.y - dot / 2, height: dot });
+    }
+    // In a narrow box the marks go to its corners, so that there are words at all.
+    const isCorner = laid.isClose && at.inside < NARROW;
+    const room = (detail) => at.inside - (isCorner ? 0 : this.marksWidth(node, detail));
+    const detail = [2, 1].find((one) => room(one) >= Math.min(one * LEAST_LABEL, this.width(node.brief))) ?? 0;
+    const left = Math.max(0, room(detail));
+    const lines = this.lines(node, left, at.inside);
+    const most = Math.max(1e-9, ...this.tree.steps.map((one) => Math.abs(one.entropy_change?.change ?? 0)));
+    const bar = (mark) => put(h("i", { class: "rise" }), { width: `${Math.round(100 * Math.abs(mark.change) / most)}%` });
+    const marks = node.marks.map((mark) => h("span", { class: `mark ${mark.name}` }, icon(mark.name), detail > 0 && !isCorner && mark.text && h("span", null, mark.text, bar(mark))));
+    const after = node.after && h("span", { class: `mark ${node.after.name}` }, icon(node.after.name));
+    const times = !isCorner && detail > 1 && node.times && h("span", { class: "times", "data-unfold": step.id, title: "unfold the equal steps" }, node.times);
+    const first = [!isCorner && marks, h("span", { class: "words foreign" }, lines[0]?.text ?? ""), !isCorner && after, times];
+    const height = Math.min(laid.row - 4, Math.max(1, lines.length) * this.line + 7);
+    return put(h("div", props, isCorner && h("div", { class: "corner" }, marks), isCorner && after && h("div", { class: "corner last" }, after),
+      h("div", { class: "line" }, first), lines.slice(1).map((line) => h("div", { class: `line foreign${line.isSecond ? " second" : ""}` }, h("span", null, line.text)))),
+    { ...common, top: at.y - height / 2, height, padding: `0 ${Math.max(0, laid.pad - 3)}px` });
+  }
+
+  // The lines of a box: what was done, and what came of it if there is room for that.
+  lines(node, first, inside) {
+    const most = inside < NARROW ? Math.min(NARROW_LINES, this.laid.lines) : this.laid.lines;
+    // Not a line of marks alone, where a shorter text stands beside them.
+    const begins = this.width(node.text.split(" ")[0]) <= first;
+    const text = this.width(node.text) <= first || (begins && most > 2 && inside >= NARROW) ? node.text : node.brief;
+    const own = wrap(text, (n) => (n ? inside : first), most, this.width);
+    return [...own.map((line) => ({ text: line })), ...wrap(inside < NARROW ? "" : node.second, () => inside, most - Math.max(1, own.length), this.width).map((line) => ({ text: line, isSecond: true }))];
+  }
+
+  listen({ onLeaf, onStep, onUnfold }) {
+    const target = (event) => {
+      const box = event.target.closest?.("[data-step]");
+      const row = event.target.closest?.("[data-leaf]");
+      return { box, row, node: box ? this.nodes.find((node) => node.step.id === box.dataset.step) : null };
+    };
+    const act = (event) => {
+      const unfold = event.target.closest("[data-unfold]");
+      const { box, row } = target(event);
+      if (unfold) onUnfold(unfold.dataset.unfold);
+      else if (box) onStep(box.dataset.step);
+      else if (row) onLeaf(Number(row.dataset.leaf));
+    };
+    const tell = (event, at) => {
+      const { node, row } = target(event);
+      if (node) showTip(at, this.stepTip(node));
+      else if (row) showTip(at, this.leafTip(Number(row.dataset.leaf)));
       else hideTip();
+    };
+    this.element.addEventListener("click", act);
+    this.element.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      act(event);
     });
+    this.element.addEventListener("mousemove", (event) => tell(event, event));
+    this.element.addEventListener("focusin", (event) => {
+      const box = event.target.getBoundingClientRect();
+      if (event.target.matches(":focus-visible")) tell(event, { clientX: box.left, clientY: box.bottom - 8 });
+    });
+    this.element.addEventListener("focusout", hideTip);
     this.element.addEventListener("mouseleave", hideTip);
   }
 
-  stepTip(step) {
-    const rows = [[`step ${step.id}`], ["written by", author(step)], ["here because", causeWords(step)], ...(refusalWords(step) ? [["branching", refusalWords(step)]] : []), ["tokens", ORIGINS.filter((name) => step.origins[name]).map((name) => `${step.origins[name]} ${name}`).join(", ")]];
-    if (step.entropy_mean !== null) rows.push(["entropy, mean and largest", `${step.entropy_mean} · ${step.entropy_max}`]);
-    if (step.advantage !== null && step.num_loss) rows.push([step.is_hard ? "advantage (shared)" : "advantage, mean of its leaves", String(step.advantage)]);
-    if (step.ratio_mean !== null && step.is_learned) rows.push(["ratio", `${step.ratio_min} to ${step.ratio_max}`]);
-    if (step.violation) rows.push(["broke the format", plain(step.violation)]);
-    return rows;
+  // ---- tips
+
+  stepTip(node) {
+    const { step } = node;
+    const found = [[`step ${step.id}${node.ids.length > 1 ? `, and ${plural(node.ids.length - 1, "step")} with the same tokens: ${node.ids.slice(1, 9).join(", ")}${node.ids.length > 9 ? ", …" : ""}` : ""}`]];
+    if (step.cause !== null) found.push([flat(headline(step), 240)]);
+    found.push(["written by", author(step)]);
+    for (const words of new Set(node.steps.map(causeWords))) if (words !== "the prompt") found.push(["here because it is", words]);
+    for (const words of new Set(node.steps.map(refusalWords))) if (words) found.push(["branching", words]);
+    found.push(["tokens", ORIGINS.filter((name) => step.origins[name]).map((name) => `${step.origins[name]} ${name}`).join(", ")]);
+    const judged = node.below.filter((leaf) => leaf.is_correct !== null);
+    if (judged.length) found.push(["right leaves below it", `${judged.filter((leaf) => leaf.is_correct).length} of ${judged.length}`]);
+    if (step.entropy_mean !== null) found.push(["entropy in nats: mean, largest", `${num(step.entropy_mean, 4)}, ${num(step.entropy_max, 4)}`]);
+    if (step.advantage !== null && step.num_loss) found.push([step.is_hard ? "advantage (shared)" : "advantage, mean of its leaves", signed(step.advantage, 4)]);
+    if (step.ratio_mean !== null && step.is_learned) found.push(["ratio", `${num(step.ratio_min, 5)} to ${num(step.ratio_max, 5)}`]);
+    if (step.violation) found.push(["broke the format", plain(step.violation)]);
+    return found;
   }
 
   leafTip(n) {
     const leaf = this.tree.leaves[n];
-    return [[`leaf ${n}`], ["ended", STATUS_WORDS[leaf.status]], ["reward", String(leaf.reward)], ["advantage", String(leaf.advantage)], ["answer", flat(leaf.answer ?? "none", 80)], ["tokens", String(leaf.num_tokens)]];
+    const node = this.ends.find((one) => one.leaves.includes(n));
+    const equal = node.leaves.length > 1 ? `, and equal to it: ${node.leaves.slice(1).join(", ")}` : "";
+    return [[`leaf ${n}${equal}`], ["outcome", `${outcome(leaf).word} (${STATUS_WORDS[leaf.status]})`], ["answer", flat(leaf.answer ?? "none", 80)], ["reward", num(leaf.reward, 4)], ["advantage", signed(leaf.advantage, 4)], ["tokens", String(leaf.num_tokens)]];
   }
+
+  // ---- colours and choice
 
   paint(overlay) {
     const scale = { ...this.scale, entropy: this.scale.meanEntropy };
-    for (const element of this.nodes) {
-      const step = this.steps.get(element.dataset.step);
-      const name = overlay === "none" ? "" : shade(overlay, { origin: step.origin, entropy: step.entropy_mean, advantage: step.advantage, ratio: step.is_learned ? step.ratio_mean : null, loss: step.num_loss > 0 }, scale);
-      element.querySelector(".fill").setAttribute("class", `fill ${name}`);
+    const mean = (node, of) => {
+      const values = node.steps.map(of).filter((value) => value !== null && value !== undefined);
+      return values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null;
+    };
+    for (const [node, element] of this.boxes) {
+      const share = node.below.filter((leaf) => leaf.is_correct).length / Math.max(1, node.below.length);
+      const one = { share, origin: node.step.origin, entropy: mean(node, (step) => step.entropy_mean), advantage: mean(node, (step) => step.advantage), ratio: mean(node, (step) => (step.is_learned ? step.ratio_mean : null)), loss: node.steps.some((step) => step.num_loss > 0) };
+      element.className = `node ${node.kind} by-${node.step.origin} fill ${node.depth ? shade(overlay, one, scale) : ""}`;
     }
   }
 
   select(leaf, step) {
     const end = this.tree.leaves[leaf]?.step_id ?? "";
-    const on = (id) => end === id || end.startsWith(`${id}.`);
-    for (const element of [...this.nodes, ...this.edges]) {
-      element.classList.toggle("on", on(element.dataset.step));
-      element.classList.toggle("sel", element.dataset.step === step);
+    for (const [node, element] of this.boxes) {
+      const isOn = isBelow({ step_id: end }, node.ids);
+      element.classList.toggle("on", isOn);
+      element.classList.toggle("sel", node.ids.includes(step));
+      const link = this.links.get(node);
+      link?.classList.toggle("on", isOn);
+      // The chosen path lies on top where edges share a gutter.
+      if (link && isOn) link.parentElement.append(link);
     }
-    this.ends.forEach((element, n) => element.classList.toggle("on", n === leaf));
+    this.rows.forEach((row, n) => row.classList.toggle("on", this.ends[n].leaves.includes(leaf)));
   }
 
-  // Where a step is drawn, in pixels, for scrolling there.
-  place(step) {
-    const { x, y } = this.laid.at.get(step);
-    return { x: x * this.laid.scale, y: y * this.laid.scale };
+  // The top and the height of the row of a leaf, in pixels.
+  rowOf(leaf) {
+    const node = this.ends.find((one) => one.leaves.includes(leaf));
+    return { top: HEAD + this.laid.row * (node?.row ?? 0), height: this.laid.row };
   }
 
-  // Leaves that a view of the drawing leaves out: those that begin below it, and those whose numbers end to its right.
-  hidden({ right, bottom }) {
-    const at = this.tree.leaves.map((leaf) => this.place(leaf.step_id));
-    const numbers = [...at.keys()];
-    return {
-      below: numbers.filter((n) => at[n].y + 14 * this.laid.scale > bottom),
-      right: numbers.filter((n) => at[n].x + this.laid.chip * this.laid.scale > right + 4),
-    };
+  // Leaves whose rows begin below the view.
+  hidden(bottom) {
+    return this.ends.filter((node) => HEAD + this.laid.row * (node.row + 0.6) > bottom).flatMap((node) => node.leaves);
   }
 }

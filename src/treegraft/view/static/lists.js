@@ -1,84 +1,40 @@
 // Lists: the updates of a run, the groups of an update, a search through all, one task across updates.
 
 import { fileTitle, get, here, note, runPath, to } from "./api.js";
-import { chart, runColour } from "./charts.js";
+import { chart, css } from "./charts.js";
 import { flat, h, num, percent, plain, plural, replace } from "./dom.js";
-
-// ---- tables that can be sorted
-
-function table({ columns, rows, address, sort, down, onSort, empty, id }) {
-  const column = columns.find((one) => one.key === sort) ?? columns[0];
-  const order = (row) => column.of(row);
-  const sorted = [...rows].sort((a, b) => {
-    const [x, y] = [order(a), order(b)];
-    if (x === y || (x == null && y == null)) return 0;
-    if (x == null || y == null) return x == null ? 1 : -1;
-    return (x < y ? -1 : 1) * (down ? -1 : 1);
-  });
-  const head = columns.map((one) =>
-    h("th", { class: one.text ? "text" : null, "aria-sort": one === column ? (down ? "descending" : "ascending") : null },
-      h("button", { onclick: () => onSort(one.key, one === column ? !down : !one.text), title: one.title ?? null }, one.label, one === column ? (down ? " ▼" : " ▲") : "")));
-  const body = sorted.map((row) =>
-    h("tr", { "data-href": address(row), tabindex: -1, class: row.warnings?.length ? "warned" : null },
-      columns.map((one, n) => {
-        const shown = one.show ? one.show(row) : num(one.of(row));
-        return h("td", { class: one.text ? "text" : null }, n === 0 ? h("a", { href: address(row) }, shown) : shown);
-      })));
-  const made = h("table", { class: "list", id }, h("thead", null, h("tr", null, head)), h("tbody", null, body));
-  made.addEventListener("click", (event) => {
-    const row = event.target.closest("tr[data-href]");
-    if (row && !event.target.closest("a,button") && !getSelection().toString()) location.hash = row.dataset.href;
-  });
-  return rows.length ? made : h("p", { class: "notice" }, empty);
-}
-
-// j and k move through the rows, Enter opens one.
-function rowKeys(page) {
-  const move = (by) => {
-    const rows = [...page.querySelectorAll("tr[data-href]")];
-    if (!rows.length) return;
-    const at = rows.findIndex((row) => row.classList.contains("at"));
-    const next = rows[Math.min(rows.length - 1, Math.max(0, at + by))];
-    rows[at]?.classList.remove("at");
-    next.classList.add("at");
-    next.scrollIntoView({ block: "nearest" });
-  };
-  const open = () => {
-    const row = page.querySelector("tr.at");
-    if (row) location.hash = row.dataset.href;
-  };
-  return [["j ArrowDown", "next row", () => move(1)], ["k ArrowUp", "row before", () => move(-1)], ["Enter", "open the row", open]];
-}
+import { makeList } from "./table.js";
 
 // ---- updates
 
 // An evaluation stands in the line of its update, whose rollouts and learning are not its own.
 const ofUpdate = (key) => (row) => (row.kind === "update" ? row.m[key] : null);
 
+const UPDATE_COLUMNS = [
+  { key: "update", label: "update", of: (row) => row.update + (row.kind === "update" ? 0.5 : 0), lead: true, keep: true, show: (row) => fileTitle(row.name), text: true },
+  { key: "reward", label: "reward", of: ofUpdate("reward/mean"), keep: true },
+  { key: "accuracy", label: "accuracy", of: (row) => (row.kind === "update" ? row.m["rollout/accuracy"] : row.m[row.kind === "sampled" ? "eval/accuracy_sampled" : "eval/accuracy"]), title: "share of right answers: of the trajectories of an update, of the held-out tasks of an evaluation", show: (row) => percent(UPDATE_COLUMNS[2].of(row)) },
+  { key: "entropy", label: "entropy", title: "mean entropy of sampled tokens, in nats", of: ofUpdate("learn/entropy") },
+  { key: "branches", label: "branches", of: ofUpdate("branch/num_branches") },
+  { key: "grafts", label: "grafts", of: ofUpdate("graft/num_grafts") },
+  { key: "skipped", label: "no variance", title: "share of groups without variance of reward, skipped in learning", of: ofUpdate("learn/skipped_groups_frac"), show: (row) => percent(ofUpdate("learn/skipped_groups_frac")(row)) },
+  { key: "ratio", label: "largest ratio", of: ofUpdate("learn/ratio_max") },
+  { key: "tokens", label: "tokens", of: ofUpdate("rollout/num_sampled_tokens") },
+  { key: "time", label: "seconds", of: (row) => row.m[row.kind === "update" ? "time/update_s" : "time/eval_s"], title: "of an update, evaluation included; of an evaluation: both kinds together" },
+  { key: "warnings", label: "warnings", of: (row) => row.warnings.length, show: (row) => row.warnings.map((one) => h("span", { class: "warn badge", title: plain(`${one.text}\n${row.rules[one.rule]?.meaning ?? ""}\nTo do: ${row.rules[one.rule]?.advice ?? ""}`) }, `⚠ ${plain(one.name)}`, h("small", null, plain(one.text)))), text: true },
+];
+
 export async function updates(page, { run, query }) {
-  let sort = query.sort ?? "update";
-  let down = query.down !== "0";
   let only = query.only ?? "";
-  const columns = [
-    { key: "update", label: "update", of: (row) => row.update + (row.kind === "update" ? 0 : 0.5), show: (row) => fileTitle(row.name), text: true },
-    { key: "reward", label: "reward", of: ofUpdate("reward/mean") },
-    { key: "accuracy", label: "correct", of: (row) => (row.kind === "update" ? row.m["rollout/accuracy"] : row.m[row.kind === "greedy" ? "eval/accuracy" : "eval/accuracy_sampled"]), show: (row) => percent(columns[2].of(row)) },
-    { key: "calls", label: "calls", of: (row) => row.m[row.kind === "update" ? "rollout/tool_calls_mean" : "eval/tool_calls_mean"] },
-    { key: "entropy", label: "entropy", of: ofUpdate("learn/entropy") },
-    { key: "branches", label: "branches", of: ofUpdate("branch/num_branches") },
-    { key: "grafts", label: "grafts", of: ofUpdate("graft/num_grafts") },
-    { key: "skipped", label: "no variance", title: "share of groups without variance of reward, skipped in learning", of: ofUpdate("learn/skipped_groups_frac"), show: (row) => percent(ofUpdate("learn/skipped_groups_frac")(row)) },
-    { key: "ratio", label: "largest ratio", of: ofUpdate("learn/ratio_max") },
-    { key: "tokens", label: "tokens", of: ofUpdate("rollout/num_sampled_tokens") },
-    { key: "time", label: "seconds", of: (row) => row.m[row.kind === "update" ? "time/update_s" : "time/eval_s"], title: "of an update, evaluation included; of an evaluation: both kinds together" },
-    { key: "warnings", label: "warnings", of: (row) => row.warnings.length, show: (row) => row.warnings.map((one) => h("span", { class: "warn badge", title: plain(`${one.text}\n${row.rules[one.rule]?.meaning ?? ""}\nTo do: ${row.rules[one.rule]?.advice ?? ""}`) }, `⚠ ${plain(one.name)}`, h("small", null, plain(one.text)))), text: true },
-  ];
   const place = h("div");
   const chooser = h("select", { "aria-label": "which", onchange: (event) => { only = event.target.value; note({ only }); draw(); } },
     [["", "updates and evaluations"], ["update", "updates"], ["eval", "evaluations"], ["warned", "with warnings"]].map(([value, label]) => h("option", { value }, label)));
   chooser.value = only;
-  replace(page, h("h1", null, run), h("div", { class: "tools" }, chooser, searchBox(run)), place);
-  let data = null;
+  replace(page, h("div", { class: "tools" }, h("h1", null, run), chooser, searchBox(run), h("span", { class: "spring" }), h("a", { href: to.settings({ runs: run }) }, "its settings")), place);
+  let data = [];
+  const list = makeList(place, { id: "updates", columns: UPDATE_COLUMNS, query, first: "update", down: true, address: (row) => to.groups(run, row.name), rowClass: (row) => (row.warnings.length ? "warned" : null),
+    empty: () => (data.length ? "No row is like that." : "No trees are recorded yet (or track.record_trees is off).") });
+  const draw = () => list.draw(data.filter((row) => !only || (only === "warned" ? row.warnings.length : only === "eval" ? row.kind !== "update" : row.kind === only)));
   const load = async () => {
     const [one, metrics] = await Promise.all([get(runPath(run)), get(runPath(run, "/metrics"))]);
     const by = new Map(metrics.lines.map((line) => [line.update, line]));
@@ -88,13 +44,8 @@ export async function updates(page, { run, query }) {
     });
     draw();
   };
-  const draw = () => {
-    const rows = data.filter((row) => !only || (only === "warned" ? row.warnings.length : only === "eval" ? row.kind !== "update" : row.kind === only));
-    replace(place, table({ id: "updates", columns, rows, sort, down, address: (row) => to.groups(run, row.name), empty: data.length ? "No row is like that." : "No trees are recorded yet (or track.record_trees is off).",
-      onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "" : "0" }); draw(); } }));
-  };
   await load();
-  return { title: "updates", refresh: load, keys: rowKeys(page) };
+  return { title: "updates", refresh: load, keys: list.keys };
 }
 
 function searchBox(run) {
@@ -164,68 +115,67 @@ function stripLegend(rows) {
 }
 
 const GROUP_COLUMNS = [
-  { key: "n", label: "group", of: (row) => row.n, show: (row) => `group ${row.n}` },
-  { key: "question", label: "question", of: (row) => row.question, text: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 140)), row.snippet && flat(row.snippet, 140) !== flat(row.question, 140) && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
+  { key: "n", label: "group", of: (row) => row.n, lead: true, keep: true, show: (row) => `group ${row.n}` },
+  { key: "question", label: "question", of: (row) => row.question, text: true, keep: true, wide: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 300)), row.snippet && flat(row.snippet, 140) !== flat(row.question, 140) && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
   { key: "category", label: "category", of: (row) => row.category, text: true, show: (row) => plain(row.category) },
-  { key: "strip", label: "leaves", of: (row) => row.num_correct / Math.max(1, row.num_leaves), show: null },
-  { key: "reward", label: "reward", of: (row) => row.reward_mean },
+  { key: "strip", label: "leaves", of: (row) => row.num_correct / Math.max(1, row.num_leaves), keep: true, show: null },
+  { key: "reward", label: "reward", of: (row) => row.reward_mean, keep: true },
   { key: "max", label: "best", of: (row) => row.reward_max },
   { key: "spread", label: "spread", title: "highest less lowest reward; 0: nothing to learn", of: (row) => (row.reward_max === null ? null : row.reward_max - row.reward_min) },
-  { key: "correct", label: "correct", of: (row) => row.num_correct, show: (row) => `${row.num_correct}/${row.num_leaves}` },
+  { key: "correct", label: "correct", of: (row) => row.num_correct, same: (row) => [row.num_correct, row.num_leaves], show: (row) => `${row.num_correct}/${row.num_leaves}` },
   { key: "longest", label: "longest", title: "tokens of the longest path", of: (row) => row.longest },
   { key: "branches", label: "branches", of: (row) => row.num_branches },
   { key: "grafts", label: "grafts", of: (row) => row.num_grafts },
   { key: "errors", label: "tool errors", of: (row) => row.num_errors },
-  { key: "status", label: "ended", of: (row) => row.statuses.completed ?? 0, text: true, show: (row) => Object.entries(row.statuses).map(([name, count]) => h("span", { class: `status ${name}` }, `${count} ${STATUS[name]} `)) },
+  { key: "status", label: "ended", of: (row) => row.statuses.completed ?? 0, same: (row) => row.statuses, text: true, show: (row) => Object.entries(row.statuses).map(([name, count]) => h("span", { class: `status ${name}` }, `${count} ${STATUS[name]} `)) },
 ];
 
-const groupColumns = (rows) => GROUP_COLUMNS.map((one) => (one.key === "strip" ? { ...one, show: strips(rows) } : one));
+// In a list of single leaves, as evaluations have, best and spread repeat the reward.
+const groupColumns = (rows) => {
+  const isSingle = rows.every((row) => row.num_leaves <= 1);
+  return GROUP_COLUMNS.filter((one) => !isSingle || !["max", "spread"].includes(one.key)).map((one) => (one.key === "strip" ? { ...one, show: strips(rows) } : one));
+};
 
 const treeAddress = (run) => (row) => to.tree(run, row.file, row.n, row.matches && row.matches.length < row.num_leaves ? { leaf: row.matches[0] } : {});
 
 export async function groups(page, { run, query }, file) {
-  let sort = query.sort ?? "n";
-  let down = query.down === "1";
   const found = h("div");
   const count = h("span", { class: "dim", id: "count" });
-  let rows = [];
-  const draw = () => replace(found, stripLegend(rows), table({ id: "groups", columns: groupColumns(rows), rows, sort, down, address: treeAddress(run), empty: "No tree is like that.",
-    onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "1" : "" }); draw(); } }));
+  const list = makeList(found, { id: "groups", columns: groupColumns, query, first: "n", address: treeAddress(run), about: stripLegend, empty: () => "No tree is like that." });
   let turn = 0;
+  let isFirst = true;
   const load = async (values) => {
     const mine = ++turn;
     const got = await get(runPath(run, "/groups"), { ...values, file });
     if (mine !== turn) return;
-    rows = got.groups;
-    count.textContent = plural(rows.length, "tree");
-    draw();
+    count.textContent = plural(got.groups.length, "tree");
+    list.draw(got.groups, !isFirst);
+    isFirst = false;
   };
   const chosen = filters(query, load);
   const one = await get(runPath(run));
   const same = one.files.filter((f) => (f.kind === "update") === file.startsWith("update"));
   const at = same.findIndex((f) => f.name === file);
-  const step = (by) => { const next = same[at + by]; if (at >= 0 && next) location.hash = to.groups(run, next.name, { ...here().query }); };
+  const step = (by) => { const next = same[at + by]; if (at >= 0 && next) location.hash = to.groups(run, next.name, { ...here().query, page: "" }); };
   replace(page,
     h("div", { class: "title" }, h("h1", null, fileTitle(file)), h("button", { disabled: at <= 0, onclick: () => step(-1), title: "key [" }, "‹ before"), h("button", { disabled: at + 1 >= same.length, onclick: () => step(1), title: "key ]" }, "next ›"), count),
     chosen.element, found);
   await load(chosen.values);
-  return { title: fileTitle(file), close: chosen.cancel, keys: [["[", "update before", () => step(-1)], ["]", "next update", () => step(1)], ...rowKeys(page)] };
+  return { title: fileTitle(file), close: chosen.cancel, keys: [["[", "update before", () => step(-1)], ["]", "next update", () => step(1)], ...list.keys] };
 }
 
 // ---- search
 
+const WHERE = { key: "file", label: "where", lead: true, keep: true, of: (row) => row.file + String(999999 - row.n), show: (row) => `${fileTitle(row.file)}, group ${row.n}`, text: true };
+
 export async function search(page, { run, query }) {
-  let sort = query.sort ?? "file";
-  let down = query.down !== "0";
   let kinds = query.kinds ?? "update";
-  const where = { key: "file", label: "where", of: (row) => row.file + String(999999 - row.n), show: (row) => `${fileTitle(row.file)}, group ${row.n}`, text: true };
   const found = h("div");
   const count = h("span", { class: "dim", id: "count" });
   const more = h("button", { hidden: true, onclick: () => goOn() }, "look further back");
   let [rows, cursor, turn, values] = [[], null, 0, {}];
   const damaged = [];
-  const draw = () => replace(found, stripLegend(rows), table({ id: "groups", columns: [where, ...groupColumns(rows).slice(1)], rows, sort, down, address: treeAddress(run), empty: cursor ? "Nothing yet." : "No tree is like that.",
-    onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "" : "0" }); draw(); } }));
+  const list = makeList(found, { id: "groups", columns: (some) => [WHERE, ...groupColumns(some).slice(1)], query, first: "file", down: true, address: treeAddress(run), about: stripLegend, empty: () => (cursor ? "Nothing yet." : "No tree is like that.") });
   const ask = async (mine) => {
     const got = await get(runPath(run, "/groups"), { ...values, kinds, cursor: cursor ?? "" });
     if (mine !== turn) return;
@@ -234,7 +184,7 @@ export async function search(page, { run, query }) {
     damaged.push(...got.damaged);
     count.textContent = `${plural(rows.length, "tree")} in ${got.num_seen} of ${plural(got.num_files, "file")}${damaged.length ? `; left out: ${damaged.join("; ")}` : ""}`;
     more.hidden = !cursor;
-    draw();
+    list.draw(rows);
     // A rare text may be far back: looks on by itself until there is a page of trees.
     if (cursor && rows.length < 50) await ask(mine);
   };
@@ -252,42 +202,45 @@ export async function search(page, { run, query }) {
   replace(page, h("div", { class: "title" }, h("h1", null, `Search ${run}`), count), chosen.element, found, more);
   page.querySelector("input[type=search]").focus({ preventScroll: true });
   await load(chosen.values);
-  return { title: "search", close: () => { chosen.cancel(); turn++; }, keys: rowKeys(page) };
+  return { title: "search", close: () => { chosen.cancel(); turn++; }, keys: list.keys };
 }
 
 // ---- one task
 
-export async function task(page, { run }, id) {
+// Updates, greedy and sampled evaluations: by lightness and dashes, since hues stand for runs.
+const KINDS = [["update", "updates", "--part0"], ["greedy", "evaluation, greedy", "--part1"], ["sampled", "evaluation, sampled", "--part1"]];
+
+export async function task(page, { run, query }, id) {
   const rows = (await get(runPath(run, "/task"), { id })).map((row) => ({ ...row, matches: row.leaves.map((_, n) => n) }));
-  const columns = [{ key: "file", label: "where", of: (row) => Number(row.file.split("-")[1]), show: (row) => fileTitle(row.file), text: true }, ...groupColumns(rows).slice(3),
-    { key: "answers", label: "answers", text: true, of: (row) => row.leaves.length, show: (row) => h("span", { class: "foreign" }, answers(row)) }];
+  const numberOf = (row) => Number(row.file.split("-")[1]);
+  const columns = [{ key: "file", label: "where", lead: true, keep: true, of: numberOf, show: (row) => fileTitle(row.file), text: true }, ...groupColumns(rows).slice(3),
+    { key: "answers", label: "answers", text: true, wide: true, keep: true, of: (row) => row.leaves.length, show: (row) => h("span", { class: "foreign" }, answers(row)) }];
   const place = h("div", { class: "plot" });
   const keys = h("span", { class: "keys" });
   const found = h("div");
-  let [sort, down] = ["file", false];
-  const draw = () => replace(found, table({ id: "groups", columns, rows, sort, down, address: (row) => to.tree(run, row.file, row.n), empty: "This task occurs nowhere in this run.", onSort: (key, way) => { [sort, down] = [key, way]; draw(); } }));
+  const list = makeList(found, { id: "groups", columns, query, first: "file", address: (row) => to.tree(run, row.file, row.n), empty: () => "This task occurs nowhere in this run." });
   replace(page, h("h1", null, "One task across updates"), h("p", { class: "foreign question" }, plain(rows[0]?.question ?? "")), h("p", { class: "dim" }, plain(id)),
     h("section", { class: "card" }, h("h2", null, "Reward: mean, and lowest to highest", keys), place), found);
-  draw();
+  list.draw(rows);
   const made = [];
   const paint = () => {
     made.splice(0).forEach((plot) => plot.destroy());
-    const x = [...new Set(rows.map((row) => Number(row.file.split("-")[1])))];
+    const x = [...new Set(rows.map(numberOf))];
     place.parentElement.hidden = x.length < 2;
     if (x.length < 2) return;
-    const series = [["update", "updates"], ["greedy", "evaluation, greedy"], ["sampled", "evaluation, sampled"]].flatMap(([kind, label], place) => {
+    const series = KINDS.flatMap(([kind, label, colour]) => {
       const own = rows.filter((row) => row.file.endsWith(kind) || (kind === "update" && row.file.startsWith(kind)));
-      const at = (read) => x.map((u) => own.filter((row) => Number(row.file.split("-")[1]) === u).map(read)[0] ?? null);
-      return own.length ? [{ label, colour: runColour(place), values: at((r) => r.reward_mean), low: at((r) => r.reward_min), high: at((r) => r.reward_max), points: true, dash: kind === "sampled" ? [5, 4] : undefined }] : [];
+      const at = (read) => x.map((u) => own.filter((row) => numberOf(row) === u).map(read)[0] ?? null);
+      return own.length ? [{ label, colour: css(colour), values: at((r) => r.reward_mean), low: at((r) => r.reward_min), high: at((r) => r.reward_max), points: true, dash: kind === "sampled" ? [5, 4] : undefined }] : [];
     });
-    replace(keys, series.map((one) => { const swatch = h("i", { class: "swatch" }); swatch.style.background = one.colour; return h("span", null, swatch, one.label); }));
+    replace(keys, series.map((one) => { const swatch = h("i", { class: one.dash ? "swatch dashed" : "swatch" }); swatch.style.setProperty("--own", one.colour); return h("span", null, swatch, one.label); }));
     // Rewards from 0 to 1 are told apart at a glance; others widen the axis.
     const range = [Math.min(0, ...rows.map((row) => row.reward_min ?? 0)), Math.max(1, ...rows.map((row) => row.reward_max ?? 1))];
     place.dataset.series = series.map((one) => `${one.label}: ${one.values.map((value) => num(value)).join(" ")}`).join("; ");
     made.push(chart(place, { x, series, range }));
   };
   paint();
-  return { title: "task", restyle: paint, close: () => made.forEach((plot) => plot.destroy()), keys: rowKeys(page) };
+  return { title: "task", restyle: paint, close: () => made.forEach((plot) => plot.destroy()), keys: list.keys };
 }
 
 function answers(row) {

@@ -1,33 +1,34 @@
 // What a step, a token and a leaf look like: one place for colours, words and overlays.
 
-import { h, num, plain, signed } from "./dom.js";
+import { h, num, plain, plural, s, signed } from "./dom.js";
 
 export const ORIGINS = ["prompt", "policy", "tool", "retrieved", "forced"];
 export const ORIGIN_WORDS = { prompt: "prompt", policy: "the policy", tool: "a tool", retrieved: "another agent (retrieved)", forced: "Treegraft (forced)" };
 
 export const OVERLAYS = [
-  { id: "none", key: "0", label: "none" },
-  { id: "origin", key: "1", label: "origin" },
-  { id: "entropy", key: "2", label: "entropy" },
-  { id: "advantage", key: "3", label: "advantage" },
-  { id: "ratio", key: "4", label: "log ratio" },
-  { id: "loss", key: "5", label: "loss mask" },
+  { id: "outcome", label: "outcome" },
+  { id: "advantage", label: "advantage" },
+  { id: "origin", label: "origin" },
+  { id: "entropy", label: "entropy" },
+  { id: "ratio", label: "log ratio" },
+  { id: "loss", label: "loss mask" },
 ];
 
 export const PLAN = {
-  none: "No colouring.",
+  outcome: "The greener a step, the more of the leaves below it are right.",
   origin: "Who wrote each token.",
   entropy: "Entropy of the distribution that a token was drawn from, in nats. Only sampled tokens have one.",
-  advantage: "Orange is pushed up, violet down, where there is loss. Node: mean over the leaves below it; token: this path.",
+  advantage: "Orange is made likelier, violet less likely, where there is loss. Step: mean over the leaves below it; token: this path.",
   ratio: "New over old probability, in the last optimiser step that saw the token: orange became likelier, violet less likely. Only steps that were learned from have one; the first optimiser step of an update sees ratio 1.",
   loss: "Tokens that carry loss. All others are context.",
 };
 
 const ramp = (value) => Math.max(0, Math.min(10, Math.round(value * 10)));
 
-// A class for a value: s0..s10 for amounts, p0..p10 and m0..m10 for signs.
+// A class for a value: s0..s10 for amounts, p0..p10 and m0..m10 for signs, g1..g10 for shares of right leaves.
 export function shade(overlay, one, scale) {
   if (overlay === "origin") return `o-${one.origin}`;
+  if (overlay === "outcome") return one.share ? `g${Math.max(1, ramp(one.share))}` : "";
   if (overlay === "loss") return one.loss ? "has-loss" : "no-loss";
   if (overlay === "entropy") return one.entropy === null || one.entropy === undefined ? "nothing" : `s${ramp(one.entropy / (scale.entropy || 1))}`;
   if (overlay === "advantage") return one.advantage === null || one.advantage === undefined || one.loss === false ? "nothing" : sign(one.advantage, scale.advantage);
@@ -40,50 +41,81 @@ const sign = (value, most) => (value === 0 ? "zero" : `${value > 0 ? "p" : "m"}$
 export function scaleLegend(overlay, scale) {
   const chip = (name, text) => h("span", { class: `chip tok ${name}` }, text);
   if (overlay === "origin") return ORIGINS.map((name) => chip(`o-${name}`, name));
+  if (overlay === "outcome") return [chip("", "none right"), chip("g5", "half"), chip("g10", "all right")];
   if (overlay === "loss") return [chip("has-loss", "loss"), chip("no-loss", "no loss")];
   if (overlay === "entropy") return [chip("s0", "0"), chip("s5", num(scale.entropy / 2)), chip("s10", `${num(scale.entropy)} nats`)];
   if (overlay === "advantage" || overlay === "ratio") return [chip("m10", num(-scale[overlay])), chip("zero", "0"), chip("p10", signed(scale[overlay])), chip("nothing", overlay === "ratio" ? "not recorded" : "no loss")];
   return [];
 }
 
+// ---- icons
+
+const ICONS = {
+  branch: ["M3 11V1", "M3 8.5C3 5 9 6 9 1"],
+  graft: ["M6 .8L11.2 6 6 11.2.8 6Z"],
+  refused: ["M6 2.6a3.4 3.4 0 1 0 .01 0Z", "M3.6 8.4 8.4 3.6"],
+  budget: ["M6 4.6a1.4 1.4 0 1 0 .01 0Z"],
+  error: ["M6 1 11.4 10.8H.6Z", "M6 4.4v3.2"],
+};
+
+export const icon = (name) => s("svg", { class: `icon ${name}`, viewBox: "0 0 12 12", width: 12, height: 12, "aria-hidden": "true" }, ICONS[name].map((d) => s("path", { d })));
+
 // ---- leaves
 
 export const STATUS_WORDS = { completed: "completed", truncated: "truncated", format_violation: "format violation", failed: "failed" };
+const UNUSUAL = {
+  truncated: { name: "truncated", glyph: "⋯", word: "truncated", short: "trunc." },
+  format_violation: { name: "violation", glyph: "!", word: "violation", short: "viol." },
+  failed: { name: "failed", glyph: "∅", word: "failed" },
+};
+
+// How a leaf ended: a name for its look, a glyph and a word (`short` where there is little room), so that nothing depends on colours.
+export function outcome(leaf) {
+  if (leaf.is_correct) return { name: "right", glyph: "✓", word: "right" };
+  if (UNUSUAL[leaf.status]) return UNUSUAL[leaf.status];
+  return leaf.is_correct === false ? { name: "wrong", glyph: "✗", word: "wrong" } : { name: "ended", glyph: "·", word: "ended" };
+}
 
 export function leafChip(leaf) {
-  const verdict = leaf.is_correct ? "✓" : leaf.is_correct === false ? "✗" : "·";
-  return h("span", { class: `leafchip ${leaf.status} ${leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : ""}` }, `${verdict} ${leaf.reward === null ? "no reward" : `reward ${num(leaf.reward)}`}`);
+  const { name, glyph, word } = outcome(leaf);
+  return h("span", { class: `leafchip ${name}` }, `${glyph} ${word}`);
 }
 
 // ---- steps
 
-// The comparison in numbers, the same for a branch that was opened and for one that was not.
-export function comparison(seen, isBrief) {
-  const { probability, bar } = seen;
-  if (bar === null || bar === undefined) return `p ${short(probability, 2)}`;
-  const sign = probability > bar ? ">" : "≤";
-  // As many digits as show the difference that the sign claims.
-  const digits = [2, 3, 4].find((one) => sign === "≤" || probability.toFixed(one) !== bar.toFixed(one)) ?? 4;
-  const name = isBrief ? "" : seen.rule === "bernoulli" ? "coin " : "limit ";
-  return `p ${short(probability, digits)}${isBrief ? sign : ` ${sign} `}${name}${short(bar, digits)}`;
-}
+// A change of entropy as it fits into a mark.
+export const brief = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value) >= 9.95 ? Math.round(Math.abs(value)) : Math.abs(value).toFixed(2).replace(/^0\./, ".")}`;
 
-const short = (value, digits) => value.toFixed(digits).replace(/^0\./, ".");
-
-// The comparison that decided: p had to exceed a threshold or a random number.
+// The comparison that decided: p had to exceed a threshold or a random number. Shown with as many digits as tell the two apart.
 function decided(seen, holds) {
-  if (seen.bar === null || seen.bar === undefined) return `probability ${num(seen.probability, 4)}`;
-  const bar = seen.rule === "bernoulli" ? "the coin" : "the threshold";
-  return `probability ${num(seen.probability, 4)} ${holds ? "is above" : "is not above"} ${bar}, ${num(seen.bar, 4)}`;
+  const { probability, bar } = seen;
+  if (bar === null || bar === undefined) return `the rule “${plain(seen.rule)}” gave a probability of ${num(probability, 4)}`;
+  const digits = [2, 3, 4].find((one) => probability.toFixed(one) !== bar.toFixed(one)) ?? 6;
+  const limit = seen.rule === "bernoulli" ? `the number drawn, ${bar.toFixed(digits)}` : `the threshold ${bar.toFixed(digits)}`;
+  return `the probability ${probability.toFixed(digits)} is ${holds ? "above" : "not above"} ${limit} (rule “${plain(seen.rule)}”)`;
 }
 
-// Why no branch was opened beside a step, or fewer than the rule wanted; null where nobody asked or all were opened.
-export function refusalWords(step) {
+function changeWords(step, seen) {
+  const found = step.entropy_change;
+  if (!found) return `entropy changed by ${signed(seen.entropy_change, 4)} (in the rule's own unit) against the start of the trajectory`;
+  const where = found.after_tool ? `after the result of ${plain(found.after_tool)}` : "here";
+  const way = Math.abs(found.change) < 5e-7 ? "did not change" : `${found.change > 0 ? "rose" : "fell"} by ${num(Math.abs(found.change), 3)} nats per token`;
+  return `${where} the policy's entropy ${way} against the start of the trajectory (${num(found.before, 3)} → ${num(found.after, 3)}, mean of the first ${plural(found.num, "token")})`;
+}
+
+// Whether a branch was considered beside a step and not, or not wholly, opened: "refused" by the rule, "budget" for want of leaves; or null.
+export function refusal(step) {
   const decision = step.decision;
   if (!decision || decision.num_opened >= Math.max(1, decision.num_wanted)) return null;
-  const change = `in its first tokens entropy changed by ${signed(decision.seen.entropy_change, 4)} against the start`;
-  if (decision.num_wanted === 0) return `No branch beside it: ${change}, and ${decided(decision.seen, false)} (rule “${plain(decision.seen.rule)}”).`;
-  return `${decision.num_opened} of ${decision.num_wanted} branches beside it: ${change} and ${decided(decision.seen, true)}, but the budget of leaves was spent.`;
+  return decision.num_wanted === 0 ? "refused" : "budget";
+}
+
+export function refusalWords(step) {
+  const why = refusal(step);
+  if (!why) return null;
+  const { seen, num_wanted, num_opened } = step.decision;
+  if (why === "refused") return `No branch beside it: ${changeWords(step, seen)}, and ${decided(seen, false)}.`;
+  return `${num_opened} of ${plural(num_wanted, "branch", "branches")} beside it, for the group's budget of leaves was spent: ${changeWords(step, seen)}, and ${decided(seen, true)}.`;
 }
 
 export function causeWords(step) {
@@ -91,15 +123,26 @@ export function causeWords(step) {
   if (!cause) return "the prompt";
   if (cause.kind === "start") return "a start: a first-level rollout";
   if (cause.kind === "continuation") return "the ordinary next step of its parent";
-  if (cause.kind === "branch") return `a branch: after the result above it the policy's entropy changed by ${signed(cause.entropy_change, 4)} against the start of the trajectory; ${decided(cause, true)} (rule “${plain(cause.rule)}”)`;
+  if (cause.kind === "branch") return `a branch: ${changeWords(step, cause)}, and ${decided(cause, true)}`;
   return `a graft: retrieved from “${plain(cause.source)}”, written on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${num(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
+}
+
+// The values of a call's arguments, or its text.
+function argumentWords(body) {
+  try {
+    const parsed = JSON.parse(body);
+    if (parsed !== null && typeof parsed === "object") return Object.values(parsed).map((one) => (typeof one === "string" ? one : JSON.stringify(one))).join(", ");
+  } catch {
+    // Not JSON: the text of a call in tags.
+  }
+  return body.trim();
 }
 
 // `isBrief`: without the tool's name, where there is but one.
 export function headline(step, isBrief = false) {
   const { content } = step;
   if (content.answer !== null && content.answer !== undefined) return `answer ${content.answer}`;
-  if (content.calls.length) return content.calls.map((call) => (isBrief ? call.body.trim() : `${call.name} ${call.body}`)).join("; ");
+  if (content.calls.length) return content.calls.map((call) => (isBrief ? argumentWords(call.body) : `${call.name} ${argumentWords(call.body)}`)).join("; ");
   if (content.thought) return content.thought;
   return step.wrote ?? "";
 }

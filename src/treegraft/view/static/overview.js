@@ -1,7 +1,8 @@
 // The overview: the main metrics of one run or of several, over each other.
 
 import { get, note, runPath, to } from "./api.js";
-import { chart, runColour, smooth, wilson } from "./charts.js";
+import { AXES, chart, css, duration, smooth, wilson } from "./charts.js";
+import { chosenRuns, colourOf } from "./chosen.js";
 import { h, num, plain, replace } from "./dom.js";
 
 const share = (value, digits) => `${num(100 * value, digits)} %`;
@@ -11,37 +12,37 @@ const CARDS = [
   { title: "Entropy", keys: [["learn/entropy", "entropy"]], about: "mean entropy of sampled tokens under the policy, in nats" },
   { title: "Tool calls", keys: [["rollout/tool_calls_mean", "rollouts"], ["eval/tool_calls_mean", "held-out", true]], about: "mean tool calls of a trajectory; dashed: held-out" },
   { title: "Retrieved", keys: [["graft/hybrid_frac", "trajectories with a graft"], ["rollout/retrieved_frac", "retrieved tokens", true]], format: share, about: "share of trajectories that hold a graft; dashed: share of tokens after the prompt" },
-  { title: "Branched", keys: [["*branched", "branches per trajectory"]], format: share, about: "branches that explorers opened, per trajectory" },
-  { title: "Time", time: true, about: "seconds of an update, its parts stacked" },
+  { title: "Branches", keys: [["*branched", "branches per trajectory"]], about: "branches that explorers opened, per trajectory" },
+  { title: "Time", time: true, about: "" },
 ];
 const PARTS = [["rollout", "time/rollout_s"], ["learn", "time/learn_s"], ["publish", "time/publish_s"], ["evaluation", "time/eval_s"]];
+// More runs than that are chosen on their own page.
+const MOST_BUTTONS = 8;
+const heightOf = () => (innerWidth >= 2000 ? 270 : 190);
+const fileOf = (update) => `update-${String(update).padStart(6, "0")}`;
 
 function value(line, key) {
   if (key === "*branched") return line["rollout/num_trajectories"] ? line["branch/num_branches"] / line["rollout/num_trajectories"] : null;
   return typeof line[key] === "number" ? line[key] : null;
 }
 
-function allUpdates(shown) {
-  return [...new Set(shown.flatMap((run) => run.lines.map((line) => line.update)))].sort((a, b) => a - b);
-}
-
-const over = (run, x, read) => {
-  const by = new Map(run.lines.map((line) => [line.update, line]));
-  return x.map((update) => (by.has(update) ? read(by.get(update)) : null));
-};
+const seconds = (line, key) => value(line, key) ?? 0;
+const whole = (line) => value(line, "time/update_s") ?? value(line, "time/eval_s");
 
 export async function overview(page, { runs, query, go }) {
   const [loaded, partial] = [new Map(), new Map()];
-  let chosen = query.runs ? query.runs.split(",").filter((name) => runs.some((run) => run.name === name)) : runs.filter((run) => !run.error).slice(0, 6).map((run) => run.name);
+  let chosen = chosenRuns(runs, query);
   let weight = Number(query.smooth ?? 0);
   let extra = query.more ? query.more.split(",") : [];
+  let logs = query.log ? query.log.split(",") : [];
+  let axis = AXES[query.x] ? query.x : "update";
   let plots = [];
-  const colourOf = (name) => runColour(runs.findIndex((run) => run.name === name));
 
   async function load(name) {
     const known = loaded.get(name);
     const got = await get(runPath(name, "/metrics"), known ? { first: known.lines.length, era: known.era } : {});
-    const lines = known && got.era === known.era ? [...known.lines.slice(0, got.first), ...got.lines] : got.lines;
+    const fresh = got.lines.map((line, n) => ({ ...line, at: Object.fromEntries(Object.entries(got.axes).map(([key, sums]) => [key, sums[n]])) }));
+    const lines = known && got.era === known.era ? [...known.lines.slice(0, got.first), ...fresh] : fresh;
     loaded.set(name, { name, era: got.era, lines, numEval: got.num_eval, rules: got.rules });
     const parts = [got.read_frac < 1 && `${share(got.read_frac, 2)} of its metrics read so far`, got.stride > 1 && `every ${got.stride}th update shown`];
     partial.set(name, parts.filter(Boolean).join(", "));
@@ -49,11 +50,14 @@ export async function overview(page, { runs, query, go }) {
 
   const legend = h("div", { class: "legend", id: "run-legend" });
   const grid = h("div", { class: "cards" });
+  const still = h("p", { class: "about still" });
   const warnings = h("div", { class: "warnings" });
   const amount = h("output", null, String(weight));
   const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: weight, id: "smooth", oninput: (event) => setSmooth(Number(event.target.value)) });
-  const more = h("select", { id: "more", onchange: (event) => addChart(event.target.value) });
-  replace(page, h("div", { class: "tools" }, legend, h("span", { class: "spring" }), h("label", null, "smoothing ", slider, " ", amount), more), grid, warnings);
+  const over = h("select", { id: "axis", onchange: (event) => { axis = event.target.value; note({ x: axis === "update" ? "" : axis }); draw(); } }, Object.entries(AXES).map(([key, { label }]) => h("option", { value: key }, label)));
+  over.value = axis;
+  const more = h("select", { id: "more", "aria-label": "add a chart", onchange: (event) => addChart(event.target.value) });
+  replace(page, h("div", { class: "tools" }, legend, h("span", { class: "spring" }), h("label", null, "over ", over), h("label", { class: "smoothing" }, "smoothing ", slider, amount), more), grid, still, warnings);
 
   function setSmooth(to) {
     weight = Math.min(0.95, Math.max(0, Math.round(to * 20) / 20));
@@ -69,94 +73,177 @@ export async function overview(page, { runs, query, go }) {
     draw();
   }
 
+  function removeChart(key) {
+    extra = extra.filter((one) => one !== key);
+    note({ more: extra.join(",") });
+    draw();
+  }
+
+  function toggleLog(title) {
+    logs = logs.includes(title) ? logs.filter((one) => one !== title) : [...logs, title];
+    note({ log: logs.join(",") });
+    draw();
+  }
+
   function toggle(name) {
-    chosen = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name];
-    note({ runs: chosen.join(",") });
+    const names = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name];
+    chosen = chosenRuns(runs, { runs: names.join(",") });
+    note({ runs: chosen.join(",") || "," });
     update();
   }
 
   function drawLegend(shown) {
+    const listed = runs.length <= MOST_BUTTONS ? runs : runs.filter((run) => chosen.includes(run.name));
     replace(
       legend,
-      runs.map((run) => {
+      listed.map((run) => {
         const swatch = h("i", { class: "swatch" });
-        swatch.style.background = colourOf(run.name);
+        swatch.style.setProperty("--own", colourOf(run.name));
         const last = shown.find((one) => one.name === run.name)?.lines.at(-1);
         return h("button", { class: "run", "aria-pressed": String(chosen.includes(run.name)), onclick: () => toggle(run.name), title: plain(run.error ?? run.path), disabled: Boolean(run.error) }, swatch, run.name, run.error && h("small", { class: "bad" }, ` cannot be read: ${run.error}`), last && h("small", null, ` ${last.update}/${run.num_updates}${run.is_live ? " running" : ""}${partial.get(run.name) ? `; ${partial.get(run.name)}` : ""}`));
       }),
+      listed.length < runs.length && h("a", { href: to.runs() }, `choose from ${runs.length} runs`),
     );
   }
 
-  function seriesOf(card, shown, x) {
+  // ---- what is drawn over what
+
+  // Every place on the x axis, with the lines there and their names in the tooltip.
+  function placesOf(shown) {
+    if (axis === "update") {
+      const x = [...new Set(shown.flatMap((run) => run.lines.map((line) => line.update)))].sort((a, b) => a - b);
+      return { x, names: null, owners: x.map((update) => [shown[0].name, update]) };
+    }
+    // One run's place is no other's: each has its own, and two at one place are one after the other.
+    const all = shown.flatMap((run) => run.lines.filter((line) => line.at[axis] !== undefined).map((line) => [line.at[axis], run.name, line.update]));
+    all.sort((a, b) => a[0] - b[0]);
+    const most = all.at(-1)?.[0] ?? 0;
+    return { x: all.map(([at]) => at), names: all.map(([at, name, update]) => `${AXES[axis].show(at, most)} ${AXES[axis].label}: ${shown.length > 1 ? `${name}, ` : ""}update ${update}`), owners: all.map(([, name, update]) => [name, update]) };
+  }
+
+  function valuesOver(run, { x, names, owners }, read) {
+    const by = new Map(run.lines.map((line) => [line.update, line]));
+    return x.map((_, n) => (names !== null && owners[n][0] !== run.name) || !by.has(owners[n][1]) ? null : read(by.get(owners[n][1])));
+  }
+
+  function seriesOf(card, shown, places) {
     const found = [];
     for (const run of shown) {
       const colour = colourOf(run.name);
       const prefix = shown.length > 1 ? `${run.name} ` : "";
       if (card.eval) {
         const key = run.lines.some((line) => typeof line["eval/accuracy"] === "number") ? "eval/accuracy" : "eval/accuracy_sampled";
-        const values = over(run, x, (line) => value(line, key));
+        const values = valuesOver(run, places, (line) => value(line, key));
         if (!values.some((v) => v !== null)) continue;
         const interval = values.map((v) => wilson(v, run.numEval));
         found.push({ label: `${prefix}${key === "eval/accuracy" ? "greedy" : "sampled"}`, colour, values, low: interval.map((i) => i[0]), high: interval.map((i) => i[1]), points: true });
-        const counts = [...new Set(shown.map((one) => one.numEval).filter(Boolean))];
-        card.about = `share of ${counts.join(" or ")} held-out tasks; band: Wilson's 95 % interval`;
         continue;
       }
       for (const [key, label, dashed] of card.keys) {
-        const raw = over(run, x, (line) => value(line, key));
+        const raw = valuesOver(run, places, (line) => value(line, key));
         if (!raw.some((v) => v !== null)) continue;
-        if (weight) found.push({ label: null, colour: `${colour}55`, values: raw, thin: true, hidden: true });
+        if (weight) found.push({ label: "", colour: `${colour}55`, values: raw, thin: true, hidden: true });
         found.push({ label: prefix + label, colour, raw, values: smooth(raw, weight), dash: dashed ? [5, 4] : undefined, points: raw.filter((v) => v !== null).length < 12 });
       }
     }
     return found;
   }
 
-  function timeSeries(run, x) {
-    const by = PARTS.map(([name, key]) => [name, over(run, x, (line) => value(line, key) ?? 0)]);
-    const total = over(run, x, (line) => value(line, "time/update_s") ?? value(line, "time/eval_s"));
-    const rest = total.map((t, n) => (t === null ? 0 : Math.max(0, t - by.reduce((sum, [, values]) => sum + values[n], 0))));
-    const parts = [...by, ["other", rest]];
-    // Bars, drawn from the whole down, so that each part covers what lies below it.
-    const found = parts.map(([name, values], place) => ({ label: name, raw: values, colour: runColour(place), values: values.map((_, n) => parts.slice(0, place + 1).reduce((sum, [, v]) => sum + v[n], 0)) }));
-    return found.reverse();
+  const flatSeries = (series) => {
+    const values = new Set(series.flatMap((one) => one.values.filter((v) => v !== null)));
+    return values.size === 1 && values.has(0);
+  };
+  const canBeLog = (series) => {
+    const values = series.flatMap((one) => one.values.filter((v) => v !== null));
+    return values.length > 1 && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) >= 5;
+  };
+
+  function cardOf(title, head, body, about) {
+    const box = h("section", { class: "card", "data-card": title }, h("h2", null, h("span", null, title), h("span", { class: "keys" }, head)), body, about && h("p", { class: "about" }, about));
+    grid.append(box);
+    return box;
   }
 
-  function drawCard(card, shown, x, marks) {
-    const runsOf = card.time ? shown.slice(0, 3).map((run) => [run]) : [shown];
-    for (const some of runsOf) {
-      // The parts of a run's time are areas: they end where the run does, however long others are.
-      const own = card.time ? allUpdates(some) : x;
-      const series = card.time ? timeSeries(some[0], own) : seriesOf(card, some, x);
-      const place = h("div", { class: "plot" });
-      const title = card.time && shown.length > 1 ? `${card.title}: ${some[0].name}` : card.title;
-      const keys = card.time ? series.map((one) => { const i = h("i", { class: "swatch" }); i.style.background = one.colour; return h("span", null, i, one.label); }).reverse() : [];
-      const box = h("section", { class: "card", "data-card": card.title }, h("h2", null, title, h("span", { class: "keys" }, keys)), series.length ? place : h("p", { class: "dim" }, "Not in these runs."), h("p", { class: "about" }, card.about));
-      grid.append(box);
-      if (!series.length) continue;
-      const pick = (update) => { if (update > 0) go(to.groups(some[0].name, `update-${String(update).padStart(6, "0")}`)); };
-      plots.push(chart(place, { x: own, series: series.map((one) => (one.hidden ? { ...one, label: "", raw: one.values.map(() => null) } : one)), marks: card.time ? marks.filter((mark) => mark.run === some[0].name) : marks, range: card.range, format: card.format ?? num, sync: "updates", onPick: pick, stacked: card.time }));
+  function drawCard(card, shown, places, marks) {
+    const series = seriesOf(card, shown, places);
+    if (!series.length) return;
+    if (flatSeries(series) && !card.own) {
+      quiet.push(card.title);
+      return;
     }
+    const counts = [...new Set(shown.map((one) => one.numEval).filter(Boolean))];
+    const about = card.eval ? `share of ${counts.length ? `${counts.join(" or ")} ` : ""}held-out tasks; band: Wilson's 95 % interval` : card.about;
+    const place = h("div", { class: "plot" });
+    const isLog = logs.includes(card.title) && canBeLog(series);
+    cardOf(card.title, [
+      flatSeries(series) && "0 throughout",
+      canBeLog(series) && h("button", { class: "small", "aria-pressed": String(isLog), onclick: () => toggleLog(card.title), title: "logarithmic axis" }, "log"),
+      card.own && h("button", { class: "small", onclick: () => removeChart(card.own), "aria-label": `remove the chart of ${card.own}` }, "×")], place, about);
+    const pick = (n) => { const [name, update] = places.owners[n]; if (update > 0) go(to.groups(name, fileOf(update))); };
+    plots.push(chart(place, { x: places.x, series, marks, range: isLog ? undefined : card.range, format: card.format ?? num, sync: axis, onPick: pick, axis: AXES[axis], names: places.names, logs: isLog, height: heightOf() }));
   }
 
+  // ---- time
+
+  function partsOf(lines) {
+    const updates = lines.map((line) => {
+      const known = PARTS.map(([, key]) => seconds(line, key));
+      return [...known, Math.max(0, (whole(line) ?? 0) - known.reduce((a, b) => a + b, 0))];
+    });
+    return [...PARTS.map(([name]) => name), "other"].map((name, place) => ({ name, colour: css(`--part${place}`), values: updates.map((parts) => parts[place]) }));
+  }
+
+  function drawTime(card, shown) {
+    const timed = shown.filter((run) => run.lines.some((line) => whole(line) !== null));
+    if (!timed.length) return;
+    const legendOf = partsOf(timed[0].lines).map(({ name, colour }) => { const i = h("i", { class: "swatch" }); i.style.setProperty("--own", colour); return h("span", null, i, name); });
+    const place = h("div", { class: "plot" });
+    if (timed.length === 1) {
+      const [run] = timed;
+      const parts = partsOf(run.lines);
+      // Bars, drawn from the whole down, so that each part covers what lies below it.
+      const series = parts.map(({ name, colour, values }, n) => ({ label: name, raw: values, colour, values: values.map((_, at) => parts.slice(0, n + 1).reduce((sum, one) => sum + one.values[at], 0)) })).reverse();
+      cardOf(card.title, legendOf, place, "seconds of an update, its parts stacked");
+      plots.push(chart(place, { x: run.lines.map((line) => line.update), series, onPick: (n) => { if (run.lines[n].update > 0) go(to.groups(run.name, fileOf(run.lines[n].update))); }, stacked: true, height: heightOf() }));
+      return;
+    }
+    const bars = timed.map((run) => {
+      const lines = run.lines.filter((line) => line.update > 0);
+      return { run, parts: partsOf(lines).map((one) => ({ ...one, mean: one.values.reduce((a, b) => a + b, 0) / Math.max(1, lines.length) })) };
+    });
+    const total = ({ parts }) => parts.reduce((sum, one) => sum + one.mean, 0);
+    const longest = Math.max(...bars.map(total)) || 1;
+    const list = h("div", { class: "timebars" }, bars.map((one) => {
+      const bar = h("span", { class: "timebar", title: one.parts.map(({ name, mean }) => `${name} ${duration(mean)}`).join(", ") }, one.parts.map(({ colour, mean }) => { const i = h("i"); i.style.setProperty("--own", colour); i.style.width = `${(100 * mean) / longest}%`; return i; }));
+      return [h("span", { class: "timename", title: one.run.name }, one.run.name), bar, h("b", null, duration(total(one)))];
+    }));
+    cardOf(card.title, legendOf, list, "mean seconds of an update by its parts; those of evaluations are spread over all updates");
+  }
+
+  // ---- the page
+
+  let quiet = [];
   function draw() {
     plots.forEach((plot) => plot.destroy());
     plots = [];
+    quiet = [];
     const shown = chosen.map((name) => loaded.get(name)).filter((run) => run && run.lines.length);
     drawLegend(shown);
     grid.replaceChildren();
-    const marked = shown.flatMap((run) => run.lines.filter((line) => line.warnings.length).map((line) => ({ x: line.update, run: run.name, texts: line.warnings.map((one) => `${one.name}: ${one.text}`) })));
+    const warned = shown.flatMap((run) => run.lines.filter((line) => line.warnings.length).map((line) => ({ run: run.name, line })));
     if (!shown.length) {
       replace(grid, h("p", { class: "notice" }, chosen.length ? "No update is finished yet. This page shows each one as it ends." : "No run is chosen."));
     } else {
-      const x = allUpdates(shown);
-      const marks = marked.map((mark) => ({ x: mark.x, run: mark.run, colour: shown.length > 1 ? colourOf(mark.run) : null, texts: mark.texts.map((text) => (shown.length > 1 ? `${mark.run}: ${text}` : text)) }));
-      for (const card of CARDS) drawCard(card, shown, x, marks);
-      for (const key of extra) drawCard({ title: key, keys: [[key, key]], about: meanings[key] ?? "" }, shown, x, marks);
+      if (!shown.some((run) => run.lines.some((line) => axis === "update" || line.at[axis] !== undefined))) over.value = axis = "update";
+      const places = placesOf(shown);
+      const marks = warned.map(({ run, line }) => ({ x: axis === "update" ? line.update : line.at[axis], texts: line.warnings.map((one) => `${shown.length > 1 ? `${run}: ` : ""}${one.name}: ${one.text}`) }));
+      for (const card of CARDS) card.time ? drawTime(card, shown) : drawCard(card, shown, places, marks);
+      for (const key of extra) drawCard({ title: key, own: key, keys: [[key, key]], about: meanings[key] ?? "" }, shown, places, marks);
     }
+    replace(still, quiet.length > 0 && `0 throughout, not drawn: ${quiet.join(", ")}.`);
     const keys = [...new Set(shown.flatMap((run) => run.lines.flatMap(Object.keys)))].filter((key) => key.includes("/") && !extra.includes(key)).sort();
     replace(more, h("option", { value: "" }, "add a chart …"), keys.map((key) => h("option", { value: key }, key)));
-    replace(warnings, marked.length > 0 && h("h2", null, `Warnings (in ${marked.length === 1 ? "1 update" : `${marked.length} updates`})`), shown.map((run) => episodes(run, shown.length > 1)));
+    replace(warnings, warned.length > 0 && h("h2", null, `Warnings (in ${warned.length === 1 ? "1 update" : `${warned.length} updates`})`), shown.map((run) => episodes(run, shown.length > 1)));
     grid.dataset.points = String(shown.reduce((sum, run) => sum + run.lines.length, 0));
   }
 
@@ -164,7 +251,7 @@ export async function overview(page, { runs, query, go }) {
   function episodes(run, isNamed) {
     const found = new Map();
     for (const line of run.lines) for (const one of line.warnings) found.set(one.name, [...(found.get(one.name) ?? []), { update: line.update, ...one }]);
-    const place = (one) => (one.update > 0 ? h("a", { href: to.groups(run.name, `update-${String(one.update).padStart(6, "0")}`), title: plain(one.text) }, String(one.update)) : "start");
+    const place = (one) => (one.update > 0 ? h("a", { href: to.groups(run.name, fileOf(one.update)), title: plain(one.text) }, String(one.update)) : "start");
     return [...found].sort((a, b) => b[1].at(-1).update - a[1].at(-1).update).map(([name, stood]) => {
       const rule = run.rules[stood[0].rule] ?? { meaning: "", causes: [], advice: "" };
       const shownPlaces = stood.length > 14 ? [...stood.slice(0, 6).map(place), "…", ...stood.slice(-6).map(place)] : stood.map(place);

@@ -12,8 +12,8 @@ function unroll(runs) {
   return values;
 }
 
-// One record per token of a path.
-export function records(steps) {
+// One record per token of a path; isRight: whether its answer is, which colours what the policy wrote.
+export function records(steps, isRight = null) {
   const found = [];
   let position = 0;
   for (const step of steps) {
@@ -21,7 +21,7 @@ export function records(steps) {
     const loss = unroll(step.loss_mask);
     let sampled = 0;
     step.token_ids.forEach((id, n) => {
-      const one = { id, text: step.texts ? step.texts[n] : `#${id} `, origin: ORIGINS[origins[n]], loss: loss[n] === 1, step: step.id, position: position++, advantage: step.advantage };
+      const one = { id, text: step.texts ? step.texts[n] : `#${id} `, origin: ORIGINS[origins[n]], loss: loss[n] === 1, step: step.id, position: position++, advantage: step.advantage, share: isRight && origins[n] === 1 ? 0.5 : 0 };
       const isSampled = origins[n] === 1;
       for (const [name, column] of Object.entries(SCORES)) one[name] = isSampled && step[column] ? step[column][sampled] : null;
       if (isSampled) sampled++;

@@ -1,8 +1,9 @@
 // A path to read: the author and the cause of each step, then its content; markup is folded away.
 
 import { to } from "./api.js";
-import { author, causeWords, refusalWords, STATUS_WORDS } from "./marks.js";
+import { author, causeWords, icon, refusalWords, STATUS_WORDS } from "./marks.js";
 import { h, num, plain, plural, signed } from "./dom.js";
+import { retrievalFactor } from "./summary.js";
 
 const part = (name, label, text, ...marks) => h("div", { class: `part ${name}` }, h("span", { class: "label" }, label, marks), h("pre", { class: "foreign" }, plain(text)));
 
@@ -75,21 +76,17 @@ export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
   if (step.violation) body.push(part("violation", "broke the format", step.violation));
   if (step.wrote !== undefined && kind !== "prompt") body.push(part("wrote", "wrote, to the letter", step.wrote));
   const details = raw && h("details", { class: "raw", ontoggle: (event) => event.target.open && raw(event.target) }, h("summary", null, "as written, with markup"), h("pre", { class: "foreign" }));
+  // What was said comes first, then why the step is there, then its numbers.
+  const why = [
+    kind !== "prompt" && kind !== "continuation" && kind !== "start" && h("p", { class: `cause ${kind}` }, `Here because it is ${causeWords(step)}.`),
+    refusalWords(step) && h("p", { class: "cause refused" }, refusalWords(step)), notes];
   return h("article", { class: `step ${kind} by-${step.origin}${selected ? " sel" : ""}`, "data-step": step.id },
     h("header", null,
       h("button", { class: "stepid", onclick: () => onPick?.(step.id), title: "select this step" }, kind === "prompt" ? "prompt" : step.id),
       h("span", { class: "who" }, h("i", { class: `dot by-${step.origin}` }), kind === "prompt" ? "the task" : `written by ${author(step)}`),
-      h("span", { class: "facts" }, stepFacts(step, leaf, tree ? tree.leaves.filter((one) => isBelow(one, step)).length : 1))),
-    kind !== "prompt" && kind !== "continuation" && h("p", { class: `cause ${kind}` }, `Here because it is ${causeWords(step)}.`),
-    refusalWords(step) && h("p", { class: "cause refused" }, refusalWords(step)),
-    notes, body, details);
-}
-
-// The factor of the retrieval reward in a leaf's advantage; null without one.
-export function retrievalFactor(leaf) {
-  const own = leaf.outcome_advantage;
-  if (leaf.advantage === null || !own || Math.abs(own - leaf.advantage) <= 1e-9) return null;
-  return leaf.advantage / own;
+      (kind === "graft" || kind === "branch") && h("span", { class: `kind ${kind}` }, icon(kind), " ", kind)),
+    body, h("div", { class: "why" }, why),
+    h("p", { class: "facts" }, stepFacts(step, leaf, tree ? tree.leaves.filter((one) => isBelow(one, step)).length : 1)), details);
 }
 
 // Eq. 10 of RAPO in words: retrieval rewards are compared within the group, so one leaf's graft shifts all.

@@ -1,80 +1,47 @@
 // One group: the tree it is on the left, the chosen path on the right, to read or token by token.
 
-import { fileTitle, get, link, note, runPath, to } from "./api.js";
-import { h, num, percent, plain, plural, replace, signed } from "./dom.js";
-import { Drawing, widths } from "./drawing.js";
-import { OVERLAYS, ORIGINS, PLAN, scaleLegend } from "./marks.js";
-import { leafFacts, retrievalFactor, stepCard } from "./transcript.js";
+import { fileTitle, get, note, runPath, to } from "./api.js";
+import { copy, messagesOf, textOf } from "./copy.js";
+import { h, plain, replace } from "./dom.js";
+import { Drawing } from "./drawing.js";
+import { icon, leafChip, ORIGINS, OVERLAYS, PLAN, scaleLegend } from "./marks.js";
+import { bestName, leafNames, summary } from "./summary.js";
+import { leafFacts, stepCard } from "./transcript.js";
 import { records, scaleOf, TokenView } from "./tokens.js";
 
-function contrast(title, one) {
-  if (!one.with.num || !one.without.num) return one.with.num ? `${title}: all ${one.with.num} leaves` : null;
-  return `${title}: reward ${num(one.with.reward)} over ${plural(one.with.num, "leaf", "leaves")} with, ${num(one.without.reward)} over ${one.without.num} without`;
-}
-
-// Leaf 3; leaves 3 to 5; or how many, where there are gaps.
-function spanWords(numbers) {
-  if (numbers.length === 1) return `leaf ${numbers[0]}`;
-  return numbers.at(-1) - numbers[0] === numbers.length - 1 ? `leaves ${numbers[0]} to ${numbers.at(-1)}` : `${numbers.length} leaves`;
-}
-
-// Leaf 1; leaf 1 and leaf 4; leaf 1 and 5 others.
-const leafNames = (numbers) => (numbers.length < 3 ? numbers.map((n) => `leaf ${n}`).join(" and ") : `leaf ${numbers[0]} and ${numbers.length - 1} others`);
-const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
-
-function bestWords(tree) {
-  if (tree.best === null) return "No leaf has a reward.";
-  const leaf = tree.leaves[tree.best];
-  const scored = [...tree.leaves.entries()].filter(([, one]) => one.reward !== null);
-  const equal = scored.filter(([, one]) => one.reward === leaf.reward);
-  if (equal.length === scored.length) return `All ${scored.length} leaves earned ${num(leaf.reward)}: without variance nothing is learned from them.`;
-  const ties = equal.filter(([, one]) => one.is_correct === leaf.is_correct && one.num_tokens === leaf.num_tokens).map(([n]) => n);
-  const rank = equal.length === 1 ? "the highest" : `${equal.length} leaves earned it, the shortest with ${plural(leaf.num_tokens, "token")}`;
-  return `Best: ${leafNames(ties)}, ${leaf.is_correct ? "✓ correct, " : ""}reward ${num(leaf.reward)} (${rank}; group mean ${num(mean(scored.map(([, one]) => one.reward)))})`;
-}
-
-// The leaf that learning makes less likely by most, with the reason; null without one.
-function pushedDown(tree) {
-  const numbers = [...tree.leaves.keys()].filter((n) => tree.leaves[n].advantage < 0 && tree.leaves[n].has_loss);
-  if (!numbers.length) return null;
-  const least = Math.min(...numbers.map((n) => tree.leaves[n].advantage));
-  const lowest = numbers.filter((n) => tree.leaves[n].advantage - least < 1e-9);
-  const leaf = tree.leaves[lowest[0]];
-  const factor = retrievalFactor(leaf);
-  const why = factor !== null && factor > 1 ? `, × ${num(factor)} for its retrieval reward ${signed(leaf.retrieval_reward)}` : "";
-  return { leaf: lowest[0], words: `Pushed down most: ${leafNames(lowest)}, ${signed(least)}: reward ${num(leaf.reward)}${leaf.outcome_advantage < 0 ? " is below the mean" : ""}${why}` };
-}
-
-// One line; the meanings of the marks unfold.
+// The marks that this tree has, with their meanings.
 function drawingLegend(tree) {
   const has = (test) => tree.steps.some(test);
-  const item = (mark, words, name) => h("div", null, h("b", { class: name ?? null }, mark), " ", words);
-  const rules = new Set(tree.steps.flatMap((one) => [one.decision?.seen.rule, one.cause?.rule]).filter(Boolean));
-  return h("details", { class: "ringlegend" },
-    h("summary", null, ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch"), h("span", null, "⊘ none opened"), h("span", { class: "graftword" }, "◆ graft"), h("span", { class: "unfold" }, "what the marks mean")),
-    item("ring", "who wrote a step's tokens; the larger a node, the more of them"),
-    item("0.4 .0", "a step's id, read along its path: .0 below 0.4 is step 0.4.0"),
-    has((one) => one.cause?.kind === "branch" || one.decision) && item("├ p .53>.38", "a branch was opened: its probability p exceeded its limit (p follows from the change of entropy; hover for both)", "branchword"),
-    has((one) => one.decision) && item("⊘ p .53≤.75", "the explorer looked here and opened none"),
-    has((one) => one.decision) && item("⊘ budget", "p exceeded it, but the group's budget of leaves was spent"),
-    rules.has("bernoulli") && item("coin", "p is compared with a number drawn uniformly from 0 to 1, anew each time (rule “bernoulli”)"),
-    [...rules].some((one) => one !== "bernoulli") && item("limit", `p is compared with a fixed threshold (rule “${plain([...rules].find((one) => one !== "bernoulli"))}”)`),
-    has((one) => one.cause?.kind === "graft") && item("◆ expert sim 1", "a step retrieved from that source's traces, and how similar its history is (1: the same)", "graftword"),
-    item("✓ 1", "right (✗ wrong, · not judged), with the reward; ★ the best"),
-    item("bar", "a leaf's advantage: to the right it is made likelier, to the left less likely"));
+  const item = (mark, words, name) => h("span", { class: `item ${name ?? ""}` }, mark, " ", words);
+  const origins = ORIGINS.filter((name) => name !== "prompt" && has((step) => step.origin === name));
+  return h("div", { class: "treelegend" },
+    origins.map((name) => item(h("i", { class: `stripe by-${name}` }), name === "policy" ? "by the policy" : name)),
+    has((one) => one.cause?.kind === "graft") && item(icon("graft"), "graft: a step of another agent", "graft"),
+    has((one) => one.cause?.kind === "branch") && item(icon("branch"), [h("b", null, "+.21"), " branch, where entropy rose by .21 nats a token"], "branch"),
+    has((one) => one.decision && !one.decision.num_wanted) && item(icon("refused"), "considered, no branch", "refused"),
+    has((one) => one.decision && one.decision.num_opened < one.decision.num_wanted) && item(icon("budget"), "no budget left for one", "budget"),
+    has((one) => one.content.observations.some((seen) => seen.is_error)) && item(icon("error"), "tool error", "error"),
+    new Set(tree.steps.map((one) => one.content_number)).size < tree.steps.length && item(h("span", { class: "times" }, "×2"), "equal steps, drawn once (x unfolds)"));
 }
+
+// What stands where there is no leaf to read.
+const NO_LEAF = "This tree has no leaf: its rollouts were lost before they had a step.";
 
 export async function treePage(page, { run, query, go }, file, n) {
   const tree = await get(runPath(run, `/trees/${encodeURIComponent(file)}/${n}`));
   const scale = scaleOf(tree);
   const steps = new Map(tree.steps.map((step) => [step.id, step]));
+  const isEmpty = tree.leaves.length === 0;
+  const usual = tree.leaves.some((one) => one.is_correct !== null) ? "outcome" : "advantage";
   let leaf = Math.min(tree.leaves.length - 1, Math.max(0, Number(query.leaf ?? tree.best ?? 0)));
   let step = steps.has(query.step) ? query.step : null;
   if (step && query.leaf === undefined) leaf = Math.max(0, leafBelow(step));
-  let overlay = OVERLAYS.some((one) => one.id === query.over) ? query.over : "none";
+  let overlay = OVERLAYS.some((one) => one.id === query.over) ? query.over : usual;
   let mode = query.mode === "tokens" ? "tokens" : "read";
+  const folding = { isFolded: true, apart: new Set() };
   let view = null;
   const cache = new Map();
+  const best = bestName(tree);
 
   function leafBelow(id) {
     const below = (one) => one.step_id === id || one.step_id.startsWith(`${id}.`);
@@ -91,70 +58,76 @@ export async function treePage(page, { run, query, go }, file, n) {
   };
 
   // ---- the frame
-  const overlayButtons = OVERLAYS.map((one) => h("button", { "data-overlay": one.id, title: `key ${one.key}: ${PLAN[one.id]}`, onclick: () => setOverlay(one.id) }, h("kbd", null, one.key), " ", one.label));
+  const overlayButtons = OVERLAYS.map((one) => h("button", { "data-overlay": one.id, title: `${PLAN[one.id]} (key o: the next)`, onclick: () => setOverlay(one.id) }, one.label));
   const legend = h("span", { class: "scale" });
   const scroller = h("div", { class: "scroller", onscroll: () => hint() });
-  const more = h("div", { class: "more" });
-  const left = h("div", { class: "pane drawingpane" }, drawingLegend(tree), scroller, more);
+  const more = h("button", { class: "more", hidden: true, onclick: () => scroller.scrollBy(0, Math.max(80, 0.8 * scroller.clientHeight)) });
+  const left = h("div", { class: "pane drawingpane" }, scroller, h("div", { class: "treefoot" }, drawingLegend(tree), more));
   const right = h("div", { class: "pane pathpane", tabindex: -1 });
-  const neighbour = (by) => { const next = n + by; if (next >= 0 && next < tree.num_trees) go(to.tree(run, file, next, { over: overlay === "none" ? "" : overlay, mode: mode === "read" ? "" : mode })); };
-  const down = pushedDown(tree);
+  const neighbour = (by) => { const next = n + by; if (next >= 0 && next < tree.num_trees) go(to.tree(run, file, next, { over: overlay === usual ? "" : overlay, mode: mode === "read" ? "" : mode })); };
   const panes = h("div", { class: "panes" }, left, right);
-  page.className = "fixed";
+  const sentence = (one) => (one.leaf === undefined ? h("span", { class: `said ${one.kind}`, title: one.title ?? null }, one.words) : h("button", { class: `said ${one.kind}`, title: one.title ?? null, onclick: () => choose(one.leaf, null) }, one.kind === "graft" || one.kind === "branch" ? [icon(one.kind), " "] : null, one.words));
+  page.className = "fixed treepage";
   replace(page,
     h("div", { class: "title" },
-      h("h1", null, `${fileTitle(file)}, group ${n}`), h("button", { disabled: n === 0, onclick: () => neighbour(-1), title: "key p" }, "‹ before"), h("button", { disabled: n + 1 >= tree.num_trees, onclick: () => neighbour(1), title: "key n" }, "next ›"),
+      h("h1", null, `${fileTitle(file)}, group ${n}`), h("button", { disabled: n === 0, onclick: () => neighbour(-1), title: "group before (key p)", "aria-label": "group before" }, "‹"), h("button", { disabled: n + 1 >= tree.num_trees, onclick: () => neighbour(1), title: "next group (key n)", "aria-label": "next group" }, "›"),
       h("a", { href: to.task(run, tree.task.id) }, "this task across updates"),
-      tree.task.category && h("span", { class: "dim" }, plain(tree.task.category))),
+      tree.task.category && h("span", { class: "dim" }, plain(tree.task.category)),
+      h("div", { class: "overlays" }, h("span", { class: "dim" }, "colour by"), overlayButtons, legend)),
     h("p", { class: "question foreign" }, h("b", null, "Question "), plain(tree.task.question), tree.task.reference.length > 0 && [h("b", null, "  Expected "), tree.task.reference.map((one) => plain(one)).join(" or ")]),
-    h("p", { class: "findings" },
-      tree.best === null ? h("span", null, bestWords(tree)) : h("button", { onclick: () => choose(tree.best, null) }, bestWords(tree)),
-      contrast("Grafts", tree.grafted) && h("span", null, contrast("Grafts", tree.grafted)),
-      down && h("button", { onclick: () => choose(down.leaf, null) }, down.words),
-      contrast("Branches", tree.branched) && h("span", null, contrast("Branches", tree.branched))),
-    h("div", { class: "tools" }, h("span", { class: "dim" }, "colour by"), overlayButtons, legend),
+    h("p", { class: "findings" }, summary(tree).map(sentence)),
     panes);
 
   // ---- the drawing
   let drawing = null;
-  function draw() {
-    // The drawing gets its usual width, between a half and 62 % of the window.
+  // The drawing gets the width that its words want, within limits; the path has the rest.
+  function room(wish) {
     const all = panes.clientWidth;
-    const wanted = widths(tree).usual * (all > 1900 ? 1.4 : 1) + 30;
-    panes.style.gridTemplateColumns = `${Math.round(Math.max(0.5 * all, Math.min(0.62 * all, wanted)))}px minmax(0, 1fr)`;
-    drawing = new Drawing(tree, { room: { width: scroller.clientWidth, height: scroller.clientHeight }, scale, onLeaf: (one) => choose(one, null), onStep: pickStep });
+    const [least, most] = all > 1700 ? [0.5, 0.64] : [0.54, 0.7];
+    panes.style.setProperty("--tree", `${Math.round(Math.max(least * all, Math.min(most * all, wish + 30)))}px`);
+    // Where the panes stand one below the other, the drawing's height is its own.
+    const isStacked = left.offsetWidth > 0.9 * all;
+    return { width: scroller.clientWidth, height: isStacked ? 0.7 * innerHeight : scroller.clientHeight };
+  }
+  function draw() {
+    if (isEmpty) return replace(scroller, h("p", { class: "notice" }, NO_LEAF));
+    const kept = scroller.scrollTop;
+    drawing = new Drawing(tree, { room, scale, folding, onLeaf: (one) => choose(one, null), onStep: pickStep, onUnfold: unfoldNode });
     replace(scroller, drawing.element);
     drawing.paint(overlay);
     drawing.select(leaf, step);
+    scroller.scrollTop = kept;
     hint();
   }
 
-  // What of the drawing is out of sight, as ways there.
+  // The leaves that are out of sight, as a way there.
   function hint() {
-    const { below, right: beyond } = drawing.hidden({ right: scroller.scrollLeft + scroller.clientWidth, bottom: scroller.scrollTop + scroller.clientHeight });
-    replace(more,
-      beyond.length > 0 && h("button", { onclick: () => scroller.scrollBy(scroller.clientWidth, 0) }, `${spanWords(beyond)} further right ▸`),
-      below.length > 0 && h("button", { onclick: () => scroller.scrollBy(0, 0.8 * scroller.clientHeight) }, `${spanWords(below)} below ▾`));
+    const below = drawing?.hidden(scroller.scrollTop + scroller.clientHeight) ?? [];
+    more.hidden = below.length === 0;
+    const right = below.filter((one) => tree.leaves[one].is_correct).length;
+    more.textContent = `${leafNames(below)} below${right ? `, ${below.length === 1 ? "" : `${right} `}right` : ""} ▾`;
   }
 
   function reveal() {
-    const at = drawing.place(step ?? tree.leaves[leaf].step_id);
-    if (at.y < scroller.scrollTop + 40 || at.y > scroller.scrollTop + scroller.clientHeight - 40) scroller.scrollTop = at.y - scroller.clientHeight / 2;
-    const end = at.x + (step === null ? drawing.laid.chip * drawing.laid.scale : 120);
-    if (end > scroller.scrollLeft + scroller.clientWidth || at.x < scroller.scrollLeft) scroller.scrollLeft = end - scroller.clientWidth;
+    const { top, height } = drawing.rowOf(leaf);
+    if (top < scroller.scrollTop + height || top + height > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = top - scroller.clientHeight / 2;
   }
 
   // ---- the path
   async function drawPath() {
+    if (isEmpty) return replace(right, h("p", { class: "dim" }, NO_LEAF));
     const which = leaf;
     const one = tree.leaves[leaf];
     const isBest = leaf === tree.best;
+    const taken = (kind, make) => h("button", { onclick: (event) => copy(make(), event.target), title: `copy this trajectory as ${kind}` }, `copy ${kind}`);
     const head = h("div", { class: "pathhead" },
-      h("h2", null, `Leaf ${leaf} (0 to ${tree.leaves.length - 1})`, isBest && h("span", { class: "best" }, " ★ best")),
-      h("button", { onclick: () => move(-1), title: "key k" }, "‹"), h("button", { onclick: () => move(1), title: "key j" }, "›"),
-      !isBest && tree.best !== null && h("button", { onclick: () => choose(tree.best, null), title: "key b" }, "best"),
-      tree.leaves.length > 1 && h("a", { class: "button", href: to.versus(run, file, n, { a: leaf, b: isBest ? other() : tree.best ?? 0 }), title: "key c" }, "side by side"),
-      h("button", { class: "mode", "aria-pressed": String(mode === "tokens"), onclick: toggleMode, title: "key t" }, mode === "tokens" ? "to read" : "tokens"));
+      h("h2", null, `Leaf ${leaf}`, h("small", null, ` of 0 to ${tree.leaves.length - 1}`)), leafChip(one), isBest && best && h("span", { class: `best ${one.is_correct ? "right" : ""}` }, one.is_correct ? "★ best" : best),
+      h("span", { class: "spring" }), h("button", { onclick: () => move(-1), title: "leaf before (key k)", "aria-label": "leaf before" }, "‹"), h("button", { onclick: () => move(1), title: "next leaf (key j)", "aria-label": "next leaf" }, "›"),
+      h("span", { class: "buttons" },
+        !isBest && best && h("button", { onclick: () => choose(tree.best, null), title: "key b" }, best),
+        tree.leaves.length > 1 && h("a", { class: "button", href: to.versus(run, file, n, { a: leaf, b: isBest ? other() : tree.best ?? 0 }), title: "key c" }, "side by side"),
+        h("button", { class: "mode", "aria-pressed": String(mode === "tokens"), onclick: toggleMode, title: "key t" }, "tokens"),
+        taken("text", takeText), taken("JSON", takeMessages)));
     const facts = leafFacts(one, tree);
     if (mode === "read") {
       view = null;
@@ -168,7 +141,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     } else {
       const got = await tokens(which);
       if (which !== leaf || mode !== "tokens") return;
-      view = new TokenView(records(got.steps), { scale, overlay, head: (id) => h("p", { class: "tokhead" }, h("button", { class: "stepid", onclick: () => pickStep(id) }, id === "0" ? "prompt" : id), ` ${steps.get(id).cause?.kind ?? ""}`) });
+      view = new TokenView(records(got.steps, one.is_correct), { scale, overlay, head: (id) => h("p", { class: "tokhead" }, h("button", { class: "stepid", onclick: () => pickStep(id) }, id === "0" ? "prompt" : id), ` ${steps.get(id).cause?.kind ?? ""}`) });
       replace(right, head, facts, !tree.has_texts && h("p", { class: "notice" }, "This folder holds no checkpoint with a tokenizer, so tokens are shown as ids."),
         overlay === "ratio" && !got.steps.some((s) => s.ratios) && h("p", { class: "notice" }, "No ratio was recorded on this path: it was not learned from (no variance in its group, or an evaluation)."), view.element);
     }
@@ -180,10 +153,11 @@ export async function treePage(page, { run, query, go }, file, n) {
     const card = step === null ? null : right.querySelector(`[data-step="${CSS.escape(step)}"]`);
     right.scrollTop = card ? card.getBoundingClientRect().top - right.getBoundingClientRect().top + right.scrollTop - 8 : 0;
   }
-  const other = () => tree.leaves.findIndex((one, k) => k !== leaf && one.reward !== tree.leaves[leaf].reward) >= 0 ? tree.leaves.findIndex((one, k) => k !== leaf && one.reward !== tree.leaves[leaf].reward) : leaf === 0 ? 1 : 0;
+  const other = () => { const found = tree.leaves.findIndex((one, k) => k !== leaf && one.reward !== tree.leaves[leaf].reward); return found >= 0 ? found : leaf === 0 ? 1 : 0; };
 
   // ---- actions
   async function choose(which, which_step) {
+    if (isEmpty) return;
     leaf = which;
     step = which_step;
     note({ leaf, step: step ?? "" });
@@ -192,28 +166,44 @@ export async function treePage(page, { run, query, go }, file, n) {
     await drawPath();
     showStep();
   }
+  const takeText = () => textOf(tree, path());
+  const takeMessages = () => JSON.stringify({ messages: messagesOf(tree, path()), reward: tree.leaves[leaf].reward, task_id: tree.task.id });
   const pickStep = (id) => choose(Math.max(0, leafBelow(id)), id);
-  const move = (by) => choose((leaf + by + tree.leaves.length) % tree.leaves.length, null);
+  // In the order of the drawing's rows, which folding may change.
+  const move = (by) => { const order = drawing.ends.flatMap((node) => node.leaves); return choose(order[(order.indexOf(leaf) + by + order.length) % order.length], null); };
   const walk = (by) => {
     const ids = path().map((s) => s.id);
     const at = step === null ? (by > 0 ? 0 : ids.length) : ids.indexOf(step);
     return choose(leaf, ids[Math.min(ids.length - 1, Math.max(0, at + by))]);
   };
+  function unfoldNode(id) {
+    folding.apart.add(id);
+    draw();
+  }
+  function unfoldAll() {
+    folding.isFolded = !folding.isFolded;
+    folding.apart.clear();
+    draw();
+    reveal();
+  }
   function setOverlay(id) {
     overlay = id;
-    note({ over: overlay === "none" ? "" : overlay });
+    note({ over: overlay === usual ? "" : overlay });
     overlayButtons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.overlay === overlay)));
-    replace(legend, scaleLegend(overlay, scale), h("span", { class: "dim" }, PLAN[overlay]));
+    replace(legend, scaleLegend(overlay, scale));
+    legend.title = PLAN[overlay];
     drawing?.paint(overlay);
+    drawing?.select(leaf, step);
     if (view && overlay !== "ratio") view.paint(overlay);
     else if (view) drawPath();
   }
+  const nextOverlay = (by) => setOverlay(OVERLAYS[(OVERLAYS.findIndex((one) => one.id === overlay) + by + OVERLAYS.length) % OVERLAYS.length].id);
   async function toggleMode() {
     mode = mode === "tokens" ? "read" : "tokens";
     note({ mode: mode === "read" ? "" : mode });
     await drawPath();
   }
-  const unfold = () => {
+  const unfoldMarkup = () => {
     const all = [...right.querySelectorAll("details.raw")];
     const open = !all.every((one) => one.open);
     all.forEach((one) => (one.open = open));
@@ -222,36 +212,38 @@ export async function treePage(page, { run, query, go }, file, n) {
   setOverlay(overlay);
   draw();
   await drawPath();
-  reveal();
-  showStep();
-  // The room changes with the window, the lines above the panes and the unfolded legend.
-  const room = () => `${left.clientWidth} ${left.clientHeight} ${left.querySelector(".ringlegend").open}`;
-  let drawnFor = room();
-  const redraw = () => {
-    if (room() === drawnFor) return;
-    drawnFor = room();
+  if (!isEmpty) {
+    reveal();
+    showStep();
+  }
+  // The room changes with the window and with the lines above the panes.
+  const size = () => `${panes.clientWidth} ${scroller.clientWidth} ${scroller.clientHeight}`;
+  let drawnFor = size();
+  const watch = new ResizeObserver(() => {
+    if (size() === drawnFor) return;
     draw();
-  };
-  const watch = new ResizeObserver(redraw);
+    drawnFor = size();
+  });
   watch.observe(left);
   watch.observe(panes);
-  left.querySelector(".ringlegend").addEventListener("toggle", redraw);
+  const keys = isEmpty ? [] : [
+    ["j ArrowDown", "next leaf", () => move(1)],
+    ["k ArrowUp", "leaf before", () => move(-1)],
+    ["l ArrowRight", "next step of the path", () => walk(1)],
+    ["h ArrowLeft", "step before", () => walk(-1)],
+    ["b", "the leaf with the highest reward", () => tree.best !== null && choose(tree.best, null)],
+    ["x", "unfold or fold equal steps", unfoldAll],
+    ["t", "tokens or text", toggleMode],
+    ["m", "unfold the markup", unfoldMarkup],
+    ["o", "colour by the next", () => nextOverlay(1)],
+    ["O", "colour by the one before", () => nextOverlay(-1)],
+    ["y", "copy the trajectory as text", () => copy(takeText())],
+    ["Y", "copy the trajectory as JSON messages", () => copy(takeMessages())],
+    ["c", "side by side with the leaf of the highest reward", () => tree.leaves.length > 1 && go(to.versus(run, file, n, { a: leaf, b: leaf === tree.best ? other() : tree.best ?? 0 }))],
+  ];
   return {
     title: `${fileTitle(file)}, group ${n}`,
     close: () => watch.disconnect(),
-    keys: [
-      ["j ArrowDown", "next leaf", () => move(1)],
-      ["k ArrowUp", "leaf before", () => move(-1)],
-      ["l ArrowRight", "next step of the path", () => walk(1)],
-      ["h ArrowLeft", "step before", () => walk(-1)],
-      ["b", "the best leaf", () => tree.best !== null && choose(tree.best, null)],
-      ["t", "tokens or text", toggleMode],
-      ["m", "unfold the markup", unfold],
-      ["o", "next overlay", () => setOverlay(OVERLAYS[(OVERLAYS.findIndex((one) => one.id === overlay) + 1) % OVERLAYS.length].id)],
-      ["0 1 2 3 4 5", "overlay: none, origin, entropy, advantage, log ratio, loss", (key) => setOverlay(OVERLAYS[Number(key)].id)],
-      ["c", "side by side with the best", () => go(to.versus(run, file, n, { a: leaf, b: leaf === tree.best ? other() : tree.best ?? 0 }))],
-      ["n", "next group", () => neighbour(1)],
-      ["p", "group before", () => neighbour(-1)],
-    ],
+    keys: [...keys, ["n", "next group", () => neighbour(1)], ["p", "group before", () => neighbour(-1)]],
   };
 }

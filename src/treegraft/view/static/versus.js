@@ -2,7 +2,7 @@
 
 import { fileTitle, get, note, runPath, to } from "./api.js";
 import { h, num, plain, plural, replace, signed } from "./dom.js";
-import { headline, leafChip, OVERLAYS, scaleLegend } from "./marks.js";
+import { headline, leafChip, outcome, OVERLAYS, scaleLegend } from "./marks.js";
 import { leafFacts, stepCard } from "./transcript.js";
 import { records, scaleOf, TokenView } from "./tokens.js";
 
@@ -37,14 +37,14 @@ export async function versus(page, { run, query, go }, file, n) {
   const inside = (value, fallback) => Math.min(tree.leaves.length - 1, Math.max(0, Number(value ?? fallback)));
   let pair = [inside(query.a, 0), inside(query.b, 1)];
   let mode = query.mode === "tokens" ? "tokens" : "read";
-  let overlay = query.over ?? "none";
+  let overlay = OVERLAYS.some((one) => one.id === query.over) ? query.over : "origin";
   let views = [];
   const place = h("div", { class: "versus" });
   const said = h("p", { class: "findings" });
   const legend = h("span", { class: "scale" });
   const chooser = (side) => {
     const made = h("select", { id: side ? "leaf-b" : "leaf-a", "aria-label": side ? "right leaf" : "left leaf", onchange: (event) => { pair[side] = Number(event.target.value); draw(); } },
-      tree.leaves.map((leaf, k) => h("option", { value: k }, `leaf ${k}: reward ${num(leaf.reward)}${k === tree.best ? " ★" : ""}${leaf.num_grafts ? " ◆" : ""}${leaf.num_branches ? " ├" : ""}`)));
+      tree.leaves.map((leaf, k) => h("option", { value: k }, `leaf ${k}: ${outcome(leaf).glyph} ${outcome(leaf).word}, reward ${num(leaf.reward)}${leaf.num_grafts ? ", graft" : ""}${leaf.num_branches ? ", branch" : ""}`)));
     return made;
   };
   const choosers = [chooser(0), chooser(1)];
@@ -56,7 +56,7 @@ export async function versus(page, { run, query, go }, file, n) {
   async function draw() {
     const now = [...pair];
     choosers.forEach((one, side) => (one.value = pair[side]));
-    note({ a: pair[0], b: pair[1], mode: mode === "read" ? "" : mode, over: overlay === "none" ? "" : overlay });
+    note({ a: pair[0], b: pair[1], mode: mode === "read" ? "" : mode, over: overlay === "origin" ? "" : overlay });
     const got = await Promise.all(now.map((leaf) => get(runPath(run, `/tokens/${encodeURIComponent(file)}/${n}`), { leaf })));
     if (now.join() !== pair.join()) return;
     const paths = got.map((one) => one.steps);
@@ -67,10 +67,10 @@ export async function versus(page, { run, query, go }, file, n) {
     views = [];
     const side = (k) => {
       const rest = paths[k].slice(cut.steps);
-      const head = h("div", { class: "pathhead" }, h("h2", null, `Leaf ${now[k]}`), leafChip(leaves[k]));
+      const head = h("div", { class: "pathhead" }, h("h2", null, `Leaf ${now[k]}`), leafChip(leaves[k]), h("span", { class: "dim" }, `reward ${num(leaves[k].reward)}`));
       let body;
       if (mode === "tokens") {
-        const view = new TokenView(records(rest), { scale, overlay, differs: cut.within, head: (id) => h("p", { class: "tokhead" }, `${id} ${steps.get(id).cause?.kind ?? ""}`) });
+        const view = new TokenView(records(rest, leaves[k].is_correct), { scale, overlay, differs: cut.within, head: (id) => h("p", { class: "tokhead" }, `${id} ${steps.get(id).cause?.kind ?? ""}`) });
         views.push(view);
         body = view.element;
       } else body = rest.map((step, place) => {
@@ -87,8 +87,8 @@ export async function versus(page, { run, query, go }, file, n) {
   const swap = () => { pair = [pair[1], pair[0]]; return draw(); };
   const toggle = () => { mode = mode === "tokens" ? "read" : "tokens"; return draw(); };
   const step = (by) => { pair[1] = (pair[1] + by + tree.leaves.length) % tree.leaves.length; return draw(); };
-  const paint = (id) => {
-    overlay = id;
+  const paint = (by) => {
+    if (mode === "tokens") overlay = OVERLAYS[(OVERLAYS.findIndex((one) => one.id === overlay) + by + OVERLAYS.length) % OVERLAYS.length].id;
     mode = "tokens";
     return draw();
   };
@@ -101,7 +101,8 @@ export async function versus(page, { run, query, go }, file, n) {
       ["x", "swap sides", swap],
       ["t", "tokens or text", toggle],
       ["e", "unfold common steps", () => { const d = place.querySelector("details.common"); d.open = !d.open; }],
-      ["0 1 2 3 4 5", "overlay on tokens", (key) => paint(OVERLAYS[Number(key)].id)],
+      ["o", "tokens coloured by the next", () => paint(1)],
+      ["O", "tokens coloured by the one before", () => paint(-1)],
     ],
   };
 }

@@ -1,0 +1,57 @@
+"""A stand-in for pydantic on a machine without it, enough for the settings of model, engine and
+learner: values are taken as they are given, unchecked."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any, ClassVar
+
+
+class FieldInfo:
+    """A default, with the metadata that a caller appends."""
+
+    def __init__(self, default: Any = ...) -> None:
+        self.default = default
+        self.metadata: list[Any] = []
+
+
+class BaseModel:
+    """Keyword arguments over the class's defaults."""
+
+    model_fields: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **given: Any) -> None:
+        known = {
+            name: value.default if isinstance(value, FieldInfo) else value
+            for kind in reversed(type(self).__mro__)
+            for name, value in list(vars(kind).items())
+            if name in getattr(kind, "__annotations__", {}) and name != "model_fields"
+        }
+        if unknown := given.keys() - known.keys():
+            raise TypeError(f"{type(self).__name__}: unknown settings {sorted(unknown)}")
+        for name, value in (known | given).items():
+            setattr(self, name, value)
+
+
+def import_settings() -> bool:
+    """Imports the settings of model, engine and learner; returns whether pydantic is there."""
+    if sys.modules.get("pydantic", ...) is not None and importlib.util.find_spec("pydantic"):
+        return True
+    module, fields = ModuleType("pydantic"), ModuleType("pydantic.fields")
+    module.BaseModel = BaseModel  # type: ignore[attr-defined]
+    module.ConfigDict = dict  # type: ignore[attr-defined]
+    module.Field = lambda default=..., **_: FieldInfo(default)  # type: ignore[attr-defined]
+    fields.FieldInfo = FieldInfo  # type: ignore[attr-defined]
+    before = {name: sys.modules.get(name, ...) for name in ("pydantic", "pydantic.fields")}
+    sys.modules |= {"pydantic": module, "pydantic.fields": fields}
+    importlib.import_module("treegraft.settings.policy")
+    # Away again: other libraries ask whether pydantic is there, and would believe it.
+    for name, known in before.items():
+        if known is ...:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = known  # type: ignore[assignment]
+    return False

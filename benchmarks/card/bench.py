@@ -1,0 +1,167 @@
+"""What the parts share: the card, models of random weights, time, and the rows."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treegraft.policy.bounds import Card, ModelShape, known_card
+from treegraft.policy.shapes import num_shape_weights, published_shape
+from treegraft.policy.tiny import build_byte_tokenizer, build_random_model
+
+_TINY = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement or one check."""
+
+    part: int
+    what: str
+    value: float | None
+    """None where it could not be measured; `note` says why."""
+    unit: str
+    bound: float | None = None
+    """The best possible, or the limit of a check, in the same unit; None for none."""
+    note: str = ""
+    at_s: float = 0.0
+    """Seconds since the part began."""
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Where a part runs, and for how long."""
+
+    part: int
+    limit_s: float
+    """No row is begun after so many seconds."""
+    file: Path | None = None
+    """Each row goes there at once, as one line of JSON."""
+    is_tiny: bool = False
+    """Tiny models and sizes: a test of the benchmark, no measurement."""
+    say: Callable[[str], None] = print
+    rows: list[Row] = field(default_factory=list, init=False)
+    _begun: float = field(default_factory=time.monotonic, init=False)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def card(self) -> Card | None:
+        """By its data sheet; None for a CPU or a card that is not known here."""
+        return known_card(torch.cuda.get_device_name()) if self.device.type == "cuda" else None
+
+    @property
+    def seconds(self) -> float:
+        """Since the part began."""
+        return time.monotonic() - self._begun
+
+    def pick(self, full: Any, tiny: Any) -> Any:
+        """Returns the size for a measurement, or the one for a test."""
+        return tiny if self.is_tiny else full
+
+    def add(self, what: str, value: float | None, unit: str, **more: Any) -> None:
+        """Writes a row."""
+        row = Row(
+            part=self.part, what=what, value=value, unit=unit, at_s=round(self.seconds, 1), **more
+        )
+        self.rows.append(row)
+        self.say(line(row))
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(asdict(row)) + "\n")
+
+    @contextmanager
+    def measure(self, what: str, unit: str) -> Iterator[None]:
+        """A block that adds rows; what does not fit the card's memory is a row that says so."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.add(what, None, unit, note=f"out of memory: {str(error).splitlines()[0][:90]}")
+        finally:
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def has_time(self, what: str) -> bool:
+        """Whether a row may still begin; a row says that it was left out."""
+        if self.seconds < self.limit_s:
+            return True
+        self.add(what, None, "", note=f"left out: {self.limit_s:g} s are over")
+        return False
+
+    def timed(self, work: Callable[[], Any]) -> float:
+        """Returns the seconds that `work` takes, the device's included."""
+        self.wait()
+        begun = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - begun
+
+    def wait(self) -> None:
+        """Until the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # ------------------------------------------------------------------ models and inputs
+
+    def fields(self, name: str, **changes: Any) -> dict[str, Any]:
+        """Returns the fields of a published shape, or of a tiny one of its kind."""
+        found = published_shape(f"shape:{name}")
+        return found | (_TINY if self.is_tiny else {}) | changes
+
+    def shape(self, name: str, **changes: Any) -> ModelShape:
+        """Returns the same for the formulas."""
+        fields = self.fields(name, **changes)
+        return ModelShape.of_config(fields, num_shape_weights(fields))
+
+    def model(self, name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+        """Returns a model of random weights on the device, without an end token, so that every
+        completion has the length asked for."""
+        with self.device:
+            model = build_random_model(self.fields(name, **changes), dtype, 0).eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        return model
+
+    def tokenizer(self, name: str) -> Any:
+        """Returns the tokenizer of such a model, without an end token."""
+        tokenizer = build_byte_tokenizer(self.fields(name)["vocab_size"])
+        tokenizer.eos_token = None
+        return tokenizer
+
+    def tokens(self, name: str, seed: int, count: int) -> list[int]:
+        """Returns random token ids of the model's vocabulary."""
+        draw = random.Random(f"tokens {seed}")
+        return draw.choices(range(3, self.fields(name)["vocab_size"]), k=count)
+
+
+def line(row: Row) -> str:
+    """Returns a row of the table."""
+    value = "-" if row.value is None else f"{row.value:.4g}"
+    bound = "" if row.bound is None else f"{row.bound:.4g}"
+    return f"| {row.what} | {value} | {row.unit} | {bound} | {row.note} |"
+
+
+def table(rows: list[Row]) -> str:
+    """Returns the rows in Markdown."""
+    head = "| what | value | unit | bound | note |\n|---|---:|---|---:|---|\n"
+    return head + "\n".join(map(line, rows)) + "\n"

@@ -1,0 +1,191 @@
+"""Part 1: what has to be right before anything is timed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from benchmarks.card.bench import Bench
+from benchmarks.card.trees import Workload
+from treegraft.core.types import Sampling
+from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.head import Head
+from treegraft.policy.hook import tree_attention
+from treegraft.policy.learn import scores
+from treegraft.policy.learn.dense import AttentionShape, exactness
+from treegraft.policy.learn.flex import flex_distance, tree_block_mask
+from treegraft.policy.learn.pack import TreeBatch, pack_trees
+from treegraft.policy.learn.tree_attention import PROOF_TOKENS, PackedPlan
+from treegraft.settings.policy import EngineSettings, NativeSettings
+
+NAME = "qwen2.5-1.5b"
+_LAYERS = 4
+
+
+def run(bench: Bench) -> None:
+    """Adds the rows."""
+    if bench.device.type == "cuda":
+        _card(bench)
+        _tests(bench)
+    # FlexAttention has no backward pass on a CPU.
+    proofs = (_proofs,) if bench.device.type == "cuda" else ()
+    for work in (_masks, *proofs, _packed, _keys):
+        if bench.has_time(work.__name__.strip("_")):
+            work(bench)
+
+
+def check(bench: Bench, what: str, value: float, limit: float, unit: str, note: str = "") -> None:
+    """Adds a row that fails above `limit`, and for NaN."""
+    note = note if value <= limit else f"FAILED {note}".strip()
+    bench.add(what, value, unit, bound=limit, note=note)
+
+
+def _card(bench: Bench) -> None:
+    """What this card does without us."""
+    data = torch.empty(2**30, dtype=torch.int32, device=bench.device)
+    other = torch.empty_like(data)
+    other.copy_(data)
+    seconds = bench.timed(lambda: [other.copy_(data) for _ in range(5)]) / 5
+    card = bench.card
+    limit = card.bandwidth / 1e9 if card else None
+    bench.add("copy, read and written", 2 * data.nbytes / seconds / 1e9, "GB/s", bound=limit)
+    a, b = torch.randn(2, 8192, 8192, device=bench.device, dtype=torch.bfloat16)
+    a @ b
+    seconds = bench.timed(lambda: [a @ b for _ in range(10)]) / 10
+    limit = card.flops / 1e12 if card else None
+    bench.add("bfloat16 product, 8192", 2 * 8192**3 / seconds / 1e12, "TFLOP/s", bound=limit)
+
+
+def _tests(bench: Bench) -> None:
+    """The tests that need a GPU, where what they import is there."""
+    needed = ("pytest", "hypothesis", "pydantic_core")
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+        bench.add("tests marked gpu", None, "", note=f"not run: no {', '.join(lacking)} here")
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    except subprocess.TimeoutExpired:
+        bench.add("tests marked gpu", None, "", note="FAILED: not over after 150 s")
+        return
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    passed = re.search(r"(\d+) passed", last)
+    note = last if done.returncode == 0 else f"FAILED {last}"
+    bench.add("tests marked gpu", float(passed[1]) if passed else None, "passed", note=note)
+
+
+def _masks(bench: Bench) -> None:
+    """Masks from intervals against those from every pair."""
+    size = bench.pick(8192, 640)
+    batch = pack_trees(Workload.of(size, 2.0).trees(bench.tokens(NAME, 0, 4096)))
+    plan = PackedPlan(batch, flex=flex_attention)
+    nodes, total = plan._nodes(), plan.inputs[0].numel()
+    for window in (None, size // 16):
+        seconds = bench.timed(lambda w=window: tree_block_mask(nodes, w, bench.device))  # type: ignore[misc]
+        ours = tree_block_mask(nodes, window, bench.device)
+        theirs = create_block_mask(ours.mask_mod, None, None, total, total, device=bench.device)
+        columns = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        wrong = sum(not torch.equal(getattr(ours, c), getattr(theirs, c)) for c in columns)
+        what = f"mask of {total} tokens, window {window}: columns unlike create_block_mask's"
+        check(bench, what, float(wrong), 0.0, "columns", f"made in {seconds * 1e3:.1f} ms")
+
+
+def _proofs(bench: Bench) -> None:
+    """FlexAttention against a dense mask at real heads."""
+    flex = torch.compile(flex_attention, dynamic=True)
+    shapes = {"1.5B": (12, 2, 128), "7B": (28, 4, 128), "4B and 8B": (32, 8, 128)}
+    for name, heads in shapes.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            what = f"flex against dense, heads of {name}, {str(dtype).partition('.')[2]}"
+            if not bench.has_time(what):
+                return
+            with bench.measure(what, "of its norm"):
+                try:
+                    gap = flex_distance(
+                        flex, AttentionShape(*heads), dtype, bench.device, PROOF_TOKENS
+                    )
+                except Exception as error:  # a compiler has many ways to fail; the next may work
+                    note = f"FAILED {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                    bench.add(what, None, "of its norm", note=note)
+                    continue
+                check(bench, what, gap, exactness(dtype), "of its norm")
+
+
+def _packed(bench: Bench) -> None:
+    """Law 1 at real head widths: packed trees against one pass per trajectory, float32."""
+    model = bench.model(NAME, torch.float32, num_hidden_layers=bench.pick(_LAYERS, 2))
+    size = bench.pick(PROOF_TOKENS, 301)
+    text = bench.tokens(NAME, 1, 4096)
+    batch = pack_trees(Workload.of(size, 2.0).trees(text), device=bench.device)
+    rows = scores.rowwise_hidden(model, batch)
+    expected = _logprobs_and_gradient(model, batch, rows)
+    ways = {"as the learner chooses": {}, "dense": {"dense_limit": 1 << 20}}
+    if bench.is_tiny:
+        ways["dense"] |= {"compile_kernels": False}
+    for name, options in ways.items():
+        plan = PackedPlan(batch, **options)
+        if name == "dense":
+            plan._flex = lambda *_: None  # type: ignore[method-assign]
+        with tree_attention(model), bench.measure(f"packed = separate, {name}", ""):
+            token_ids, positions = plan.inputs
+            hidden = (
+                model.base_model(
+                    input_ids=token_ids[None],
+                    position_ids=positions[None],
+                    use_cache=False,
+                    attention_plan=plan,
+                )
+                .last_hidden_state[0]
+                .index_select(0, batch.sources)
+            )
+            logprobs, gradient = _logprobs_and_gradient(model, batch, hidden)
+            gap = float((logprobs - expected[0]).abs().max())
+            off = float((gradient - expected[1]).norm() / expected[1].norm())
+        check(bench, f"packed = separate, {name}: log-probabilities", gap, 1e-4, "nats")
+        check(bench, f"packed = separate, {name}: gradient", off, 1e-4, "of its norm")
+
+
+def _logprobs_and_gradient(
+    model: torch.nn.Module, batch: TreeBatch, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    targets = batch.token_ids[batch.sampled]
+    found = scores.chunked_scores(Head(model), hidden, targets, batch.temperatures, 2048)[0]
+    model.zero_grad(set_to_none=True)
+    found.sum().backward()
+    grads = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
+    return found.detach(), torch.cat(grads)
+
+
+def _keys(bench: Bench) -> None:
+    """The same keys in batches of 1, 7 and 256 give the same tokens."""
+    model = bench.model(NAME, torch.float32, num_hidden_layers=bench.pick(_LAYERS, 2))
+    settings = EngineSettings(max_rows=256, native=NativeSettings(cache_gb=bench.pick(4.0, 0.1)))
+    count, length = bench.pick((256, 32), (9, 4))
+    prompt = bench.tokens(NAME, 2, bench.pick(500, 20))
+    engine = NativeEngine(model, bench.tokenizer(NAME), settings)
+    sampling = Sampling(max_new_tokens=length)
+
+    async def together(names: Sequence[int]) -> list[tuple[int, ...]]:
+        asked = (engine.complete(prompt, sampling, noise_key=(0, "gpu", n)) for n in names)
+        return [one.token_ids for one in await asyncio.gather(*asked)]
+
+    async def compare() -> None:
+        whole = await together(range(count))
+        for size in (1, 7):
+            names = range(min(count, 3 * size))
+            parts = [await together(names[n : n + size]) for n in range(0, len(names), size)]
+            found = [tokens for part in parts for tokens in part]
+            wrong = sum(a != b for a, b in zip(found, whole, strict=False))
+            what = f"keys in batches of {size} and {count}, float32: completions that differ"
+            check(bench, what, float(wrong), 0.0, f"of {len(names)}")
+        await engine.close()
+
+    asyncio.run(compare())

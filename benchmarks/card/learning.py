@@ -1,0 +1,90 @@
+"""Part 3: forward, backward and optimiser step on packed trees, against the same trajectories
+apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.card.bench import Bench
+from benchmarks.card.trees import Workload
+from treegraft.policy.bounds import model_flops_utilisation
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.load import with_adapters
+from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
+
+CASES: Mapping[str, tuple[str, int]] = {
+    "1.5B full": ("qwen2.5-1.5b", 0),
+    "4B full": ("qwen3-4b", 0),
+    "7B LoRA": ("qwen2.5-7b", 16),
+    "8B LoRA": ("qwen3-8b", 16),
+}
+"""Shape, and rank of its adapters (0: all weights)."""
+RATIOS = (1.3, 1.6, 3.3)
+_NUM_RUNS = 2
+
+
+def run(bench: Bench) -> None:
+    """Adds the rows."""
+    for case, (name, rank) in bench.pick(CASES, {"tiny": CASES["1.5B full"]}).items():
+        if not bench.has_time(case):
+            return
+        with bench.measure(case, "unique tokens/s"):
+            learner = _learner(bench, name, rank)
+            for size in bench.pick((8192, 32768, 65536), (256,)):
+                for ratio in RATIOS:
+                    what = f"{case}, pack of {size}, share ratio {ratio}"
+                    if not bench.has_time(what):
+                        return
+                    with bench.measure(what, "unique tokens/s"):
+                        _pack(bench, learner, name, what, Workload.of(size, ratio), size)
+
+
+def _learner(bench: Bench, name: str, rank: int) -> Learner:
+    settings = ModelSettings(
+        dtype="bfloat16", gradient_checkpointing=True, lora=LoraSettings(rank=rank)
+    )
+    model: Any = with_adapters(bench.model(name), settings, seed=0)
+    learn = LearnSettings(lr=1e-6, max_pack_tokens=1 << 17, num_minibatches=1, num_epochs=1)
+    return Learner(model, learn, LossSettings(), length_constant=512)
+
+
+def _pack(bench: Bench, learner: Learner, name: str, what: str, load: Workload, size: int) -> None:
+    text = bench.tokens(name, 5, 16384)
+    trees, apart, shape = load.trees(text), load.apart(text), load.shape
+    learner.learn(trees)  # compiles
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = min(bench.timed(lambda: learner.learn(trees)) for _ in range(_NUM_RUNS))
+    peak = torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None
+    used = None
+    if bench.card:
+        seen = shape.num_pairs[0] / shape.num_unique
+        sampled = shape.leaves * shape.tokens / shape.num_unique
+        used = model_flops_utilisation(
+            bench.shape(name),
+            shape.num_unique,
+            seconds,
+            bench.card.flops,
+            num_seen=seen,
+            scored_frac=sampled,
+        )
+    memory = "" if peak is None else f"peak {peak:.1f} GB"
+    speed = shape.num_unique / seconds
+    bench.add(what, speed, "unique tokens/s", note=memory)
+    if used is not None:
+        goal = "; goal 0.4 at 4B" if "4B" in what else ""
+        bench.add(f"{what}: MFU on unique tokens", used, "of the peak", bound=1.0, note=goal)
+    if (shape.ratio < 2.0 and size > 8192) or not bench.has_time(f"{what}: rows"):
+        return
+    # In packs of the tree's size: rows of one length, so that padded ones take the same.
+    learner.settings = learner.settings.__class__(
+        **{**vars(learner.settings), "max_pack_tokens": size}
+    )
+    learner.learn(apart)
+    rows = bench.timed(lambda: learner.learn(apart))
+    frac = rows / seconds / shape.ratio
+    note = f"{frac:.0%} of the share ratio {shape.ratio:.2f}; goal 85 %"
+    bench.add(f"{what}: against rows without padding", rows / seconds, "times", note=note)

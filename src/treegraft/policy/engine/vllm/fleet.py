@@ -1,0 +1,450 @@
+"""The servers of a run: which one answers, what they hold, and what happens when one dies.
+
+Every server that is live holds the weights of `Fleet.due`, under its label, and belongs to this
+run. One that dies is left out until it is back and has been given those weights. A completion does
+not depend on the server, so any may answer; those of a tree share a cache and so keep to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from treegraft.core.errors import EngineError
+from treegraft.policy.engine.vllm.checks import check_identity
+from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
+from treegraft.settings.policy import EngineSettings
+
+_log = logging.getLogger(__name__)
+
+LEASE_S = 300.0
+"""A server whose run has died without giving it up is free after so many seconds."""
+WATCH_S = 5.0
+"""Time between two looks at the servers, in seconds."""
+MAX_FAULTS = 8
+"""A request that so many servers, or one server so often, failed to answer is given up."""
+_LOADING = "loading"
+
+
+class State(StrEnum):
+    """What a server can do."""
+
+    DOWN = "down"
+    """Nothing yet, or nothing any more until it is back."""
+    LIVE = "live"
+    """It answers, with the weights that are due."""
+    LEFT_OUT = "left out"
+    """It has died too often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The weights that servers have to hold."""
+
+    label: str
+    folder: WeightsFolder | None
+    """None for those that a server of ours is started with."""
+    fingerprint: str
+
+
+class Member:
+    """One server, as the fleet sees it."""
+
+    def __init__(self, server: Server, max_rows: int) -> None:
+        self.server, self.state = server, State.DOWN
+        self.rows = asyncio.Semaphore(max_rows)
+        self.asking: set[asyncio.Task[Any]] = set()
+        """Requests under way."""
+        self.num_waiting = 0
+        self.num_revivals = 0
+        self.fault = ""
+        """Why it is not live, in words."""
+        self.hangs = False
+        self.loading = asyncio.Lock()
+        self.num_tokens, self.progress_at = -1.0, 0.0
+        self.identity: Mapping[str, Any] = {}
+
+    @property
+    def load(self) -> int:
+        return len(self.asking) + self.num_waiting
+
+
+class Fleet:
+    """Asks servers, keeps them alive, and gives them weights."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        settings: EngineSettings,
+        expected: Mapping[str, Any],
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            expected: the identity that each server has to have, see `checks.check_identity`.
+        """
+        self.settings, self._expected = settings, expected
+        self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.members = [Member(one, settings.max_rows) for one in servers]
+        self.due = Due(f"{self.owner}-start", None, "")
+        self._homes: dict[object, Member] = {}
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.num_requests = self.num_moved = self.num_repeated = self.num_revivals = 0
+        self.num_prompt = self.num_cached = 0
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def live(self) -> list[Member]:
+        return [one for one in self.members if one.state is State.LIVE]
+
+    @property
+    def death(self) -> EngineError | None:
+        """Why no server will answer again; None while one is live or on its way."""
+        if any(one.state is not State.LEFT_OUT for one in self.members):
+            return None
+        reasons = "; ".join(f"{one.server}: {one.fault}" for one in self.members)
+        return EngineError(
+            f"engine: no server is left after engine.vllm.max_restarts ="
+            f" {self.settings.vllm.max_restarts}: {reasons}"
+        )
+
+    async def ask(self, home: object, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a server's reply to a request, by the weights that are due.
+
+        Args:
+            home: requests with equal ones go to one server while it lives.
+
+        Raises:
+            EngineError: no server is left, the request was refused, or it failed everywhere.
+        """
+        fault = ""
+        for _ in range(MAX_FAULTS):
+            member = await self._member_for(home)
+            try:
+                return await self.ask_member(member, body)
+            except Unreachable as error:
+                fault = str(error)
+                self.num_moved += 1
+                self.lost(member, fault)
+        raise EngineError(f"engine: a request failed {MAX_FAULTS} times; the last time: {fault}")
+
+    async def ask_member(self, member: Member, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns one server's reply by the weights that are due.
+
+        Raises:
+            Unreachable: it did not answer, or by other weights; EngineError: it refused.
+        """
+        reply = await self._ask_once(member, body)
+        labels = {
+            span["version"]
+            for choice in reply["choices"]
+            for span in choice.get("weight_versions") or ({"version": "none"},)
+        }
+        if wrong := labels - {self.due.label}:
+            # Another run has published there, or somebody has started the server anew.
+            self.num_repeated += 1
+            raise Unreachable(
+                f"{member.server} replied by weights '{min(wrong)}', not '{self.due.label}'"
+            )
+        usage = reply.get("usage") or {}
+        self.num_prompt += usage.get("prompt_tokens", 0)
+        details = usage.get("prompt_tokens_details") or {}
+        self.num_cached += details.get("cached_tokens") or 0
+        return reply
+
+    async def _member_for(self, home: object) -> Member:
+        while True:
+            if self.death is not None:
+                raise self.death
+            member = self._homes.get(home)
+            if (member is None or member.state is not State.LIVE) and self.live:
+                member = self._homes[home] = min(self.live, key=lambda one: one.load)
+            if member is not None and member.state is State.LIVE:
+                return member
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _ask_once(self, member: Member, body: Mapping[str, Any]) -> dict[str, Any]:
+        member.num_waiting += 1
+        try:
+            await member.rows.acquire()
+        finally:
+            member.num_waiting -= 1
+        try:
+            if member.state is not State.LIVE:
+                raise Unreachable(member.fault)
+            self.num_requests += 1
+            path = "/inference/v1/generate"
+            asking = asyncio.create_task(member.server.request("POST", path, body, timeout_s=None))
+            member.asking.add(asking)
+            try:
+                # In a task of its own, so that a server which hangs can be given up.
+                await asyncio.wait([asking])
+                if asking.cancelled():
+                    raise Unreachable(member.fault)
+                reply: dict[str, Any] = asking.result().json()
+                return reply
+            except ValueError as error:
+                raise Unreachable(f"{member.server} did not reply in JSON: {error}") from error
+            finally:
+                asking.cancel()
+                member.asking.discard(asking)
+        finally:
+            member.rows.release()
+
+    def forget_homes(self) -> None:
+        """Lets every tree find its server anew."""
+        self._homes.clear()
+
+    # ------------------------------------------------------------------ life and death
+
+    async def open(self) -> None:
+        """Starts the servers and waits until all are live.
+
+        Raises:
+            EngineError: one did not become ready in time; SettingError: one that cannot be used.
+        """
+        starts = [asyncio.create_task(self._open_one(member)) for member in self.members]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+        self._spawn(self._watch())
+
+    async def _open_one(self, member: Member) -> None:
+        timeout_s = self.settings.vllm.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._raise_up(member, is_first=True)
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine: {member.server} was not ready within engine.vllm.start_timeout_s ="
+                f" {timeout_s:g} s.{self._log_of(member)}"
+            ) from error
+        except Unreachable as error:
+            raise EngineError(f"engine: {error}.{self._log_of(member)}") from error
+        self._go_live(member)
+
+    async def close(self) -> None:
+        """Gives the servers up, and ends those that are ours."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for member in self.members:
+            with suppress(Unreachable, EngineError):
+                await member.server.call("treegraft_release", self.owner, timeout_s=5.0)
+        ours = [one.server.process for one in self.members if one.server.process is not None]
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in ours))
+
+    def _go_live(self, member: Member) -> None:
+        member.state, member.fault, member.hangs = State.LIVE, "", False
+        member.num_tokens = -1.0
+        self._changed.set()
+
+    def lost(self, member: Member, fault: str) -> None:
+        """Leaves the server out until it is back; its requests move."""
+        if member.state is not State.LIVE:
+            return
+        _log.warning("%s: %s; its requests go to other servers", member.server, fault)
+        member.state, member.fault = State.DOWN, fault
+        for task in member.asking:
+            task.cancel()
+        self._spawn(self._revive(member))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _revive(self, member: Member) -> None:
+        if not member.hangs and await self._is_as_it_was(member):
+            # A connection was lost, not the server.
+            self._go_live(member)
+            return
+        most = self.settings.vllm.max_restarts
+        while member.num_revivals < most:
+            member.num_revivals += 1
+            self.num_revivals += 1
+            try:
+                async with asyncio.timeout(self.settings.vllm.start_timeout_s):
+                    await self._raise_up(member)
+            except (TimeoutError, Unreachable, EngineError, ValueError) as error:
+                member.fault = str(error) or "it was not ready in time"
+                _log.warning("%s: %s", member.server, member.fault)
+                continue
+            _log.warning("%s is back, with the weights that are due", member.server)
+            self._go_live(member)
+            return
+        member.state = State.LEFT_OUT
+        _log.warning("%s is left out: %s", member.server, member.fault)
+        self._changed.set()
+
+    async def _is_as_it_was(self, member: Member) -> bool:
+        server = member.server
+        if server.process is not None and server.process.exit_status is not None:
+            return False
+        try:
+            is_due = await server.version() == self.due.label
+        except (Unreachable, EngineError, ValueError, KeyError):
+            return False
+        return is_due and await server.is_healthy()
+
+    async def _raise_up(self, member: Member, *, is_first: bool = False) -> None:
+        """Waits until the server answers, started anew where it is ours, and has the weights that
+        are due."""
+        server, process = member.server, member.server.process
+        if process is not None:
+            # Not asked for its health first: a process that hangs may still say that it is well.
+            is_well = not is_first and process.exit_status is None and await server.is_healthy()
+            if not is_well or member.hangs:
+                await asyncio.to_thread(process.stop)
+                process.start()
+        while not await server.is_healthy():
+            if process is not None and process.exit_status is not None:
+                raise Unreachable(f"{server} ended with status {process.exit_status}")
+            if process is None and is_first:
+                # Nobody said that it is still to come.
+                raise EngineError(
+                    f"engine.vllm.servers: {server} does not answer; expected a vLLM server there."
+                    " Start it, or correct the address."
+                )
+            await asyncio.sleep(1.0)
+        member.identity = await check_identity(server, self._expected)
+        await self._claim(server)
+        # What is due may change while it is being loaded.
+        while await server.version() != self.due.label:
+            await self.load(member)
+
+    async def _claim(self, server: Server, instead_of: str = "") -> None:
+        results = await server.call(
+            *("treegraft_claim", self.owner, LEASE_S, instead_of), timeout_s=CONTROL_TIMEOUT_S
+        )
+        for held in results:
+            if held["owner"] == self.owner:
+                continue
+            host, pid, _ = held["owner"].split(":")
+            if not instead_of and host == socket.gethostname() and not _runs(int(pid)):
+                return await self._claim(server, held["owner"])
+            raise EngineError(
+                f"engine.vllm.servers: {server} belongs to another run (host {host}, process"
+                f" {pid}); expected a server that no other run publishes to, since both would"
+                f" sample from each other's weights. End that run (the server is then free after"
+                f" {held['for_s']:.0f} s at most), or use another server."
+            )
+
+    async def _watch(self) -> None:
+        """Finds servers that have died or hang, and renews the claims."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for member in self.live:
+                process = member.server.process
+                if process is not None and process.exit_status is not None:
+                    self.lost(member, f"it ended with status {process.exit_status}")
+                    continue
+                try:
+                    num_tokens = await member.server.num_tokens()
+                    if process is None:
+                        await self._claim(member.server)
+                except (Unreachable, EngineError) as error:
+                    self.lost(member, str(error))
+                    continue
+                if num_tokens != member.num_tokens or not member.asking:
+                    member.num_tokens, member.progress_at = num_tokens, loop.time()
+                elif loop.time() - member.progress_at > self.settings.vllm.hang_timeout_s:
+                    waited = f"{self.settings.vllm.hang_timeout_s:g} s"
+                    member.hangs = True
+                    self.lost(member, f"it computed no token within {waited}")
+
+    def _log_of(self, member: Member) -> str:
+        process = member.server.process
+        return f" The end of {process.log}:\n{process.tail()}" if process is not None else ""
+
+    # ------------------------------------------------------------------ weights
+
+    async def publish(self, due: Due, deadline_s: float) -> list[float]:
+        """Gives every live server new weights, and returns the seconds each took to load them.
+        No request may be under way.
+
+        Raises:
+            EngineError: no server took them within `deadline_s`.
+        """
+        self.due = due
+        self.forget_homes()
+
+        async def load(member: Member) -> float | None:
+            try:
+                return await self.load(member)
+            except (Unreachable, EngineError) as error:
+                self.lost(member, str(error))
+                return None
+
+        seconds = await asyncio.gather(*(load(one) for one in self.live))
+        try:
+            async with asyncio.timeout(deadline_s):
+                # Where all of them failed: one that is started anew.
+                await self._member_for(None)
+        except TimeoutError as error:
+            reasons = "; ".join(f"{one.server}: {one.fault}" for one in self.members)
+            raise EngineError(
+                f"engine: no server took the weights within engine.deadline_s = {deadline_s:g} s:"
+                f" {reasons}"
+            ) from error
+        return [one for one in seconds if one is not None]
+
+    async def load(self, member: Member) -> float:
+        """Gives one server the weights that are due, and returns the seconds that took.
+
+        Raises:
+            Unreachable, EngineError: it did not take them, or read other ones.
+        """
+        server, timeout_s = member.server, self.settings.vllm.start_timeout_s
+        async with member.loading:
+            due = self.due
+            if server.process is None:
+                # The claim may have run out while the learner was busy.
+                await self._claim(server)
+            # Drained first: a running request would get the label of weights that it does not have.
+            await server.request("POST", "/pause?mode=wait", timeout_s=timeout_s)
+            await server.set_version(_LOADING)
+            seconds = 0.0
+            if due.folder is not None:
+                path = str(due.folder.path)
+                for one in await server.call("treegraft_load", path, timeout_s=timeout_s):
+                    seconds = max(seconds, one["seconds"])
+                    if one["fingerprint"] != due.fingerprint:
+                        raise Unreachable(
+                            f"{server} read weights with checksum {one['fingerprint']} from"
+                            f" {path}, expected {due.fingerprint}"
+                        )
+            response = await server.request(
+                "POST", "/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S
+            )
+            if not response.json()["success"]:
+                raise Unreachable(f"{server} did not drop the cached keys of its old weights")
+            await server.set_version(due.label)
+            await server.request("POST", "/resume", timeout_s=CONTROL_TIMEOUT_S)
+            return seconds
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

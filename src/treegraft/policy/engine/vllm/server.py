@@ -1,0 +1,192 @@
+"""One vLLM server: its process, where it is ours, and what is said to it over HTTP, in JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from treegraft.core.errors import EngineError
+
+CONTROL_TIMEOUT_S = 30.0
+"""Longest wait for the answer to a question that needs no computing."""
+TAIL_LINES = 15
+STOP = b"s"
+"""Said to a launcher before its pipe is closed; without it, it takes this process for dead."""
+_STOP_S = 15.0
+"""Time that the launcher gets to end its server, in seconds; it takes 8 at most."""
+
+
+class Unreachable(Exception):
+    """The server did not answer, or said that it has failed: another one, or it after a restart,
+    may answer."""
+
+
+class Process:
+    """The process group of a server, ended by its launcher when this process ends."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        folders: Sequence[Path] = (),
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            command: of the server.
+            log: appended to.
+            folders: removed by the launcher where this process ends without stopping the server.
+        """
+        launcher = Path(__file__).with_name("launch.py")
+        # Isolated, so that no module beside the launcher is taken for one of Python's own.
+        self._command = [
+            sys.executable,
+            "-I",
+            str(launcher),
+            json.dumps([*map(str, folders)]),
+            *command,
+        ]
+        self._environment, self.log = dict(environment), log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it. Raises EngineError where there is no such program."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,  # its end tells the launcher that we have ended
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,  # Ctrl-C is ours to handle
+                )
+            except OSError as error:
+                raise EngineError(f"engine: '{self._command[0]}' did not start: {error}") from error
+
+    @property
+    def exit_status(self) -> int | None:
+        """How it ended; None while it runs, or before it has been started."""
+        return None if self._process is None else self._process.poll()
+
+    def tail(self) -> str:
+        """Returns the last lines of its log."""
+        with suppress(OSError):
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            return "\n".join(lines[-TAIL_LINES:])
+        return ""
+
+    def stop(self) -> None:
+        """Ends the server and all its processes, and waits for that."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.write(STOP)
+            process.stdin.close()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        # Where the launcher was killed, the group may outlive it.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+class Server:
+    """The address of a server, and its process where we started it."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient, process: Process | None = None) -> None:
+        self.url, self.process = url.rstrip("/"), process
+        self._http = http
+
+    def __str__(self) -> str:
+        return self.url
+
+    async def request(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float | None
+    ) -> httpx.Response:
+        """Returns the response with status 200.
+
+        Args:
+            timeout_s: longest wait; None for a caller that has a deadline of its own.
+
+        Raises:
+            Unreachable: no answer, or an error of the server's.
+            EngineError: the server refuses the request.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._http.request(method, f"{self.url}{path}", json=body)
+        except TimeoutError as error:
+            if timeout_s is None:
+                raise
+            raise Unreachable(f"{self} did not answer {path} within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{self} did not answer {path}: {type(error).__name__}") from error
+        said = " ".join(response.text[:600].split())
+        if response.status_code >= 500:
+            raise Unreachable(f"{self} answered {path} with {response.status_code}: {said}")
+        if response.status_code != 200:
+            raise EngineError(f"engine: {self} refused {path} ({response.status_code}): {said}")
+        return response
+
+    async def is_healthy(self) -> bool:
+        """Returns whether the server answers and says that it is well."""
+        try:
+            await self.request("GET", "/health", timeout_s=CONTROL_TIMEOUT_S)
+        except (Unreachable, EngineError):
+            return False
+        return True
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
+        """Returns what a method of our extension returns in each of the server's workers.
+
+        Raises:
+            Unreachable, EngineError: as `request` does; the extension is missing.
+        """
+        body = {"method": method, "args": list(args)}
+        response = await self.request("POST", "/collective_rpc", body, timeout_s=timeout_s)
+        results: list[dict[str, Any]] = response.json()["results"]
+        return results
+
+    async def version(self) -> str:
+        """Returns the label of the weights that it holds."""
+        response = await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S)
+        return str(response.json()["weight_version"])
+
+    async def set_version(self, label: str) -> None:
+        """Labels the weights that it holds."""
+        body = {"new_version": label}
+        await self.request("POST", "/update_weight_version", body, timeout_s=CONTROL_TIMEOUT_S)
+
+    async def num_tokens(self) -> float:
+        """Returns how many tokens it has read and written since its start."""
+        response = await self.request("GET", "/metrics", timeout_s=CONTROL_TIMEOUT_S)
+        names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+        lines = (line for line in response.text.splitlines() if line.startswith(names))
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def free_port() -> int:
+    """Returns a port of this machine's loopback that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

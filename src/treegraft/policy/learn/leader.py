@@ -1,0 +1,194 @@
+"""Rank 0's learner, which has the other ranks make the same calls, and their loop over its
+orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.interfaces import WeightSource
+from treegraft.core.types import Tree
+from treegraft.policy.head import base_model, head_problem
+from treegraft.policy.learn.ranks import Ranks, deaf_to_ends
+from treegraft.policy.learn.scores import packing_problem
+from treegraft.policy.learn.sharded import ShardedLearner, model_shape
+from treegraft.runs.record import tree_from_json, tree_to_json
+from treegraft.settings.config import Config
+
+
+class Leader:
+    """The learner of a run with several ranks, as rank 0 knows it (a `LearnerLike`)."""
+
+    def __init__(
+        self, ranks: Ranks, model: Any, config: Config, checkpoint: Path | None = None
+    ) -> None:
+        """Divides the weights of `model` among the ranks.
+
+        Args:
+            model: whole, with its adapters; it may be dropped afterwards.
+            checkpoint: whose optimiser's state to go on from; None for the beginning.
+
+        Raises:
+            ModelError: a model that several ranks cannot learn.
+            SettingError: learn.sequence_parallel does not divide its heads.
+            RankError: a rank has ended.
+        """
+        self._ranks = ranks
+        _refuse(model, config)
+        shape, place = model_shape(model), None if checkpoint is None else str(checkpoint)
+        with ranks.ordered("build", shape=shape):
+            self._learner = ShardedLearner(ranks, shape, config, source=model)
+        if place is not None:
+            self._all("load", folder=place)
+
+    def _all(self, name: str, **arguments: Any) -> Any:
+        """Makes one call on every rank and returns rank 0's result."""
+        with self._ranks.ordered(name, **arguments):
+            return CALLS[name](self._learner, **arguments)
+
+    def _on_trees(self, name: str, trees: Sequence[Tree], **arguments: Any) -> Any:
+        texts = [tree_to_json(tree) for tree in trees]
+        with self._ranks.ordered(name, trees=texts, **arguments):
+            return TREE_CALLS[name](self._learner, trees, **arguments)
+
+    def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
+        """As `Learner.with_exact_entropies`."""
+        found: list[Tree] = self._on_trees("with_exact_entropies", trees)
+        return found
+
+    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+        """As `Learner.learn`."""
+        found: tuple[list[Tree], dict[str, float]] = self._on_trees("learn", trees)
+        return found
+
+    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
+        """As `Learner.imitate`."""
+        return float(self._on_trees("imitate", trees, lr=lr))
+
+    def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
+        """As `Learner.right_steps`."""
+        right, total = self._on_trees("right_steps", trees)
+        return right, total
+
+    def forget_moments(self) -> None:
+        """As `Learner.forget_moments`."""
+        self._all("forget_moments")
+
+    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
+        """As `Learner.keep_reference`; every rank needs the folder."""
+        self._all("keep_reference", folder=str(folder.resolve()), is_new=is_new)
+
+    def weights(self) -> WeightSource:
+        """Returns the plain model's weights, gathered from the ranks one after another each time
+        that they are gone through."""
+        return StreamedWeights(self._ranks, self._learner)
+
+    def save(self, folder: Path, *, keep_adapter: bool) -> None:
+        """As `Learner.save`; every rank needs the folder."""
+        self._all("save", folder=str(folder.resolve()), keep_adapter=keep_adapter)
+
+
+class StreamedWeights:
+    """Weights that are divided among ranks as a `WeightSource`."""
+
+    def __init__(self, ranks: Ranks, learner: ShardedLearner) -> None:
+        self._ranks, self._learner = ranks, learner
+        self.names = learner.names
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Checksum of all tensors, equal to that of the plain model."""
+        # An engine asks in a thread of its own, which may be in inference mode.
+        with self._ranks.ordered("fingerprint"), torch.inference_mode(False):
+            return self._learner.fingerprint()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        with self._ranks.ordered("stream"):
+            stream = self._learner.stream()
+            try:
+                yield from stream
+            finally:
+                # The others gather every tensor; one left out here would keep them waiting.
+                for _ in stream:
+                    pass
+
+
+CALLS: Mapping[str, Callable[..., Any]] = {
+    "forget_moments": lambda learner: learner.forget_moments(),
+    "keep_reference": lambda learner, folder, is_new: learner.keep_reference(
+        Path(folder), is_new=is_new
+    ),
+    "save": lambda learner, folder, keep_adapter: learner.save(
+        Path(folder), keep_adapter=keep_adapter
+    ),
+    "load": lambda learner, folder: learner.load(Path(folder)),
+    "fingerprint": lambda learner: learner.fingerprint(),
+    "stream": lambda learner: [None for _ in learner.stream()],
+}
+"""What rank 0 may order, by name."""
+
+TREE_CALLS: Mapping[str, Callable[..., Any]] = {
+    "with_exact_entropies": lambda learner, trees: learner.with_exact_entropies(trees),
+    "learn": lambda learner, trees: learner.learn(trees),
+    "imitate": lambda learner, trees, lr: learner.imitate(trees, lr),
+    "right_steps": lambda learner, trees: learner.right_steps(trees),
+}
+"""What it may order on trees."""
+
+
+def serve_rank(ranks: Ranks, config: Config) -> Mapping[str, Any] | None:
+    """Carries out rank 0's orders until it ends the run, and returns the run's result; None where
+    it has failed.
+
+    Raises:
+        RankError: rank 0 has ended without one.
+    """
+    learner: ShardedLearner | None = None
+    with deaf_to_ends():
+        try:
+            while True:
+                order = ranks.next_order()
+                name = order.pop("do")
+                if name == "end":
+                    result: Mapping[str, Any] | None = order["result"]
+                    return result
+                with ranks.blaming():
+                    if name == "build":
+                        learner = ShardedLearner(ranks, order["shape"], config)
+                        continue
+                    assert learner is not None
+                    if name in TREE_CALLS:
+                        order["trees"] = [tree_from_json(text) for text in order["trees"]]
+                        TREE_CALLS[name](learner, **order)
+                    else:
+                        CALLS[name](learner, **order)
+        except BaseException as error:
+            ranks.last_words(error)
+            raise
+
+
+def _refuse(model: Any, config: Config) -> None:
+    """Refuses what one process can learn and several cannot."""
+    inner = base_model(model)
+    if problem := head_problem(model):
+        raise ModelError(f"learner: this model cannot be trained here: {problem}")
+    problem = packing_problem(model, compile_kernels=config.learn.compile_kernels)
+    if problem is not None:
+        raise ModelError(
+            f"model '{config.model.path}': its trees cannot be packed ({problem}), which several"
+            " ranks need; expected a model with plain attention. Train it with one rank."
+        )
+    parallel = config.learn.sequence_parallel
+    text = inner.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % parallel:
+        raise SettingError(
+            f"learn.sequence_parallel: got {parallel}, but the model has {heads} key-value heads;"
+            " expected a divisor of that number."
+        )

@@ -1,0 +1,152 @@
+"""The passes of an update: which parts of which trees each one holds, and who makes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from treegraft.core.types import Step, Tree
+from treegraft.policy.learn.pack import num_lesson_tokens, num_tree_tokens, plan_packs, split_tree
+
+
+class Part(NamedTuple):
+    """A tree, or some of its leaves with the steps above them."""
+
+    owner: int
+    """Index of the whole tree in its update."""
+    tree: Tree
+
+
+Pack = tuple[Part, ...]
+"""The parts of one forward and backward pass."""
+
+
+class Team(Protocol):
+    """The processes that learn together. Each makes the same plan, and its own passes."""
+
+    @property
+    def group(self) -> int:
+        """Which group of ranks this process is of; the ranks of a group share each pass."""
+
+    @property
+    def num_groups(self) -> int: ...
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Returns each group's values, 1-D on the CPU, in the order of groups; of the same type,
+        of any length."""
+
+
+class Alone:
+    """One process that makes every pass."""
+
+    group, num_groups = 0, 1
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Returns the values."""
+        return [values.cpu()]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The passes of one optimiser step or measurement, a function of the trees alone."""
+
+    packs: tuple[Pack, ...]
+    groups: tuple[int, ...]
+    """The group of ranks that makes each."""
+
+    def own(self, group: int) -> list[Pack]:
+        """Returns the packs of a group, and an empty one for each pass that only others make."""
+        own = [pack for pack, maker in zip(self.packs, self.groups, strict=True) if maker == group]
+        most = max((self.groups.count(maker) for maker in set(self.groups)), default=0)
+        return own + [()] * (most - len(own))
+
+
+def deal(costs: Sequence[float], num_groups: int) -> tuple[int, ...]:
+    """Returns who makes each pass: the most expensive first, each to whom has the least so far;
+    equals by number."""
+    loads, owners = [0.0] * num_groups, [0] * len(costs)
+    for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+        owners[n] = min(range(num_groups), key=lambda group: (loads[group], group))
+        loads[owners[n]] += costs[n]
+    return tuple(owners)
+
+
+def plan_passes(
+    trees: Sequence[Tree],
+    indices: Sequence[int],
+    limit: int,
+    num_groups: int,
+    *,
+    takes_lessons: bool = False,
+) -> Plan:
+    """Returns the passes of the chosen trees, each of at most `limit` tokens; trees that are too
+    large are split."""
+    parts = [
+        Part(n, part)
+        for n in indices
+        for part in split_tree(trees[n], limit, with_lessons=takes_lessons)
+    ]
+    sizes = [
+        num_tree_tokens(part.tree) + (num_lesson_tokens(part.tree) if takes_lessons else 0)
+        for part in parts
+    ]
+    groups = plan_packs(sizes, limit)
+    packs = tuple(tuple(parts[n] for n in group) for group in groups)
+    return Plan(packs, deal([sum(sizes[n] for n in group) for group in groups], num_groups))
+
+
+def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
+    """Returns, for each pack of the plan, its values of sampled tokens, float32 on the CPU.
+
+    Args:
+        own: those of the packs that this process has made, in their order.
+    """
+    flat = torch.cat([values.detach().float().cpu() for values in (*own, torch.zeros(0))])
+    columns = team.gather(flat)
+    places = [0] * len(columns)
+    found = []
+    for pack, group in zip(plan.packs, plan.groups, strict=True):
+        count = sum(sum(step.sampled_mask) for part in pack for step in part.tree.steps)
+        found.append(columns[group][places[group] : places[group] + count])
+        places[group] += count
+    return found
+
+
+def by_step(plan: Plan, columns: Sequence[Tensor]) -> Iterator[tuple[int, Step, list[float]]]:
+    """Yields (index of the tree, step, its sampled tokens' values) from the values of each pack."""
+    for pack, column in zip(plan.packs, columns, strict=True):
+        values, place = column.tolist(), 0
+        for owner, tree in pack:
+            for step in tree.steps:
+                count = sum(step.sampled_mask)
+                yield owner, step, values[place : place + count]
+                place += count
+
+
+def spread(step: Step, values: Sequence[float], filler: float) -> tuple[float, ...]:
+    """Returns one value per token of the step, `filler` where it was not sampled."""
+    if len(values) == len(step.token_ids):
+        return tuple(values)
+    rest = iter(values)
+    return tuple(next(rest) if is_sampled else filler for is_sampled in step.sampled_mask)
+
+
+def combined(team: Team, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    """Returns `combine` of each group's value, which JSON can hold."""
+    if team.num_groups == 1:
+        return combine([value])
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return combine([json.loads(bytes(one.tolist())) for one in team.gather(text)])
+
+
+def split_evenly(count: int, parts: int) -> list[tuple[int, ...]]:
+    """Returns 0..count-1 cut into `parts` runs whose lengths differ by at most one; short of items,
+    some are empty."""
+    bounds = [count * n // parts for n in range(parts + 1)]
+    return [tuple(range(a, b)) for a, b in pairwise(bounds)]

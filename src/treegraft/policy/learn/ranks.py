@@ -1,0 +1,370 @@
+"""The processes that torchrun has started: how they find each other, take orders, and end.
+
+Rank 0 runs the whole story. The others wait for its orders, which are JSON; tensors go by
+collectives. Nothing is unpickled. Every wait has a deadline, and ends as soon as a process that
+it needs has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import treegraft
+from treegraft.core.errors import RankError, SettingError
+from treegraft.settings.config import Config
+from treegraft.settings.load import config_json, differences
+
+START_S = 300.0
+"""Longest wait for all ranks to have started."""
+DEADLINE_S = 600.0
+"""Longest wait of one rank for another inside a pass, a publish or a checkpoint."""
+SILENCE_S = 60.0
+"""Time without a sign of life after which a rank on another host counts as dead."""
+LOOK_S = 1.0
+"""Time between two looks at whether rank 0 lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a rank says of itself before any work."""
+
+    host: str
+    pid: int
+    python_torch: str
+    code: str
+    """Checksum of the package's files."""
+    config: str
+    """Its resolved settings as JSON."""
+
+
+class Peer:
+    """Another rank, as this process sees it."""
+
+    def __init__(self, rank: int, hello: Hello, store: dist.Store) -> None:
+        self.rank, self._hello, self._store = rank, hello, store
+        self.name = f"rank {rank} ({hello.host}, process {hello.pid})"
+        self._pidfd: int | None = None
+        if hello.host == socket.gethostname():
+            with contextlib.suppress(OSError, AttributeError):
+                self._pidfd = os.pidfd_open(hello.pid)
+        self._beat, self._heard = b"", time.monotonic()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone, or on another host silent for too long."""
+        if self._pidfd is not None:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            return bool(poll.poll(0))
+        if self._hello.host == socket.gethostname():
+            return not Path(f"/proc/{self._hello.pid}").exists()
+        beat = read_key(self._store, f"beat/{self.rank}")
+        if beat != self._beat:
+            self._beat, self._heard = beat, time.monotonic()
+        return time.monotonic() - self._heard > SILENCE_S
+
+    @property
+    def last_words(self) -> str:
+        """Its last error, or what it was doing, for a message."""
+        words = read_key(self._store, f"words/{self.rank}").decode()
+        doing = read_key(self._store, f"doing/{self.rank}").decode()
+        if words:
+            return f"its last words: {words}"
+        return (
+            f"no last words; it was at '{doing}'" if doing else "no last words"
+        ) + " (killed from outside, or out of memory)"
+
+
+def read_key(store: dist.Store, key: str) -> bytes:
+    """Returns the value of a key, empty where it is not set."""
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+class Ranks:
+    """This process among the others; a `Team` of the learner."""
+
+    result: Mapping[str, Any] | None = None
+    """What rank 0 tells the others at the end; None where it has failed."""
+
+    def __init__(self, config: Config) -> None:
+        """Joins the others.
+
+        Raises:
+            RankError: a rank has not come, or runs other code or another torch.
+            SettingError: ranks have other settings, or numbers that do not divide.
+        """
+        is_cuda = torch.cuda.is_available()
+        if is_cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # All on one machine: nothing has to listen on a network.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._store, self.rank, self.size = next(
+            dist.rendezvous("env://", timeout=timedelta(seconds=START_S))
+        )
+        self._store.set_timeout(timedelta(seconds=START_S))
+        self.device = torch.device("cuda" if is_cuda else "cpu")
+        self._num_orders = 0
+        self._is_together = True
+        """Whether all ranks have done what was ordered last."""
+        self._peers = self._meet(config)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            store=dist.PrefixStore("ranks", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=DEADLINE_S),
+        )
+        self.share_passes(config.learn.sequence_parallel)
+
+    def share_passes(self, group_size: int) -> None:
+        """Lets so many ranks with successive numbers share each pass; called by all."""
+        self.group_size = group_size
+        self.num_groups, self.group = self.size // group_size, self.rank // group_size
+        self.sharing: dist.ProcessGroup | None = None
+        """The ranks that share each pass with this one; None where it makes its own."""
+        for first in range(0, self.size, group_size) if group_size > 1 else ():
+            members = list(range(first, first + group_size))
+            found = dist.new_group(members, timeout=timedelta(seconds=DEADLINE_S))
+            if self.rank in members:
+                self.sharing = found
+
+    # ------------------------------------------------------------------ meeting
+
+    def _meet(self, config: Config) -> list[Peer]:
+        """Tells the others of this process, and returns them once rank 0 has found all alike."""
+        hello = Hello(
+            socket.gethostname(), os.getpid(), _versions(), _code_checksum(), config_json(config)
+        )
+        self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
+        hellos = [Hello(**json.loads(self._awaited(f"hello/{n}", n))) for n in range(self.size)]
+        if self.rank == 0:
+            problem = _layout_problem(config, self.size) or _difference(config, hellos)
+            self._store.set("verdict", problem)
+            if problem:
+                raise SettingError(problem)
+        elif self._awaited("verdict", 0):
+            # Rank 0 says why.
+            raise SystemExit(2)
+        return [Peer(n, hello, self._store) for n, hello in enumerate(hellos) if n != self.rank]
+
+    def _awaited(self, key: str, rank: int) -> str:
+        try:
+            return bytes(self._store.get(key)).decode()
+        except dist.DistStoreError as error:
+            raise RankError(
+                f"rank {rank} has not come within {START_S:.0f} s; expected {self.size} ranks that"
+                " torchrun starts together. Its own output says what keeps it."
+            ) from error
+
+    # ------------------------------------------------------------------ orders
+
+    @contextlib.contextmanager
+    def ordered(self, name: str, **arguments: Any) -> Iterator[None]:
+        """Tells the other ranks to do what this one, rank 0, does in the block.
+
+        Raises:
+            RankError: a rank has ended or does not answer.
+        """
+        self.check()
+        self._is_together = False
+        with self.blaming():
+            self._send({"do": name, **arguments})
+            yield
+        self._is_together = True
+
+    def _send(self, order: Mapping[str, Any]) -> None:
+        text = json.dumps(order).encode()
+        self._num_orders += 1
+        self._tell(order["do"])
+        self._store.set(f"order/{self._num_orders}", str(len(text)))
+        dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
+
+    def next_order(self) -> dict[str, Any]:
+        """Returns rank 0's next order.
+
+        Raises:
+            RankError: rank 0 has ended without one.
+        """
+        self._num_orders += 1
+        key = f"order/{self._num_orders}"
+        leader = self._peers[0]
+        self._tell("waiting")
+        looked, nap = time.monotonic(), 0.001
+        while not self._store.check([key]):
+            time.sleep(nap)
+            # An order follows another at once, or after a rollout.
+            nap = min(0.05, 1.2 * nap)
+            if time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                if leader.has_ended and not self._store.check([key]):
+                    raise RankError(f"{leader.name} has ended without a last order")
+                self._store.set(f"beat/{self.rank}", str(looked))
+        text = torch.empty(int(self._store.get(key)), dtype=torch.uint8)
+        dist.broadcast(text, 0)
+        order: dict[str, Any] = json.loads(bytes(text.tolist()))
+        self._tell(order["do"])
+        return order
+
+    def _tell(self, doing: str) -> None:
+        self._store.set(f"doing/{self.rank}", doing)
+
+    def last_words(self, error: BaseException) -> None:
+        """Leaves an error for the others' messages."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"words/{self.rank}", f"{type(error).__name__}: {error}"[:500])
+
+    # ------------------------------------------------------------------ life and death
+
+    def check(self) -> None:
+        """Raises RankError where a rank has ended."""
+        ended = [peer for peer in self._peers if peer.has_ended]
+        if ended:
+            said = "; ".join(f"{peer.name} has ended: {peer.last_words}" for peer in ended)
+            raise RankError(
+                f"{said}. Its part of the weights is lost. Go on from the last checkpoint with"
+                " --resume, also with another number of ranks."
+            )
+
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Lets a failure of a collective in the block name the rank that caused it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankError | torch.OutOfMemoryError):
+                raise
+            if self.rank > 0 and self._store.check(["failed"]):
+                # Rank 0 says why.
+                raise SystemExit(0) from error
+            # Its connections close before its process is gone.
+            deadline = time.monotonic() + 5.0
+            while time.monotonic() < deadline:
+                try:
+                    self.check()
+                except RankError as found:
+                    raise found from error
+                time.sleep(0.1)
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                at = ", ".join(
+                    f"{peer.name} is at '{read_key(self._store, f'doing/{peer.rank}').decode()}'"
+                    for peer in self._peers
+                )
+                raise RankError(
+                    f"no answer from another rank within {DEADLINE_S:.0f} s: {at}. End the job and"
+                    " go on from the last checkpoint with --resume."
+                ) from error
+            raise
+
+    def leave(self) -> None:
+        """Ends the connections; rank 0 ends the other ranks with them."""
+        with contextlib.suppress(RuntimeError):
+            if self.rank == 0 and self._is_together:
+                with self.ordered("end", result=self.result):
+                    pass
+            elif self.rank == 0:
+                # They are in the middle of something: its collectives fail once this one is gone.
+                self._store.set("failed", "1")
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+    # ------------------------------------------------------------------ results
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Returns each group's values, 1-D on the CPU, in the order of groups."""
+        own = values.cpu().contiguous()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor([own.numel()]))
+        most = max(int(count) for count in counts)
+        if not most:
+            return [own] * self.num_groups
+        padded = torch.zeros(most, dtype=own.dtype)
+        padded[: own.numel()] = own
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded)
+        # The ranks of a group hold the same.
+        return [found[rank][: int(counts[rank])] for rank in range(0, self.size, self.group_size)]
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        self.gather(torch.zeros(0))
+
+
+def _versions() -> str:
+    return f"torch {torch.__version__}, treegraft {treegraft.__version__}"
+
+
+def _code_checksum() -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    root = Path(treegraft.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _difference(config: Config, hellos: Sequence[Hello]) -> str:
+    """Why the ranks cannot work together, empty where they can."""
+    first = hellos[0]
+    for rank, hello in enumerate(hellos[1:], start=1):
+        where = f"rank {rank} on {hello.host}"
+        if hello.python_torch != first.python_torch:
+            return (
+                f"{where}: got {hello.python_torch}, expected that of rank 0, {first.python_torch}."
+                " Install the same on every host."
+            )
+        if hello.code != first.code:
+            return (
+                f"{where}: its treegraft package differs from that of rank 0 (checksum"
+                f" {hello.code}, expected {first.code}). Install the same on every host."
+            )
+        if hello.config != first.config:
+            other = differences(config, Config.model_validate_json(hello.config))
+            return (
+                f"{where}: its settings differ from those of rank 0: {'; '.join(other)} there. Give"
+                " every rank the same recipe and overrides."
+            )
+    return ""
+
+
+def _layout_problem(config: Config, size: int) -> str:
+    """Why the settings do not fit the number of ranks, empty where they do."""
+    learn = config.learn
+    for name, value in (
+        ("learn.sequence_parallel", learn.sequence_parallel),
+        ("learn.replicate", learn.replicate),
+    ):
+        if size % value:
+            return (
+                f"{name}: got {value} with {size} ranks; expected a divisor of the number of ranks."
+            )
+    return ""
+
+
+@contextlib.contextmanager
+def deaf_to_ends() -> Iterator[None]:
+    """Ignores the signals that ask for an end, for the time of the block: rank 0 gets them too,
+    saves with the others' help, and then ends them."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

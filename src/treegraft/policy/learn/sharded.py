@@ -1,0 +1,344 @@
+"""The learner whose weights, gradients and moments are divided among ranks (FSDP2).
+
+Every rank makes the same calls with the same trees. Gradients are summed, never averaged, so the
+sum is the same however many ranks there are; only its rounding differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from treegraft.core.errors import CheckpointError
+from treegraft.policy.checkpoint import ADAPTER
+from treegraft.policy.head import base_model, decoder
+from treegraft.policy.hook import install_attention
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.ranks import Ranks
+from treegraft.policy.learn.reference import STEM, Reference
+from treegraft.policy.learn.scored import Scored
+from treegraft.policy.learn.sequence import SharedScored
+from treegraft.policy.load import DTYPES, with_adapters
+from treegraft.policy.shards import Rows, local_rows, write_rows
+from treegraft.policy.weights import bit_sum, fingerprint_of, named_weights, weight_names
+from treegraft.settings.config import Config
+
+FILE_BYTES = 5_000_000_000
+"""Size of the files of a checkpoint's model, as transformers cuts them."""
+
+
+def model_shape(model: Any) -> str:
+    """Returns a model's configuration as JSON, from which `hollow` makes it again."""
+    text: str = base_model(model).config.to_json_string(use_diff=False)
+    return text
+
+
+def hollow(shape: str, config: Config) -> Any:
+    """Returns the model of a configuration with its adapters, without memory for weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    data = json.loads(shape)
+    if config.model.trust_remote_code:
+        from treegraft.policy.load import load_model
+
+        model, _ = load_model(config.model, has_weights=False)
+        model.float()
+    else:
+        kind = data.pop("model_type")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(kind, **data), dtype=torch.float32
+            )
+    with torch.device("meta"):
+        return with_adapters(model.eval(), config.model, seed=config.run.seed)
+
+
+class ShardedLearner(Learner):
+    """A learner of which each rank holds a share."""
+
+    def __init__(self, ranks: Ranks, shape: str, config: Config, *, source: Any = None) -> None:
+        """Takes its weights from rank 0's.
+
+        Args:
+            shape: of the model, see `model_shape`.
+            source: rank 0's whole model with its adapters; None on the others.
+        """
+        self._ranks, self._config, self._source = ranks, config, source
+        model = hollow(shape, config)
+        # Tried already by rank 0 on the whole model.
+        install_attention(model)
+        super().__init__(
+            model,
+            config.learn,
+            config.loss,
+            length_constant=config.rollout.max_completion_tokens,
+            num_updates=config.run.num_updates,
+            team=ranks,
+        )
+        self._source = None
+
+    def _placed(self, scored: Scored) -> Scored:
+        learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
+        if ranks.sharing is not None:
+            scored = SharedScored(scored.model, learn, ranks.sharing)
+        # A mesh with a dimension of one copy would cost a second collective.
+        cut = slice(0 if learn.replicate > 1 else 1, None)
+        sizes, names = (learn.replicate, shards)[cut], ("replicate", "shard")[cut]
+        is_low = self._config.model.dtype != "float32"
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names),
+            # The root too, so that between passes every weight is its shard.
+            "reshard_after_forward": True,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=DTYPES[self._config.model.dtype] if is_low else None,
+                reduce_dtype=torch.float32 if is_low else None,
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+            if learn.offload
+            else OffloadPolicy(),
+        }
+        lists = (
+            part for part in decoder(scored.model).children() if isinstance(part, nn.ModuleList)
+        )
+        for layer in next(lists, ()):
+            fully_shard(layer, **options)
+        fully_shard(scored, **options)
+        for module in scored.modules():
+            if isinstance(module, FSDPModule):
+                # Sums, not means. gloo knows no sum with a factor, so it is forced.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        # The shards' memory; tied weights come apart there and are tied again.
+        scored.to_empty(device="cpu" if learn.offload else ranks.device)
+        base_model(scored.model).tie_weights()
+        self._fill(scored.model)
+        return scored
+
+    @torch.no_grad()
+    def _fill(self, model: Any) -> None:
+        """Gives every rank its rows of rank 0's weights, and all of its buffers."""
+        found = {}
+        if self._source is not None:
+            found = {**dict(self._source.named_parameters()), **dict(self._source.named_buffers())}
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            whole = torch.empty(weight.shape, dtype=weight.dtype, device=self._ranks.device)
+            if found:
+                whole.copy_(found[name])
+            dist.broadcast(whole, 0)
+            local, first = local_rows(weight)
+            local.copy_(whole if local is weight else whole[first : first + local.shape[0]])
+
+    @property
+    def _num_shards(self) -> int:
+        """Parts of each weight; every further rank holds a copy of one."""
+        return self._ranks.size // self._config.learn.replicate
+
+    @property
+    def device(self) -> torch.device:
+        return self._ranks.device
+
+    # ------------------------------------------------------------------ weights
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, whole tensor) of the plain model, gathered one after another, in the
+        model's type. Every rank has to go through it."""
+        dtype = DTYPES[self._config.model.dtype]
+        weights = named_weights(self.model, whole)
+        while True:
+            # Not around the yield: the reader may be in inference mode, or in another one.
+            with torch.inference_mode(False), torch.no_grad():
+                pair = next(weights, None)
+                if pair is None:
+                    return
+                name, tensor = pair
+                value = whole(tensor)
+                value = value.to(dtype) if value.is_floating_point() else value
+            yield name, value
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """Returns the checksum of what `stream` yields, mostly from the shards."""
+        dtype, sums, facts = DTYPES[self._config.model.dtype], [], {}
+        for name, tensor in named_weights(self.model, whole):
+            value, first = local_rows(tensor)
+            # Of what several ranks hold, one counts.
+            num_counted = self._num_shards if isinstance(tensor, DTensor) else 1
+            is_counted = self._ranks.rank < num_counted
+            value = value.to(dtype) if value.is_floating_point() else value
+            facts[name] = (str(value.dtype), tuple(tensor.shape))
+            width = tensor.shape[1:].numel() if first else 0
+            total = bit_sum(value, first * width)
+            sums.append(total.to(self._ranks.device) if is_counted else torch.zeros_like(total))
+        totals = torch.stack(sums)
+        dist.all_reduce(totals)
+        pairs = zip(facts.items(), totals.tolist(), strict=True)
+        return fingerprint_of({name: (*fact, total) for (name, fact), total in pairs})
+
+    @property
+    def names(self) -> list[str]:
+        """Names of what `stream` yields."""
+        return weight_names(self.model)
+
+    # ------------------------------------------------------------------ files
+
+    @property
+    def _suffix(self) -> str:
+        return f"-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}"
+
+    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
+        """As `Learner.keep_reference`; each rank writes its rows."""
+        if is_new and self._ranks.rank == 0:
+            for old in folder.glob(f"{STEM}*"):
+                old.unlink()
+        self._ranks.barrier()
+        self._reference = Reference(self.model)
+        if is_new:
+            if self._ranks.rank < self._num_shards:
+                self._reference.save(folder, self._suffix, is_first=self._ranks.rank == 0)
+        else:
+            self._reference.load(folder)
+        self._ranks.barrier()
+
+    def save(self, folder: Path, *, keep_adapter: bool) -> None:
+        """As `Learner.save`: rank 0 writes the plain model, gathered layer by layer, and each rank
+        its rows of the optimiser's state."""
+        is_main = self._ranks.rank == 0
+        is_apart = keep_adapter and base_model(self.model) is not self.model
+        files = _ModelFiles(folder, self.model) if is_main else None
+        for name, tensor in self._plain() if is_apart else self.stream():
+            if files is not None:
+                files.add(name, tensor)
+        if files is not None:
+            files.close()
+        if is_apart:
+            adapters = {
+                name: whole(weight).cpu()
+                for name, weight in self.model.named_parameters()
+                if weight.requires_grad
+            }
+            if is_main:
+                self.model.save_pretrained(folder / ADAPTER, state_dict=adapters)
+        path = folder / "treegraft" / f"optimiser{self._suffix}.safetensors"
+        if self._ranks.rank < self._num_shards:
+            write_rows(path, self.state(), is_first=is_main)
+        self._ranks.barrier()
+
+    @torch.no_grad()
+    def _plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights below the adapters, by the plain model's names."""
+        dtype = DTYPES[self._config.model.dtype]
+        for name, tensor in base_model(self.model).state_dict().items():
+            if ".lora_" not in name:
+                yield name.replace(".base_layer.", "."), whole(tensor).to(dtype)
+
+    def load(self, folder: Path) -> None:
+        """As `Learner.load`; each rank reads its rows, whatever number of ranks wrote them."""
+        rows = Rows(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
+        try:
+            self.load_state(_State(rows, dict(self.model.named_parameters())))
+        except KeyError as error:
+            raise CheckpointError(
+                f"checkpoint '{folder}': the optimiser's state lacks {error}; expected that of this"
+                " model, in the files of all ranks that wrote it. Take another checkpoint."
+            ) from error
+
+
+class _State(Mapping[str, Tensor]):
+    """The state of an optimiser in files, each tensor divided as its weight is."""
+
+    def __init__(self, rows: Rows, weights: Mapping[str, Any]) -> None:
+        self._rows, self._weights = rows, weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        kind, _, weight_name = name.partition(".")
+        weight = self._weights.get(weight_name)
+        if kind not in ("master", "exp_avg", "exp_avg_sq") or weight is None:
+            return self._rows.whole(name)
+        local, first = local_rows(weight)
+        part = self._rows.rows(name, first, local.shape[0]) if local.numel() else local.detach()
+        return DTensor.from_local(
+            part.to(local.device, local.dtype),
+            weight.device_mesh,
+            weight.placements,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows.names)
+
+    def __len__(self) -> int:
+        return len(self._rows.names)
+
+
+class _ModelFiles:
+    """A model's folder that is written while its tensors come, so that few are held at a time."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        self._folder, self._model = folder, base_model(model)
+        # Tied weights have a second name, under which transformers does not look for them.
+        self._tied = getattr(self._model, "all_tied_weights_keys", None) or {}
+        self._held: dict[str, Tensor] = {}
+        self._files: list[tuple[Path, list[str]]] = []
+        self._size = self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes one tensor; writes those held where they fill a file."""
+        if name in self._tied:
+            return
+        self._held[name] = tensor.detach().cpu().contiguous().clone()
+        self._size += tensor.nbytes
+        self._total += tensor.nbytes
+        if self._size >= FILE_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        path = self._folder / f"model-{len(self._files) + 1:05d}.safetensors"
+        save_file(self._held, path, {"format": "pt"})
+        self._files.append((path, list(self._held)))
+        self._held, self._size = {}, 0
+
+    def close(self) -> None:
+        """Writes the rest, the configuration, and the list of files where there are several."""
+        if self._held:
+            self._write()
+        count = len(self._files)
+        places = {}
+        for n, (path, names) in enumerate(self._files, start=1):
+            name = f"model-{n:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            path.rename(self._folder / name)
+            places |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": places}
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        config = self._model.config
+        config.architectures = [type(self._model).__name__]
+        config.save_pretrained(self._folder)
+        if getattr(self._model, "generation_config", None) is not None:
+            self._model.generation_config.save_pretrained(self._folder)
+
+
+def whole(tensor: Any) -> Tensor:
+    """Returns a tensor's rows of all ranks; every rank has to ask."""
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found

@@ -1,0 +1,77 @@
+"""Dynamic sampling: groups that teach nothing are replaced by groups of further tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from treegraft.core.types import LEARNING_RULES, Task, Tree
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The trees of an update, by what becomes of them."""
+
+    kept: list[Tree] = field(default_factory=list)
+    """Those to learn from."""
+    dropped: list[Tree] = field(default_factory=list)
+    """Those without variance of reward, and those that came on top of the number wanted."""
+    num_drawn: int = 0
+    """Tasks drawn for them."""
+    num_rounds: int = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """rollout/num_rounds and rollout/num_dropped_groups."""
+        return {
+            "rollout/num_rounds": float(self.num_rounds),
+            "rollout/num_dropped_groups": float(len(self.dropped)),
+        }
+
+
+async def sample_rounds(
+    draw: Callable[[int, set[str]], Sequence[Task]],
+    grow: Callable[[Sequence[Task]], Awaitable[list[Tree]]],
+    *,
+    size: int,
+    max_rounds: int,
+    penalty: float = 0.0,
+) -> Sampled:
+    """Returns `size` trees whose rewards vary, or as many as were found in `max_rounds` rounds of
+    `size` tasks; where none was found, the first ones, which teach nothing.
+
+    Source: DAPO's dynamic sampling (Yu et al., arXiv 2503.14476, sec. 3.2). With one round all
+    trees are kept, and groups without variance are left out by the learner alone. Departures: when
+    the rounds are over the update goes on with what there is, where DAPO stops with an error; the
+    first trees by the order of their tasks are kept, not the first that are done.
+
+    Args:
+        draw: returns the tasks after so many drawn ones, without those of the given ids.
+        grow: returns a scored tree for each task.
+        penalty: weight of the reward "overlong", which is not counted as variance: it would let
+            groups in whose answers are equally right.
+    """
+    found, every = Sampled(), list[Tree]()
+    while found.num_rounds < max_rounds and len(found.kept) < size:
+        tasks = draw(found.num_drawn, {tree.task.id for tree in every})
+        if not tasks and found.num_rounds:  # every task of a small set has been drawn
+            break
+        trees = await grow(tasks)
+        every += trees
+        found.num_drawn += size
+        found.num_rounds += 1
+        wanted = [tree for tree in trees if max_rounds == 1 or _varies(tree, penalty)]
+        found.kept += wanted[: size - len(found.kept)]
+    found.kept = found.kept or every[:size]
+    kept = {tree.group_id for tree in found.kept}
+    found.dropped = [tree for tree in every if tree.group_id not in kept]
+    return found
+
+
+def _varies(tree: Tree, penalty: float) -> bool:
+    outcomes = [
+        (leaf.reward or 0.0) - penalty * leaf.reward_parts.get("overlong", 0.0)
+        for leaf in tree.leaves
+        if LEARNING_RULES[leaf.status].in_group
+    ]
+    return any(one != outcomes[0] for one in outcomes)

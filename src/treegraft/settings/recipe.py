@@ -1,0 +1,72 @@
+"""A recipe from its file: the one that it builds on, its own tables, and its smoke test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import SettingError
+from treegraft.core.shipped import shipped_recipes
+from treegraft.settings.plain import read_tables, shown
+
+BASE, SMOKE, FOLDER = "base", "smoke", "$RECIPE_DIR"
+MOST_BASES = 4
+"""Longest chain of recipes that build on one another."""
+
+
+def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Returns the settings of a recipe, and the overlay of its smoke test; None without one.
+
+    `base = "other.toml"` takes the tables of another recipe, named from the folder of this one,
+    and puts those of this one over them. `[smoke]` holds the settings that differ in a smoke test,
+    as tables of the same names. `$RECIPE_DIR` at the beginning of a text is the recipe's folder.
+
+    Raises:
+        SettingError: no such file, one that cannot be read, or bases in a circle.
+    """
+    return _read(path, ())
+
+
+def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    data = read_tables(path)
+    place = path if path.is_file() else shipped_recipes()[str(path)]
+    data = _located(data, str(place.resolve().parent))
+    base, smoke = data.pop(BASE, None), data.pop(SMOKE, None)
+    if smoke is not None and not isinstance(smoke, dict):
+        raise SettingError(f"{path}: '{SMOKE}': got {shown(smoke)}, expected a table of tables.")
+    if base is None:
+        return data, smoke
+    if not isinstance(base, str):
+        raise SettingError(f"{path}: '{BASE}': got {shown(base)}, expected the path of a recipe.")
+    chain = (*below, place.resolve())
+    other = (place.parent / base).resolve()
+    if other in chain or len(chain) > MOST_BASES:
+        names = " -> ".join(one.name for one in (*chain, other))
+        raise SettingError(
+            f"{path}: '{BASE}': recipes build on one another in a circle, or more than"
+            f" {MOST_BASES} deep: {names}. Leave one of them out."
+        )
+    tables, other_smoke = _read(other, chain)
+    overlays = [one for one in (other_smoke, smoke) if one is not None]
+    return merged(tables, data), merged(*overlays) if overlays else None
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested tables with those of later layers put over those of earlier ones; a list or
+    value replaces what was there."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both_tables = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+            result[key] = merged(result[key], value) if both_tables else value
+    return result
+
+
+def _located(value: Any, folder: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _located(one, folder) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_located(one, folder) for one in value]
+    is_path = isinstance(value, str) and value.startswith(FOLDER)
+    return folder + value.removeprefix(FOLDER) if is_path else value

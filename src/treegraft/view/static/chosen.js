@@ -1,0 +1,33 @@
+// Which runs are compared, and their colours: the same on every page, and used for nothing else.
+
+import { css } from "./charts.js";
+
+const MOST = 6;
+const HUES = 8;
+let names = null;
+const slots = new Map();
+
+// The runs of an address; else those chosen before; else the newest few.
+export function chosenRuns(runs, query) {
+  const known = (some) => some.filter((name) => runs.some((run) => run.name === name));
+  if (query.runs !== undefined) names = known(query.runs.split(","));
+  else if (names === null) {
+    const readable = runs.filter((run) => !run.error);
+    const written = readable.filter((run) => run.num_lines > 0);
+    const whole = written.length ? written : readable;
+    const newest = [...whole].sort((a, b) => b.newest - a.newest).slice(0, MOST);
+    names = whole.filter((run) => newest.includes(run)).map((run) => run.name);
+  } else names = known(names);
+  // A run keeps its colour as long as it is chosen.
+  for (const name of [...slots.keys()]) if (!names.includes(name)) slots.delete(name);
+  for (const name of names) {
+    if (slots.has(name)) continue;
+    const taken = [...slots.values()];
+    let slot = 0;
+    while (taken.includes(slot)) slot++;
+    slots.set(name, slot);
+  }
+  return names;
+}
+
+export const colourOf = (name) => (slots.has(name) ? css(`--run${slots.get(name) % HUES}`) : css("--dim"));

@@ -1,0 +1,285 @@
+"""Checks that every rank of a torchrun job makes: python -m tests.distributed.laws FOLDER NAME...
+
+Rank 0 compares with a learner of one process, and prints a line of JSON for each check.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.families import build_model
+from tests.slow_learner import example_trees
+from tests.trees import Part, build_tree
+
+from treegraft.algo.advantages import assign_credit
+from treegraft.core.types import Tree
+from treegraft.policy.hook import install_attention
+from treegraft.policy.learn.launch import joined
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.pack import pack_trees
+from treegraft.policy.learn.ranks import Ranks
+from treegraft.policy.learn.scores import packed_hidden
+from treegraft.policy.learn.sequence import shared_hidden
+from treegraft.policy.learn.sharded import ShardedLearner, model_shape
+from treegraft.policy.load import with_adapters
+from treegraft.policy.weights import plain_weights, weights_fingerprint
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
+
+Weights = dict[str, torch.Tensor]
+
+GRAFTED = Part.of(
+    "ppppp",
+    Part.of("ss", Part.of("rrr", Part("s", reward=1.0), lesson=4), Part("ss", reward=0.0)),
+    Part("sss", reward=0.0),
+)
+
+
+def settings(**tables: Any) -> Config:
+    """Small packs, so that trees are split and there are several packs."""
+    learn = {"lr": 1e-2, "max_pack_tokens": 24, "vocab_chunk": 5}
+    return load_config({**tables, "learn": {**learn, **tables.get("learn", {})}})
+
+
+def some_trees(num: int = 8) -> list[Tree]:
+    found = [tree for _ in range(2) for tree in example_trees(4)][:num]
+    return [replace(tree, group_id=str(n)) for n, tree in enumerate(found)]
+
+
+def grafted_trees() -> list[Tree]:
+    made = [build_tree(GRAFTED, task_id=f"g/{n}", seed=n) for n in range(5)]
+    return [assign_credit(tree) for tree in made]
+
+
+def learners(
+    ranks: Ranks, config: Config, family: str = "llama"
+) -> tuple[Learner | None, ShardedLearner]:
+    """The learner of one process, on rank 0 alone, and that of all ranks, from equal weights."""
+    models = [
+        with_adapters(build_model(family), config.model, seed=config.run.seed) for _ in range(2)
+    ]
+    one = None
+    if ranks.rank == 0:
+        one = Learner(
+            models[0],
+            config.learn,
+            config.loss,
+            length_constant=config.rollout.max_completion_tokens,
+            num_updates=config.run.num_updates,
+        )
+    source = models[1] if ranks.rank == 0 else None
+    return one, ShardedLearner(ranks, model_shape(models[1]), config, source=source)
+
+
+def apart(ours: Weights, theirs: Weights, start: Weights) -> float:
+    """How far two sets of weights are apart, as a share of how far they moved."""
+
+    def norm(a: Weights, b: Weights) -> float:
+        return float(torch.cat([(a[key] - b[key]).double().flatten() for key in start]).norm())
+
+    return norm(ours, theirs) / norm(theirs, start)
+
+
+def farthest(ours: Sequence[Tree], theirs: Sequence[Tree]) -> float:
+    """The largest difference between recorded old log-probabilities and ratios."""
+    gaps = [0.0]
+    for a, b in zip(ours, theirs, strict=True):
+        for x, y in zip(a.steps, b.steps, strict=True):
+            for p, q in ((x.old_logprobs, y.old_logprobs), (x.ratios, y.ratios)):
+                gaps += [abs(u - v) for u, v in zip(p or (), q or (), strict=True)]
+    return max(gaps)
+
+
+def law_1(
+    ranks: Ranks, config: Config, family: str = "llama", trees: list[Tree] | None = None, **_: Any
+) -> dict[str, Any]:
+    """Three updates by all ranks and by one process: weights, metrics and records."""
+    trees = some_trees() if trees is None else trees
+    one, many = learners(ranks, config, family)
+    if config.loss.kl_coef:
+        folder = Path(sys.argv[1]) / "reference"
+        many.keep_reference(folder / str(ranks.size), is_new=True)
+        if one is not None:
+            one.keep_reference(folder / "1", is_new=True)
+    start = dict(many.stream())
+    metrics, records = [0.0], [0.0]
+    for _ in range(3):
+        ours, told = many.learn(trees)
+        if one is not None:
+            theirs, right = one.learn(trees)
+            assert told.keys() == right.keys()
+            metrics += [abs(told[key] - right[key]) / max(1.0, abs(right[key])) for key in right]
+            records.append(farthest(ours, theirs))
+    found = {"loss": many.imitate(trees, 1e-2), "right": many.right_steps(trees)}
+    streamed, fingerprint = dict(many.stream()), many.fingerprint()
+    if one is None:
+        return {}
+    expected = {"loss": one.imitate(trees, 1e-2), "right": one.right_steps(trees)}
+    assert found["right"] == expected["right"] and found["right"][1] > 0
+    plain = plain_weights(one.model)
+    return {
+        "apart": apart(streamed, plain, start),
+        "equal": all(torch.equal(streamed[key], plain[key]) for key in plain),
+        "metrics": max(*metrics, abs(found["loss"] - expected["loss"])),
+        "records": max(records),
+        "fingerprint": fingerprint == weights_fingerprint(streamed),
+    }
+
+
+def twice(ranks: Ranks, config: Config) -> dict[str, Any]:
+    """Two runs at one number of ranks."""
+    weights = []
+    for _ in range(2):
+        _, many = learners(ranks, config)
+        for _ in range(2):
+            many.learn(some_trees())
+        weights.append(dict(many.stream()))
+    return {"equal": all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])}
+
+
+def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
+    """Two updates, a checkpoint, one more update: by the same learner, by one of as many ranks, by
+    one process; and a checkpoint of one process on several ranks."""
+    folder = Path(sys.argv[1])
+    _, many = learners(ranks, config)
+    start = dict(many.stream())
+    for _ in range(2):
+        many.learn(some_trees())
+    place = folder / f"of-{ranks.size}"
+    if ranks.rank == 0:
+        (place / "treegraft").mkdir(parents=True)
+    ranks.barrier()
+    many.save(place, keep_adapter=False)
+    many.learn(some_trees())
+    expected = dict(many.stream())
+    one, again = learners(ranks, config)
+    again.load(place)
+    again.learn(some_trees())
+    ours = dict(again.stream())
+    other = folder / f"of-1-for-{ranks.size}"
+    if one is not None:
+        (other / "treegraft").mkdir(parents=True)
+        one.learn(some_trees())
+        one.save(other, keep_adapter=False)
+    ranks.barrier()
+    _, third = learners(ranks, config)
+    third.load(other)
+    third.learn(some_trees())
+    theirs = dict(third.stream())
+    if one is None:
+        return {}
+    one.learn(some_trees())
+    from_one = apart(theirs, plain_weights(one.model), start)
+    state = many_state(place)
+    one.load_state(state)
+    one.learn(some_trees())
+    return {
+        "same": all(torch.equal(ours[key], expected[key]) for key in expected),
+        "apart": apart(plain_weights(one.model), expected, start),
+        "from_one": from_one,
+        "loads": loads_like(place, state),
+    }
+
+
+def many_state(place: Path) -> Weights:
+    from treegraft.policy.shards import Rows
+
+    rows = Rows(sorted((place / "treegraft").glob("optimiser*.safetensors")))
+    return {name: rows.whole(name) for name in rows.names}
+
+
+def loads_like(place: Path, state: Weights) -> bool:
+    """Whether transformers loads the folder, with the weights that the optimiser holds."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    weights = dict(model.named_parameters())
+    return bool(weights) and all(
+        torch.equal(weight, state[f"master.{name}"]) for name, weight in weights.items()
+    )
+
+
+def law_3(ranks: Ranks, family: str) -> dict[str, Any]:
+    """Hidden states and gradients of a pack that ranks share, and of one that a process has."""
+    assert ranks.sharing is not None
+    one, many = build_model(family), build_model(family)
+    for model in (one, many):
+        install_attention(model)
+    batch = pack_trees(some_trees(4))
+    hidden = packed_hidden(one, batch, compile_kernels=False)
+    hidden.pow(2).sum().backward()
+    own, places = shared_hidden(many, batch, ranks.sharing, compile_kernels=False)
+    own.pow(2).sum().backward()
+    gaps = []
+    for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
+        if theirs.grad is None:
+            continue
+        # Each rank has the gradient of its own tokens.
+        total = torch.zeros_like(theirs) if ours.grad is None else ours.grad.clone()
+        torch.distributed.all_reduce(total)
+        gaps.append(float((total - theirs.grad).norm() / theirs.grad.norm().clamp_min(1e-12)))
+    return {"equal": bool(torch.equal(own, hidden[places])), "gradients": max(gaps)}
+
+
+@contextmanager
+def sharing(ranks: Ranks, size: int) -> Iterator[None]:
+    ranks.share_passes(size)
+    yield
+    ranks.share_passes(1)
+
+
+CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+    "llama": lambda ranks: law_1(ranks, settings()),
+    "tied": lambda ranks: law_1(ranks, settings(), "llama-tied"),
+    "qwen3": lambda ranks: law_1(ranks, settings(), "qwen3"),
+    "minibatches": lambda ranks: law_1(
+        ranks,
+        settings(
+            learn={"num_minibatches": 2, "num_epochs": 2, "lr": 5e-3},
+            loss={"aggregation": "token-mean", "engine_ratio_cap": 2.0},
+        ),
+    ),
+    "kl": lambda ranks: law_1(ranks, settings(loss={"kl_coef": 0.1})),
+    "lora": lambda ranks: law_1(ranks, settings(model={"lora": {"rank": 4}})),
+    "checkpointing": lambda ranks: law_1(ranks, settings(model={"gradient_checkpointing": True})),
+    "lessons": lambda ranks: law_1(
+        ranks, settings(loss={"graft_coef": 0.5}), trees=grafted_trees()
+    ),
+    "idle": lambda ranks: law_1(
+        ranks, settings(learn={"max_pack_tokens": 8192, "max_grad_norm": 1e9})
+    ),
+    "offload": lambda ranks: law_1(ranks, settings(learn={"offload": True})),
+    "replicate": lambda ranks: law_1(ranks, settings(learn={"replicate": 2})),
+    "twice": lambda ranks: twice(ranks, settings()),
+    "resumed": lambda ranks: resumed(ranks, settings()),
+    "shared llama": lambda ranks: law_3(ranks, "llama"),
+    "shared qwen3": lambda ranks: law_3(ranks, "qwen3"),
+    "shared learning": lambda ranks: law_1(ranks, settings()),
+}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with joined(settings()) as ranks:
+        assert ranks is not None
+        for name in sys.argv[2:]:
+            with sharing(ranks, 2 if name.startswith("shared") else 1):
+                found = CHECKS[name](ranks)
+            if ranks.rank == 0:
+                print(json.dumps({"check": name, **found}), flush=True)
+        # There is no loop over orders here that would have to end.
+        ranks.barrier()
+        ranks._is_together = False
+
+
+if __name__ == "__main__":
+    main()

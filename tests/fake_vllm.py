@@ -1,0 +1,221 @@
+"""A server that answers as vLLM with our plugin does, by a tiny model of its own: for tests of
+requests, retries and publishing. It can be told to fail in every way that a real one can."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from treegraft.core.listener import listen
+from treegraft.policy.engine.sampling import sample_tokens
+from treegraft.policy.engine.vllm.checks import identity_of_model
+from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.protocol import (
+    DRAW,
+    PLUGIN_VERSION,
+    draws_of_sampling,
+    marked_rows,
+)
+from treegraft.policy.weights import weights_fingerprint
+
+
+class FakeVllm:
+    """One server on a free port of the loopback; `die` and `revive` as often as wanted."""
+
+    def __init__(self, model: Any, *, token_s: float = 0.0, **identity: Any) -> None:
+        """Args:
+        model: what it starts with, each time.
+        token_s: seconds that each token takes.
+        identity: what it says of itself instead of the truth.
+        """
+        self._first, self.token_s = model, token_s
+        self.identity: dict[str, Any] = {
+            **identity_of_model(model, dtype="float32", max_context=96),
+            "plugin": PLUGIN_VERSION,
+            "draws": draws_of_sampling(),
+            "max_rows": 16,
+            "max_logprobs": 20,
+            "logprobs_mode": "processed_logits",
+            "draws_here": True,
+            **identity,
+        }
+        self.has_plugin = True
+        self.hangs = False
+        self.fail_next = 0
+        """Requests that are answered with an error of the server's."""
+        self.skip_loads = False
+        """Say that weights were loaded, and keep the old ones."""
+        self.most_at_once = self.num_requests = self.num_loads = 0
+        self.labels_asked: list[str] = []
+        self._listener = listen("127.0.0.1", 0)
+        self._port = int(self._listener.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._thread: threading.Thread | None = None
+        self.revive()
+
+    # ------------------------------------------------------------------ life
+
+    def revive(self) -> None:
+        """Starts, with the first weights and without an owner."""
+        self.model = copy.deepcopy(self._first)
+        self.label, self.owner, self.is_paused = "default", "", False
+        self.num_running, self.num_tokens = 0, 0
+        if self._listener.fileno() < 0:
+            self._listener = listen("127.0.0.1", self._port)
+        config = uvicorn.Config(
+            self._app(), log_level="critical", access_log=False, ws="none", lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True
+        )
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.005)
+
+    def die(self) -> None:
+        """Ends at once; clients lose their connections."""
+        self._server.should_exit = self._server.force_exit = True
+        if self._thread is not None:
+            self._thread.join(10.0)
+        with contextlib.suppress(OSError):
+            self._listener.close()
+
+    def _app(self) -> Starlette:
+        posts = {
+            "/inference/v1/generate": self._generate,
+            "/collective_rpc": self._rpc,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/reset_prefix_cache": self._reset,
+            "/update_weight_version": self._set_version,
+        }
+        gets = {
+            "/health": self._health,
+            "/version": self._version,
+            "/weight_info": self._weight_info,
+            "/metrics": self._metrics,
+        }
+        routes = [Route(path, act, methods=["POST"]) for path, act in posts.items()]
+        return Starlette(routes=[*routes, *(Route(path, act) for path, act in gets.items())])
+
+    # ------------------------------------------------------------------ routes
+
+    async def _health(self, request: Request) -> Response:
+        return Response()
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": "0.31.0"})
+
+    async def _weight_info(self, request: Request) -> Response:
+        return JSONResponse({"weight_version": self.label})
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(f'vllm:generation_tokens_total{{engine="0"}} {self.num_tokens}.0')
+
+    async def _pause(self, request: Request) -> Response:
+        self.is_paused = True
+        while self.num_running and request.query_params["mode"] == "wait":
+            await asyncio.sleep(0.002)
+        return JSONResponse({})
+
+    async def _resume(self, request: Request) -> Response:
+        self.is_paused = False
+        return JSONResponse({})
+
+    async def _reset(self, request: Request) -> Response:
+        return JSONResponse({"success": not self.num_running})
+
+    async def _set_version(self, request: Request) -> Response:
+        self.label = (await request.json())["new_version"]
+        return JSONResponse({"success": True})
+
+    async def _rpc(self, request: Request) -> Response:
+        body = await request.json()
+        if not self.has_plugin:
+            return JSONResponse({"error": f"no method {body['method']}"}, status_code=500)
+        result = getattr(self, body["method"])(*body["args"])
+        return JSONResponse({"results": [result]})
+
+    def treegraft_identity(self) -> dict[str, Any]:
+        return self.identity
+
+    def treegraft_claim(self, owner: str, lease_s: float, instead_of: str) -> dict[str, Any]:
+        if self.owner in ("", owner, instead_of):
+            self.owner = owner
+        return {"owner": self.owner, "for_s": lease_s}
+
+    def treegraft_release(self, owner: str) -> dict[str, Any]:
+        self.owner = "" if self.owner == owner else self.owner
+        return {}
+
+    def treegraft_load(self, path: str) -> dict[str, Any]:
+        folder = WeightsFolder(path)
+        self.num_loads += 1
+        if not self.skip_loads:
+            self.model.load_state_dict(dict(folder))
+        return {"fingerprint": weights_fingerprint(dict(folder)), "seconds": 0.0}
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.num_requests += 1
+        if self.fail_next:
+            self.fail_next -= 1
+            return JSONResponse({"error": "out of memory"}, status_code=500)
+        while self.is_paused or self.hangs:
+            await asyncio.sleep(0.002)
+        self.num_running += 1
+        self.most_at_once = max(self.most_at_once, self.num_running)
+        self.labels_asked.append(body["cache_salt"])
+        try:
+            choice = await self._write(body["token_ids"], body["sampling_params"])
+        finally:
+            self.num_running -= 1
+        usage = {"prompt_tokens": len(body["token_ids"])}
+        return JSONResponse({"choices": [choice], "usage": usage})
+
+    async def _write(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        order, content, ids = params["extra_args"][DRAW], [], []
+        label = self.label
+        while len(ids) < params["max_tokens"]:
+            with torch.inference_mode():
+                logits = self.model(torch.tensor([[*prompt, *ids]])).logits[0, -1:]
+            key = tuple(order["key"]) if order["temperature"] > 0 else None
+            drawn = sample_tokens(
+                *(logits, [order["temperature"]], [key], [order["offset"] + len(ids)]),
+                kind=order["noise"],
+            )
+            values, places = marked_rows(logits, drawn)[0].topk(2)
+            pairs = zip(places.tolist(), values.tolist(), strict=True)
+            top = [{"token_id": place, "logprob": value} for place, value in pairs]
+            content.append({**top[0], "top_logprobs": top})
+            ids.append(top[0]["token_id"])
+            self.num_tokens += 1
+            await asyncio.sleep(self.token_s)
+            if ids[-1] in params["stop_token_ids"]:
+                break
+        spans = [{"version": label, "start": 0, "end": len(ids)}]
+        return {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": spans}
+
+
+@contextlib.contextmanager
+def fakes(model: Any, num: int = 1, **options: Any) -> Iterator[list[FakeVllm]]:
+    """Holds so many servers for the time of the block."""
+    servers = [FakeVllm(model, **options) for _ in range(num)]
+    try:
+        yield servers
+    finally:
+        for one in servers:
+            one.die()

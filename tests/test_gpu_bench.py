@@ -1,0 +1,91 @@
+"""`python -m benchmarks.gpu`: each part with tiny sizes on a CPU, and without pydantic; the sizes
+and rows by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import gpu
+from benchmarks.card.bench import Bench
+from benchmarks.card.correct import check
+from benchmarks.card.trees import Workload
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_each_part_runs_and_writes_its_rows(part: int, tmp_path: Path) -> None:
+    assert gpu.main([str(part), "--tiny", "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / f"part-{part}.jsonl").open()]
+    assert rows and all(row["part"] == part and row["value"] is not None for row in rows)
+    table = (tmp_path / f"part-{part}.md").read_text()
+    assert all(row["what"] in table for row in rows)
+
+
+WITHOUT = """
+import sys
+sys.modules["pydantic"] = None
+from benchmarks import gpu
+code = gpu.main(["4", "--tiny", "--out", sys.argv[1]])
+assert "treegraft.settings.config" not in sys.modules
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
+def test_a_machine_without_pydantic(tmp_path: Path) -> None:
+    """Part 4 with engine, learner and models alone, in a process that cannot import it."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"pydantic": false' in done.stdout and "1.5B, 2 trees: update" in done.stdout
+
+
+def test_without_a_card_full_sizes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["1", "--out", str(tmp_path)]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_rows_are_written_at_once_and_time_ends_a_part(tmp_path: Path) -> None:
+    bench = Bench(part=3, limit_s=-1.0, file=tmp_path / "rows.jsonl", is_tiny=True)
+    check(bench, "a gap", 0.5, 1.0, "nats")
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1
+    check(bench, "another", float("nan"), 1.0, "nats", "of 7")
+    assert not bench.has_time("a third")
+    with bench.measure("a fourth", "s"):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+    assert [row.note for row in bench.rows] == [
+        "",
+        "FAILED of 7",
+        "left out: -1 s are over",
+        "out of memory: CUDA out of memory.",
+    ]
+
+
+@pytest.mark.parametrize("ratio", [1.3, 1.6, 3.3])
+def test_a_workload_has_the_size_and_the_share_ratio(ratio: float) -> None:
+    shape = Workload.of(8192, ratio).shape
+    assert shape.num_unique == 8192
+    assert shape.ratio == pytest.approx(ratio, rel=0.01)
+
+
+def test_the_trajectories_apart_are_those_of_the_tree() -> None:
+    load = Workload.of(96, 1.6)
+    text = list(range(3, 500))
+    (tree,), apart = load.trees(text), load.apart(text)
+    paths = tree.trajectories()
+    assert [one.trajectories()[0].token_ids for one in apart] == [path.token_ids for path in paths]
+    found = [one.leaves[0].advantage for one in apart]
+    assert found == [path.advantage for path in paths] and min(found) < 0 < max(found)

@@ -1,0 +1,200 @@
+"""The drawing of a tree, measured in Chromium: nothing overlaps, nothing is cut, nothing runs
+through a label, at four widths, for trees of every shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.grown import BRANCH, SHAPES, Grown, considered, flat, grafted, search
+from tests.test_view_browser import browser, pytestmark, show, until  # noqa: F401
+from tests.viewed import served, write_run
+
+from treegraft.core.types import ToolCall, Tree
+from treegraft.runs.record import RunFolder, write_trees
+from treegraft.traces.imports import read_messages
+from treegraft.view.branching import content_numbers, entropy_changes
+
+WIDTHS = (390, 1280, 1920, 2560)
+
+MEASURE = Path(__file__).with_name("measure.js").read_text(encoding="utf-8")
+
+SETTLED = """new Promise((go) =>
+  requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(go, 40))))"""
+"""A change of size is seen in one frame and drawn in the next."""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = write_run(tmp_path_factory.mktemp("grown") / "run", num_updates=1, with_buffer=False)
+    write_trees(RunFolder(path).trees_path(1), [make() for make in SHAPES.values()])
+    with served(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, address: str) -> Iterator[Any]:  # noqa: F811
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    made = context.new_page()
+    made.set_default_timeout(60_000)
+    problems: list[str] = []
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    yield made
+    context.close()
+    assert problems == []
+
+
+def open_tree(page: Any, address: str, shape: str, query: str = "") -> None:
+    show(page, address, f"#/r/run/t/update-000001/{list(SHAPES).index(shape)}{query}")
+
+
+def resize(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 844 if width < 500 else 900})
+    page.evaluate(SETTLED)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_overlaps_or_is_cut(page: Any, address: str, shape: str) -> None:
+    open_tree(page, address, shape)
+    nothing = {"overlaps": [], "clipped": [], "crossed": [], "small": [], "wide": []}
+    for width in WIDTHS:
+        resize(page, width)
+        assert page.evaluate(MEASURE) == nothing, f"{shape} at {width}"
+    if shape != "empty":
+        page.keyboard.press("d")  # the other theme
+        page.keyboard.press("x")  # every equal step by itself
+        page.evaluate(SETTLED)
+        assert page.evaluate(MEASURE) == nothing, f"{shape} unfolded, the other theme"
+        page.keyboard.press("d")
+
+
+def test_the_measure_finds_what_it_looks_for(page: Any, address: str) -> None:
+    open_tree(page, address, "both")
+    resize(page, 1280)
+    page.evaluate(
+        """() => {
+          const [first, second] = document.querySelectorAll('.node.start, .node.graft');
+          second.style.setProperty('left', first.style.left);
+          second.style.setProperty('top', first.style.top);
+          document.querySelector('.leaf .verdict').style.setProperty('margin-left', '400px');
+          document.querySelector('.edges').style.setProperty('left', '60px');
+          document.querySelector('.drawing').style.setProperty('width', '3000px');
+        }"""
+    )
+    found = page.evaluate(MEASURE)
+    assert found["overlaps"] and found["clipped"] and found["crossed"] and found["wide"]
+
+
+def test_equal_steps_are_drawn_once_and_unfold(page: Any, address: str) -> None:
+    open_tree(page, address, "flat")
+    resize(page, 1280)
+
+    def count() -> int:
+        return int(page.locator(".drawing .node").count())
+
+    # Root, four first steps (13 are equal), and answers: four of the 13 are one, as token ids tell.
+    assert count() == 1 + 4 + (13 - 3) + 3
+    row = page.locator(".leaf:has(.times)")
+    assert row.locator(".times").inner_text() == "\u00d74" and row.count() == 1
+    row.locator(".times").click()
+    page.evaluate(SETTLED)
+    assert count() == 1 + 4 + 13 + 3
+    page.keyboard.press("x")
+    until(page, "document.querySelectorAll('.drawing .node').length === 33")
+    assert page.locator(".said").first.inner_text() == "2 of 16 leaves right: 3 and 9"
+
+
+def test_an_empty_tree_and_one_without_variance_say_so(page: Any, address: str) -> None:
+    open_tree(page, address, "empty")
+    assert page.locator(".said").all_inner_texts() == ["This tree has no leaf."]
+    page.keyboard.press("j")
+    open_tree(page, address, "one leaf")
+    assert page.locator(".leaf .verdict").all_inner_texts() == ["\u2205 failed"]
+    assert page.locator(".best").count() == 0
+
+
+def test_a_wrong_leaf_is_never_called_the_best(page: Any, address: str) -> None:
+    open_tree(page, address, "deep", "?leaf=4")
+    assert "\u2605 best" in page.locator(".pathhead").inner_text()
+    page.keyboard.press("j")
+    until(page, "document.querySelector('.pathpane').dataset.leaf === '5'")
+    assert "\u2605" not in page.locator(".pathhead").inner_text()
+
+
+def test_a_copied_trajectory_can_be_imported(page: Any, address: str) -> None:
+    for shape, leaf in (("chat", 1), ("grafted", 1)):
+        open_tree(page, address, shape, f"?leaf={leaf}")
+        page.keyboard.press("Y")
+        page.evaluate(SETTLED)
+        row = json.loads(page.evaluate("navigator.clipboard.readText()"))
+        tree = SHAPES[shape]()
+        question, contents = read_messages(row["messages"])
+        own = [one.content for one in tree.trajectories()[leaf].steps[1:]]
+        assert question == tree.task.question and row["reward"] == 1.0
+        if shape == "chat":  # an only argument is read bare
+            assert contents[0].calls == (ToolCall("calculator", "12 * 17 - 39"),)
+        else:
+            assert [one.calls for one in contents] == [one.calls for one in own]
+        assert [[seen.text for seen in one.observations] for one in contents] == [
+            [seen.text for seen in one.observations] for one in own
+        ]
+        assert (contents[-1].answer or "").strip() == (own[-1].answer or "").strip()
+    page.click("text=copy text")
+    until(page, "document.querySelector('.buttons').textContent.includes('copied')")
+    assert "(retrieved from expert)\nsearch: e12 r2\nResult: r1 of e1 is e2" in page.evaluate(
+        "navigator.clipboard.readText()"
+    )
+
+
+def probed(entropies: list[float], first: list[float]) -> Tree:
+    """Returns a tree of one start, a step beside which a branch was opened, and the branch."""
+    tree = Grown()
+    start = tree.add("0", search("e1 r1"))
+    tree.add(start, search("e2 r2"), decision=considered(1, 1))
+    tree.answer(f"{start}.0", "e4")
+    tree.answer(start, "e3", cause=BRANCH)
+    made = tree.done()
+    columns = {"0.0": first, "0.0.0": entropies}
+    return replace(
+        made,
+        steps=tuple(
+            replace(one, entropies=(*columns[one.id], 0.0, 0.0)) if one.id in columns else one
+            for one in made.steps
+        ),
+    )
+
+
+def test_entropy_changes_are_in_nats_per_token() -> None:
+    tree = probed([0.5, 0.7, 0.9], [0.1, 0.2, 0.6])
+    settings = {"explore": {"entropy": {"probe_tokens": 2, "statistic": "probe"}}}
+    found = entropy_changes(tree, settings)
+    # Of two tokens each: (0.5 + 0.7) / 2 less (0.1 + 0.2) / 2.
+    wanted = {"change": 0.45, "before": 0.15, "after": 0.6, "num": 2, "after_tool": "search"}
+    assert found["0.0.0"] == pytest.approx(wanted) and found["0.0.1"] == found["0.0.0"]
+    assert set(found) == {"0.0.0", "0.0.1"}
+    # The lagging statistic looks at the step that made the call: here the start itself.
+    settings["explore"]["entropy"]["statistic"] = "lagging"
+    assert entropy_changes(tree, settings)["0.0.0"]["change"] == 0
+    assert entropy_changes(tree, {})["0.0.0"]["num"] == 3
+
+
+@pytest.mark.parametrize(
+    "config", [{"explore": 1}, {"explore": {"entropy": {"probe_tokens": "x"}}}]
+)
+def test_damaged_settings_leave_the_default(config: dict[str, Any]) -> None:
+    assert entropy_changes(probed([0.5, 0.5, 0.5], [0.1, 0.1, 0.1]), config)["0.0.0"]["num"] == 3
+
+
+def test_equal_tokens_have_one_number() -> None:
+    tree = flat()
+    numbers = content_numbers(tree)
+    by_tokens = {(one.token_ids, one.origins) for one in tree.steps}
+    assert len(set(numbers.values())) == len(by_tokens) < len(tree.steps)
+    assert numbers["0.0"] == numbers["0.12"] != numbers["0.13"]
+    # A graft with the tokens of a step of the policy is not that step.
+    both = grafted()
+    assert len(set(content_numbers(both).values())) > 2

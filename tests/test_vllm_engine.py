@@ -1,0 +1,455 @@
+"""The engine "vllm" against servers of ours that answer as vLLM does: the same tokens as the native
+engine whatever dies, and no reply by other weights."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.fake_vllm import FakeVllm, fakes
+from tests.families import build_model, word_tokenizer
+from tests.tiny import tiny
+
+from treegraft.core.errors import DeadlineExceeded, EngineError, SettingError
+from treegraft.core.types import Completion, Sampling
+from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.engine.vllm import launch
+from treegraft.policy.engine.vllm.build import build_engine, find_python
+from treegraft.policy.engine.vllm.engine import VllmEngine
+from treegraft.policy.engine.vllm.folder import write_folder
+from treegraft.policy.weights import ModelWeights, weights_fingerprint
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
+
+MODEL = build_model("llama", 0)
+OTHER = build_model("llama", 1)
+PREFIX = (1, 5, 9, 4)
+LONG = Sampling(max_new_tokens=12)
+Work = Callable[[VllmEngine], Awaitable[Any]]
+
+
+def config_of(fakes: list[FakeVllm], folder: Path, **vllm: Any) -> Config:
+    engine = {"kind": "vllm", "max_rows": 4, "deadline_s": 20.0}
+    engine |= {name: vllm.pop(name) for name in ("max_rows", "deadline_s") if name in vllm}
+    vllm = {"servers": [one.url for one in fakes], "start_timeout_s": 10.0} | vllm
+    return load_config(tiny(run={"dir": str(folder)}, engine={**engine, "vllm": vllm}))
+
+
+def run(fakes: list[FakeVllm], folder: Path, work: Work, **vllm: Any) -> Any:
+    config = config_of(fakes, folder, **vllm)
+
+    async def main() -> Any:
+        engine = build_engine(config, copy.deepcopy(MODEL), word_tokenizer(), "tiny")
+        try:
+            await engine.open()
+            return await asyncio.wait_for(work(engine), 40.0)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def key(number: int) -> tuple[int | str, ...]:
+    """Of the only step of a tree of its own."""
+    return (0, "train", 1, f"t{number}", "0")
+
+
+async def ask(engine: Any, number: int, sampling: Sampling = LONG) -> Completion:
+    return await engine.complete(PREFIX, sampling, noise_key=key(number))
+
+
+def native(model: Any, numbers: range, sampling: Sampling = LONG) -> list[Completion]:
+    """What the native engine writes for the same keys."""
+
+    async def main() -> list[Completion]:
+        settings = load_config(tiny()).engine
+        engine = NativeEngine(copy.deepcopy(model), word_tokenizer(), settings)
+        try:
+            return await asyncio.gather(*(ask(engine, one, sampling) for one in numbers))
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def same(found: list[Completion], expected: list[Completion]) -> bool:
+    """Whether tokens and ends are equal, and numbers within rounding."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_ids, one.finish) == (other.token_ids, other.finish)
+        for ours, theirs in (
+            (one.sampling_logprobs, other.sampling_logprobs),
+            (one.entropies, other.entropies),
+        ):
+            assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), atol=1e-5)
+    return True
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        LONG,
+        Sampling(max_new_tokens=8, temperature=0.0),
+        Sampling(max_new_tokens=8, temperature=0.7),
+    ],
+    ids=["sampled", "greedy", "cool"],
+)
+def test_tokens_are_those_of_the_native_engine(tmp_path: Path, sampling: Sampling) -> None:
+    async def work(engine: VllmEngine) -> list[Completion]:
+        return await asyncio.gather(*(ask(engine, one, sampling) for one in range(6)))
+
+    with fakes(MODEL) as servers:
+        found = run(servers, tmp_path, work)
+    assert same(found, native(MODEL, range(6), sampling))
+
+
+def test_stops_and_finals_end_as_in_the_native_engine(tmp_path: Path) -> None:
+    plain = native(MODEL, range(8))
+    words = [word_tokenizer().decode([one.token_ids[2]]).strip() for one in plain]
+    sampling = Sampling(max_new_tokens=12, stop=tuple(words[:3]), final=tuple(words[3:5]))
+
+    async def work(engine: VllmEngine) -> list[Completion]:
+        return await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
+
+    with fakes(MODEL) as servers:
+        found = run(servers, tmp_path, work)
+    expected = native(MODEL, range(8), sampling)
+    assert same(found, expected)
+    assert any(
+        len(one.token_ids) < len(other.token_ids) for one, other in zip(found, plain, strict=True)
+    )
+
+
+def test_a_probe_comes_early_and_changes_no_token(tmp_path: Path) -> None:
+    seen: list[tuple[float, ...]] = []
+
+    async def work(engine: VllmEngine) -> Completion:
+        return await engine.complete(
+            PREFIX, LONG, noise_key=key(0), probe_tokens=3, on_probe=lambda x: seen.append(tuple(x))
+        )
+
+    with fakes(MODEL) as servers:
+        found = run(servers, tmp_path, work)
+        assert servers[0].num_requests == 2
+    assert same([found], native(MODEL, range(1)))
+    assert seen == [found.entropies[:3]]
+
+
+def test_dead_servers_requests_move_and_nothing_changes(tmp_path: Path) -> None:
+    """One of two dies in mid-rollout and comes back with its first weights; it is given those that
+    are due before it answers again."""
+
+    async def work(engine: VllmEngine) -> list[Completion]:
+        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+        asked = [asyncio.create_task(ask(engine, one)) for one in range(8)]
+        while not servers[1].num_running:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(servers[1].die)
+        found = await asyncio.gather(*asked)
+        loads = servers[1].num_loads
+        await asyncio.to_thread(servers[1].revive)
+        while engine.capacity < 8:
+            await asyncio.sleep(0.01)
+        assert servers[1].num_loads == loads + 1
+        metrics = engine.take_metrics()
+        assert metrics["time/engine_moved"] > 0 and metrics["time/engine_restarts"] >= 1
+        servers[0].token_s = servers[1].token_s = 0.0
+        return [*found, *await asyncio.gather(*(ask(engine, one) for one in range(8, 12)))]
+
+    with fakes(MODEL, 2, token_s=0.02) as servers:
+        found = run(servers, tmp_path, work)
+    assert {one.policy_version for one in found} == {1}
+    assert same(found, native(OTHER, range(12)))
+
+
+def test_no_reply_by_other_weights_is_taken(tmp_path: Path) -> None:
+    """Somebody starts the only server anew between two requests, or publishes to it."""
+
+    async def work(engine: VllmEngine) -> list[Completion]:
+        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+        first = await ask(engine, 0)
+        servers[0].model.load_state_dict(MODEL.state_dict())
+        servers[0].label = "default"
+        second = await ask(engine, 1)
+        assert engine.take_metrics()["time/engine_stale"] == 1.0
+        return [first, second]
+
+    with fakes(MODEL) as servers:
+        found = run(servers, tmp_path, work)
+    assert same(found, native(OTHER, range(2)))
+
+
+def test_a_publish_waits_for_completions_and_holds_new_ones_back(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> tuple[list[Completion], list[Completion]]:
+        before = [asyncio.create_task(ask(engine, one)) for one in range(4)]
+        while servers[0].num_running < 4:
+            await asyncio.sleep(0.005)
+        publishing = asyncio.create_task(engine.publish(ModelWeights(OTHER.state_dict()), 1))
+        await asyncio.sleep(0)
+        after = [asyncio.create_task(ask(engine, one)) for one in range(4, 8)]
+        await publishing
+        assert engine.fingerprint == weights_fingerprint(OTHER.state_dict())
+        return await asyncio.gather(*before), await asyncio.gather(*after)
+
+    with fakes(MODEL, token_s=0.01) as servers:
+        before, after = run(servers, tmp_path, work)
+    assert {one.policy_version for one in before} == {0}
+    assert {one.policy_version for one in after} == {1}
+    assert same(before, native(MODEL, range(4)))
+    assert same(after, native(OTHER, range(4, 8)))
+
+
+def test_a_server_gets_no_more_requests_than_it_has_rows(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> int:
+        assert engine.capacity == 8
+        await asyncio.gather(*(ask(engine, one) for one in range(20)))
+        return max(one.most_at_once for one in servers)
+
+    with fakes(MODEL, 2, token_s=0.002) as servers:
+        assert run(servers, tmp_path, work) == 4
+
+
+def test_requests_of_a_tree_go_to_one_server(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> list[int]:
+        for number in range(2):
+            await asyncio.gather(
+                *(
+                    engine.complete(PREFIX, LONG, noise_key=(0, "train", 1, f"t{number}", str(n)))
+                    for n in range(3)
+                )
+            )
+        return sorted(one.num_requests for one in servers)
+
+    with fakes(MODEL, 2) as servers:
+        found = run(servers, tmp_path, work)
+    assert sum(found) == 6 and found[0] in (0, 3)
+
+
+def test_errors_of_a_server_are_tried_again_and_then_told(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> Completion:
+        servers[0].fail_next = 2
+        found = await ask(engine, 0)
+        servers[0].fail_next = 1000
+        with pytest.raises(EngineError, match=r"failed 8 times.*out of memory"):
+            await ask(engine, 1)
+        return found
+
+    with fakes(MODEL) as servers:
+        found = run(servers, tmp_path, work)
+    assert same([found], native(MODEL, range(1)))
+
+
+def test_a_server_that_hangs_is_found_and_the_deadline_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treegraft.policy.engine.vllm.fleet.WATCH_S", 0.05)
+
+    async def work(engine: VllmEngine) -> Completion:
+        servers[0].hangs = True
+        asked = asyncio.create_task(ask(engine, 0))
+        while not servers[1].num_requests:
+            await asyncio.sleep(0.01)
+        found = await asked
+        servers[0].hangs = servers[1].hangs = True
+        with pytest.raises(DeadlineExceeded, match=r"engine.deadline_s = 1.0 s"):
+            await ask(engine, 1)
+        return found
+
+    with fakes(MODEL, 2) as servers:
+        found = run(servers, tmp_path, work, hang_timeout_s=0.3, deadline_s=1.0)
+        servers[0].hangs = servers[1].hangs = False
+    assert same([found], native(MODEL, range(1)))
+
+
+def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> None:
+        await asyncio.to_thread(servers[0].die)
+        with pytest.raises(EngineError, match=r"no server is left after engine.vllm.max_restarts"):
+            await ask(engine, 0)
+        assert isinstance(engine.death, EngineError)
+
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work, max_restarts=1, start_timeout_s=1.0)
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> None:
+        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+        assert servers[0].owner.startswith(f"{os.uname().nodename}:{os.getpid()}:")
+
+    before = set(os.listdir(launch.SHARED_MEMORY))
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work)
+        assert servers[0].owner == ""
+    assert not list(tmp_path.iterdir())
+    left = set(os.listdir(launch.SHARED_MEMORY)) - before
+    assert not [name for name in left if name.startswith("treegraft")]
+
+
+def test_servers_that_answer_differently_are_refused(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> None:
+        servers[1].skip_loads = True
+        with pytest.raises(EngineError, match="answer differently"):
+            await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+
+    with fakes(MODEL, 2) as servers:
+        run(servers, tmp_path, work)
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("identity", "said"),
+    [
+        ({"vocab_size": 7}, "its vocab_size is 7, expected"),
+        ({"model_type": "qwen2"}, "its model_type is qwen2, expected llama"),
+        ({"dtype": "bfloat16"}, "computes in bfloat16, expected model.dtype = float32"),
+        ({"plugin": 0}, "another version of Treegraft's plugin"),
+        ({"draws": [1, 2, 3]}, "another version of Treegraft's plugin"),
+        ({"max_context": 20}, "reads 20 tokens, expected 49"),
+        ({"max_logprobs": 1}, "--max-logprobs 1, expected at least 2"),
+        ({"logprobs_mode": "raw_logprobs"}, "expected processed_logits"),
+        ({"draws_here": False}, "without Treegraft's logits processor"),
+    ],
+)
+def test_servers_that_do_not_fit_are_refused(
+    tmp_path: Path, identity: dict[str, Any], said: str
+) -> None:
+    async def work(engine: VllmEngine) -> None:
+        raise AssertionError("a server was taken that does not fit")
+
+    with fakes(MODEL, **identity) as servers, pytest.raises(SettingError, match=said):
+        run(servers, tmp_path, work)
+
+
+def test_a_server_without_the_plugin_is_refused_with_its_version(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> None:
+        raise AssertionError("a server was taken that has no plugin")
+
+    with fakes(MODEL) as servers:
+        servers[0].has_plugin = False
+        with pytest.raises(SettingError, match=r"\(vLLM 0.31.0\) does not know .* vLLM 0.32"):
+            run(servers, tmp_path, work)
+
+
+def test_two_runs_on_one_server_are_refused(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> None:
+        other = build_engine(config, copy.deepcopy(MODEL), word_tokenizer(), "tiny")
+        try:
+            with pytest.raises(EngineError, match=r"belongs to another run \(host .*, process"):
+                await other.open()
+        finally:
+            await other.close()
+        # One that has ended without giving it up is no obstacle.
+        servers[0].owner = f"{os.uname().nodename}:4194305:ab"
+        third = build_engine(config, copy.deepcopy(MODEL), word_tokenizer(), "tiny")
+        try:
+            await third.open()
+        finally:
+            await third.close()
+
+    with fakes(MODEL) as servers:
+        config = config_of(servers, tmp_path)
+        run(servers, tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:9", "does not answer; expected a vLLM server there"),
+        ("127.0.0.1:8000", "is not the address of a server; expected one such as"),
+    ],
+)
+def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str, said: str) -> None:
+    async def work(engine: VllmEngine) -> None:
+        raise AssertionError("there is no server")
+
+    with pytest.raises((SettingError, EngineError), match=said):
+        run([], tmp_path, work, servers=[url])
+
+
+def test_a_python_without_vllm_is_refused() -> None:
+    for python, said in ((sys.executable, "has no vLLM"), ("/no/python", "does not run")):
+        config = load_config(tiny(engine={"kind": "vllm", "vllm": {"python": python}}))
+        with pytest.raises(SettingError, match=said) as caught:
+            find_python(config.engine.vllm)
+        assert "make vllm-env" in str(caught.value)
+
+
+# ------------------------------------------------------------------ weights and processes
+
+
+def test_folders_of_weights_give_back_every_tensor_and_its_checksum(tmp_path: Path) -> None:
+    weights = dict(MODEL.state_dict())
+    weights["tied"] = weights["model.embed_tokens.weight"]
+    folder = write_folder(tmp_path / "weights", ModelWeights(weights))
+    read = dict(folder)
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+    assert weights_fingerprint(read) == weights_fingerprint(weights)
+    index = json.loads((folder.path / "weights.json").read_text())
+    assert index["twins"] == {"model.embed_tokens.weight": ["tied"]}
+
+
+SERVER = """
+import multiprocessing.shared_memory as m, os, signal, subprocess, sys, time
+memory = m.SharedMemory(create=True, size=1000)
+child = subprocess.Popen([sys.executable, "-c", "import signal, time;"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+print(memory.name, child.pid, os.getpid(), flush=True)
+time.sleep(600)
+"""
+OWNER = """
+import subprocess, sys, time
+process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("victim", ["owner", "server"])
+def test_nothing_of_a_server_outlives_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """The run is killed, or the server: its child, which ignores SIGTERM, and its shared memory go
+    too; the folders go with the run."""
+    script = tmp_path / "launch.py"
+    text = Path(launch.__file__).read_text().replace("GRACE_S = 8.0", "GRACE_S = 0.5")
+    script.write_text(text)
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    log = (tmp_path / "log").open("w+")
+    command = [sys.executable, str(script), json.dumps([str(folder)])]
+    command += [sys.executable, "-c", textwrap.dedent(SERVER)]
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, *command], stdout=log)
+    try:
+        while not (words := (tmp_path / "log").read_text().split()):
+            time.sleep(0.05)
+        name, child, server = words[0], int(words[1]), int(words[2])
+        # The launcher has to have seen the shared memory.
+        time.sleep(2 * launch.POLL_S)
+        os.kill(owner.pid if victim == "owner" else server, signal.SIGKILL)
+        end = time.monotonic() + 20.0
+        while Path(f"/proc/{child}").exists() or (launch.SHARED_MEMORY / name).exists():
+            assert time.monotonic() < end, "a process or its memory is left"
+            time.sleep(0.05)
+        if victim == "owner":
+            while folder.exists():
+                assert time.monotonic() < end, "the folder is left"
+                time.sleep(0.05)
+        assert folder.exists() == (victim == "server")
+    finally:
+        owner.kill()
+        owner.wait()
+        log.close()
