@@ -318,7 +318,7 @@ def _saves(config: Config, name: str, value: Any) -> bool:
     if name.startswith("engine.native") and config.engine.kind != "native":
         return False
     now = value_of(config, name)
-    if isinstance(value, (bool, str)):
+    if isinstance(value, (bool, str)) or isinstance(now, str):
         return bool(now != value)
     # Of adapters 0 means none, which takes the most.
     return bool(now == 0 if name == "model.lora.rank" else now > value)

@@ -27,8 +27,6 @@ class Request:
     on_probe: Callable[[Sequence[float]], None] | None = None
     row: Row | None = None
     is_cancelled: bool = False
-    in_grace: bool = False
-    """A final text was written; one more token, which may be the end token, and it is over."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
