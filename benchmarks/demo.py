@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -33,7 +34,7 @@ NUM_SEEDS = 10
 ACCURACY, GREEDY = "eval/accuracy_sampled", "eval/accuracy"
 CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
 LAST_ONLY = ("eval.every=0", "eval.at_start=false")
-Line = dict[str, str | float]
+Line = dict[str, Any]
 
 
 def run_seed(seed: int, methods: Sequence[str], out: Path) -> list[Line]:
@@ -61,11 +62,10 @@ def run_seed(seed: int, methods: Sequence[str], out: Path) -> list[Line]:
             name = f"run.name={run.name}"
             train(load_config(RECIPE, [*common, *begin, *LAST_ONLY, *METHODS[method], name]))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        found.append(
-            {"method": method, "seed": seed, "date": time.strftime("%Y-%m-%d")}
-            | {key: lines[-1][key] for key in (GREEDY, ACCURACY)}
-            | {key: sum(line.get(key, 0) for line in lines) for key in (CALLS, TOKENS, SECONDS)}
-        )
+        line: Line = {"method": method, "seed": seed, "date": time.strftime("%Y-%m-%d")}
+        line |= {key: lines[-1][key] for key in (GREEDY, ACCURACY)}
+        line |= {key: sum(one.get(key, 0) for one in lines) for key in (CALLS, TOKENS, SECONDS)}
+        found.append(line)
     return found
 
 
@@ -104,8 +104,7 @@ def table() -> Iterator[str]:
         if not runs:
             continue
         sampled, greedy, calls, tokens, seconds = (
-            [float(line[key]) for line in runs]
-            for key in (ACCURACY, GREEDY, CALLS, TOKENS, SECONDS)
+            [line[key] for line in runs] for key in (ACCURACY, GREEDY, CALLS, TOKENS, SECONDS)
         )
         yield (
             f"| {method} | {min(sampled):.2f} to {max(sampled):.2f} |"
@@ -122,10 +121,10 @@ def ranges() -> Iterator[str]:
     num = min(map(len, runs.values()))
     if not num:
         return
-    last = max(str(line["date"]) for lines in runs.values() for line in lines)
+    last = max(line["date"] for lines in runs.values() for line in lines)
     yield f"The run above is one seed. Sampled accuracy at the end of {num} seeds, measured {last}:"
     for method, lines in runs.items():
-        found = [100 * float(line[ACCURACY]) for line in lines]
+        found = [100 * line[ACCURACY] for line in lines]
         yield f"  {method:<{max(map(len, METHODS))}}   {min(found):.0f} to {max(found):.0f} %"
 
 

@@ -257,6 +257,7 @@ def test_update(tmp_path: Path) -> None:
     assert "share ratio 3.33 (96 of 320 tokens)" in rows[0]["what"]  # 32 + 8 x 8 and 8 x (32 + 8)
 
 
+@pytest.mark.slow  # trains each method; the other tests train them too
 def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without TRL its row is left out; the methods are compared."""
     monkeypatch.delenv("TREEGRAFT_TRL_PYTHON", raising=False)
@@ -264,6 +265,7 @@ def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["what"].partition(",")[0] for row in rows} == {"RAPO", "ARPO"} and len(rows) == 6
 
 
+@pytest.mark.slow  # loads an encoder; tests of the buffer and of encoders compare the same numbers
 def test_buffer(tmp_path: Path) -> None:
     rows = bench(tmp_path, "buffer")["rows"]
     assert [row["unit"] for row in rows] == [

@@ -4,6 +4,7 @@ every wait ends."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 import time
@@ -332,7 +333,8 @@ def test_completions_are_the_same_bits_in_any_company(family: str, compiled: boo
     """Alone; all at once; shuffled and staggered; in short chunks; with few rows, so that paths
     wait, are dropped and fed anew."""
     assert_equal_in_any_company(
-        lambda **options: make_engine(family, compile_kernels=compiled, **options)
+        lambda **options: make_engine(family, compile_kernels=compiled, **options),
+        COMPANIES if family == "llama" else MIXED,
     )
 
 
@@ -346,10 +348,25 @@ def test_completions_in_bfloat16_too_where_products_are_ours(family: str) -> Non
     run(engine, one_by_one)
     if not is_rowwise:
         pytest.skip("no products of ours in bfloat16 for this processor")
-    assert_equal_in_any_company(made)
+    assert_equal_in_any_company(made, MIXED)
 
 
-def assert_equal_in_any_company(made: Callable[..., NativeEngine]) -> None:
+COMPANIES: list[tuple[float, dict[str, Any]]] = [
+    (0.0, {}),
+    (0.05, {}),
+    (0.0, {"max_prefill_tokens": 16}),
+    (0.02, {"max_rows": 3}),
+    (0.0, {"max_rows": 1, "cache_gb": 1e-9}),
+    (0.02, {"max_rows": 5, "cache_gb": 2e-4, "max_prefill_tokens": 32}),
+]
+"""Seconds over which requests arrive, and limits of the engine."""
+MIXED = [COMPANIES[1], COMPANIES[5]]
+"""Without limits, and with all of them at once."""
+
+
+def assert_equal_in_any_company(
+    made: Callable[..., NativeEngine], companies: Sequence[tuple[float, dict[str, Any]]]
+) -> None:
     expected = run(made(), one_by_one)
 
     def in_order(
@@ -366,16 +383,7 @@ def assert_equal_in_any_company(made: Callable[..., NativeEngine]) -> None:
 
         return work
 
-    for number, (spread_s, options) in enumerate(
-        [
-            (0.0, {}),
-            (0.05, {}),
-            (0.0, {"max_prefill_tokens": 16}),
-            (0.02, {"max_rows": 3}),
-            (0.0, {"max_rows": 1, "cache_gb": 1e-9}),
-            (0.02, {"max_rows": 5, "cache_gb": 2e-4, "max_prefill_tokens": 32}),
-        ]
-    ):
+    for number, (spread_s, options) in enumerate(companies):
         engine = made(**options)
         assert run(engine, in_order(number, spread_s)) == expected, (spread_s, options)
         if options.get("cache_gb") == 1e-9:
@@ -768,6 +776,63 @@ def test_a_death_reaches_every_waiter() -> None:
     assert all(
         isinstance(result, EngineError) and "the roof fell in" in str(result) for result in results
     )
+
+
+def out_of_memory(engine: NativeEngine, name: str, calls: set[int]) -> None:
+    """Makes these calls of a method, counted from 1, end as those of a full GPU do."""
+    original, count = getattr(engine, name), [0]
+
+    def failing(*args: Any) -> Any:
+        count[0] += 1
+        if count[0] in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return original(*args)
+
+    setattr(engine, name, failing)
+
+
+@pytest.mark.parametrize("name", ["_run", "_sample"])
+def test_out_of_memory_shrinks_the_passes_and_changes_no_token(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two failures: from 1024 tokens a pass to 256, and back after so many passes."""
+    sampling = Sampling(max_new_tokens=20)
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.complete(ids_of(40 + n, n), sampling, noise_key=(n + 1,)) for n in range(5))
+        )
+
+    plain = run(make_engine(), work)
+    engine = make_engine()
+    most = engine._room
+    out_of_memory(engine, name, {3, 4})
+    with caplog.at_level(logging.WARNING):
+        found = run(engine, work)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert [one.entropies for one in found] == [one.entropies for one in plain]
+    assert engine._room == most // 4 and engine.death is None
+    assert f"at most {most // 2} tokens" in caplog.text
+    assert f"at most {most // 4} tokens" in caplog.text
+
+
+def test_memory_that_does_not_come_back_fails_what_runs_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From 1024 tokens to 16 are six halvings; the seventh failure is passed on."""
+    monkeypatch.setattr("treegraft.policy.engine.native.PASSES_OF_ROOM", 3)
+
+    async def work(engine: NativeEngine) -> tuple[Completion, int]:
+        sampling = Sampling(max_new_tokens=4)
+        with pytest.raises(EngineError, match=r"no memory left for a pass of 16 tokens \(CUDA out"):
+            await engine.complete(ids_of(5, 0), sampling, noise_key=(1,))
+        return await engine.complete(ids_of(5, 1), greedy(9), noise_key=(1,)), engine._room
+
+    engine = make_engine()
+    assert engine._room == 1024
+    out_of_memory(engine, "_run", set(range(1, 8)))
+    later, room = run(engine, work)
+    assert later.token_ids and room > 16
 
 
 def test_closing_tells_those_who_wait() -> None:

@@ -240,7 +240,7 @@ def test_the_table_of_the_demo_is_that_of_its_runs() -> None:
     printed = list(demo.ranges())[1:]
     assert [row.split("  ")[1] for row in printed] == list(demo.METHODS)
     for row, method in zip(printed, demo.METHODS, strict=True):
-        seeds = [100 * float(line[demo.ACCURACY]) for line in demo.runs_of(method)]
+        seeds = [100 * line[demo.ACCURACY] for line in demo.runs_of(method)]
         assert row.endswith(f" {min(seeds):.0f} to {max(seeds):.0f} %")
 
 

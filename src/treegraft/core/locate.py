@@ -81,7 +81,7 @@ def _hub_problem() -> str:
     By one request: for each file its clients would ask again and again for a minute.
     """
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"

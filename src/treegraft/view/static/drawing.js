@@ -188,7 +188,7 @@ export class Drawing {
     this.boxes = new Map(this.nodes.map((node) => [node, this.box(node, put)]));
     const svg = s("svg", { class: "edges", width: laid.width, height: laid.height, "aria-hidden": "true" }, links);
     const label = `a tree of ${plural(this.tree.steps.length, "step")} and ${plural(this.tree.leaves.length, "leaf", "leaves")}`;
-    return put(h("div", { class: `drawing${laid.isDots ? " dots" : ""}`, role: "group", "aria-label": label }, head, this.rows, svg, [...this.boxes.values()]), { width: laid.width, height: laid.height, "font-size": this.size, "--line": this.line });
+    return put(h("div", { class: `drawing${laid.isDots ? " dots" : ""}`, role: "group", "aria-label": label }, head, this.rows, svg, [...this.boxes.values()]), { width: laid.width, height: laid.height, "font-size": this.size, "--text-line": this.line });
   }
 
   row(node, cells, put) {
@@ -231,7 +231,7 @@ export class Drawing {
     const height = Math.min(laid.row - 4, Math.max(1, lines.length) * this.line + 7);
     return put(h("div", props, isCorner && h("div", { class: "corner" }, marks), isCorner && after && h("div", { class: "corner last" }, after),
       h("div", { class: "line" }, first), lines.slice(1).map((line) => h("div", { class: `line foreign${line.isSecond ? " second" : ""}` }, h("span", null, line.text)))),
-    { ...common, top: at.y - height / 2, height, padding: `0 ${Math.max(0, laid.pad - 3)}px` });
+    { ...common, top: at.y - height / 2, height, padding: `0 ${Math.max(0, at.pad - 3)}px` });
   }
 
   // The lines of a box: what was done, and what came of it if there is room for that.

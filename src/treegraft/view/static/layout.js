@@ -3,7 +3,7 @@
 
 // Between a step's box and the next column, where edges bend; inside a box on either side. In narrow columns both are smaller.
 const [GAP, PAD] = [18, 8];
-const [CLOSE_GAP, CLOSE_PAD] = [10, 4];
+const [CLOSE_GAP, CLOSE_PAD] = [8, 2];
 const [DOT, LABELLED, CLOSE, WIDEST] = [10, 36, 80, 520]; // columns: without words, the narrowest with words, narrow ones, the widest
 const [LEAST_ROW, MOST_LINES] = [26, 6];
 const [LEFT, ROOT] = [6, 19];
@@ -94,10 +94,11 @@ export function place({ nodes, num }, { room, side, head, line, widthOf, linesOf
   const row = Math.max(LEAST_ROW, line + 9, Math.min(lines * line + 14, (room.height - head - 6) / Math.max(1, num)));
   const at = new Map(nodes.map((node) => {
     const inside = insideOf(node);
-    const boxed = node.depth === 0 ? 12 : isDots ? Math.floor(columns[node.depth - 1]) - gap : Math.min(inside, widthOf(node)) + 2 * pad;
-    return [node, { x: starts[node.depth], y: head + row * (node.row + 0.5), inside, width: boxed }];
+    const own = !isDots && widthOf(node) + 2 * PAD < inside ? PAD : pad; // an answer may have room to spare
+    const boxed = node.depth === 0 ? 12 : isDots ? Math.floor(columns[node.depth - 1]) - gap : Math.min(inside, widthOf(node)) + 2 * own;
+    return [node, { x: starts[node.depth], y: head + row * (node.row + 0.5), inside, pad: own, width: boxed }];
   }));
-  return { at, starts, row, lines: Math.max(1, Math.floor((row - 7) / line)), isDots, isClose: most < CLOSE, gap, pad, width, height: head + row * num + 6 };
+  return { at, starts, row, lines: Math.max(1, Math.floor((row - 7) / line)), isDots, isClose: most < CLOSE, gap, width, height: head + row * num + 6 };
 }
 
 // Through the gutter to a child: straight in its parent's row, else down just before the child's column.

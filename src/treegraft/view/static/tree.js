@@ -115,7 +115,7 @@ export async function treePage(page, { run, query, go }, file, n) {
 
   // ---- the path
   async function drawPath() {
-    if (isEmpty) return replace(right, h("p", { class: "dim" }, NO_LEAF));
+    if (isEmpty) return replace(right);
     const which = leaf;
     const one = tree.leaves[leaf];
     const isBest = leaf === tree.best;
