@@ -53,5 +53,5 @@ def import_settings() -> bool:
         if known is ...:
             del sys.modules[name]
         else:
-            sys.modules[name] = known  # type: ignore[assignment]
+            sys.modules[name] = known
     return False
