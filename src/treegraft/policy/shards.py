@@ -64,7 +64,7 @@ class Rows:
         self._pieces: dict[str, list[tuple[int, Any]]] = {}
         for path in paths:
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
                     f"'{path}' could not be read ({error}); expected a safetensors file as it was"

@@ -105,7 +105,7 @@ def named_weights(
         gather: makes a weight whole that is divided among processes; those without adapters are
             yielded as they are.
     """
-    adapted = _adapted(model)
+    adapted = adapted_modules(model)
     for name, tensor in base_model(model).state_dict().items():
         if ".lora_" in name:
             continue
@@ -116,8 +116,8 @@ def named_weights(
                 delta = module.get_delta_weight("default")
             else:
                 value = gather(tensor)
-                pair = (gather(part["default"].weight) for part in (module.lora_B, module.lora_A))
-                delta = _product(*pair, module)
+                b, a = (gather(part["default"].weight) for part in (module.lora_B, module.lora_A))
+                delta = _product(b, a, module)
             # peft keeps the adapters of bfloat16 models in float32.
             value = (value + delta).to(tensor.dtype)
         yield name.replace(".base_layer.", "."), value.detach()
@@ -129,8 +129,8 @@ def weight_names(model: Any) -> list[str]:
     return [name.replace(".base_layer.", ".") for name in names if ".lora_" not in name]
 
 
-def _adapted(model: Any) -> dict[str, Any]:
-    """The modules with adapters, by the names of the weights that they adapt."""
+def adapted_modules(model: Any) -> dict[str, Any]:
+    """Returns the modules with adapters, by the names of the weights that they adapt."""
     if base_model(model) is model:
         return {}
     from peft.tuners.lora import LoraLayer

@@ -147,6 +147,11 @@ class RecordedForward:
         """Takes over weights that have changed in place, as recordings do."""
         self._forward.refresh()
 
+    def release(self) -> None:
+        """Drops all recordings, with the memory of their steps."""
+        self._recordings.clear()
+        self._record = self._make_recorder()
+
     def _turn_off(self, reason: str) -> None:
         self._is_off = True
         self._recordings.clear()

@@ -26,9 +26,9 @@ def num_started(config: Config) -> int:
     wanted = config.learn.ranks
     if wanted not in ("auto", started):
         raise SettingError(
-            f"learn.ranks: got {wanted}, but {started} processes were started; start that many with"
-            f" torchrun --nproc-per-node {wanted} -m treegraft train RECIPE, or leave it at"
-            ' "auto".'
+            f"learn.ranks: got {wanted}, but the number of processes is {started}; expected both to"
+            f" be equal. Start with torchrun --nproc-per-node {wanted} -m treegraft train RECIPE,"
+            ' or leave it at "auto".'
         )
     return started
 

@@ -18,6 +18,7 @@ from treegraft.policy.head import base_model, head_problem
 from treegraft.policy.learn.ranks import Ranks, deaf_to_ends
 from treegraft.policy.learn.scores import packing_problem
 from treegraft.policy.learn.sharded import ShardedLearner, model_shape
+from treegraft.policy.weights import adapted_modules
 from treegraft.runs.record import tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 
@@ -183,6 +184,12 @@ def _refuse(model: Any, config: Config) -> None:
         raise ModelError(
             f"model '{config.model.path}': its trees cannot be packed ({problem}), which several"
             " ranks need; expected a model with plain attention. Train it with one rank."
+        )
+    if any("default" not in module.lora_A for module in adapted_modules(model).values()):
+        raise SettingError(
+            f"model.lora.targets: got {config.model.lora.targets!r}, of which some are no linear"
+            " layers; several ranks expect linear layers alone. Leave the others out, or train with"
+            " one rank."
         )
     parallel = config.learn.sequence_parallel
     text = inner.config.get_text_config()

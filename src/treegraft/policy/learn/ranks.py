@@ -8,12 +8,14 @@ it needs has ended.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,12 +32,16 @@ from treegraft.core.errors import RankError, SettingError
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, differences
 
+_untyped: Any = dist
+"""Parts of torch.distributed that its types leave out."""
 START_S = 300.0
 """Longest wait for all ranks to have started."""
 DEADLINE_S = 600.0
 """Longest wait of one rank for another inside a pass, a publish or a checkpoint."""
 SILENCE_S = 60.0
 """Time without a sign of life after which a rank on another host counts as dead."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: a signal at the parent's end."""
 LOOK_S = 1.0
 """Time between two looks at whether rank 0 lives."""
 
@@ -56,7 +62,7 @@ class Hello:
 class Peer:
     """Another rank, as this process sees it."""
 
-    def __init__(self, rank: int, hello: Hello, store: dist.Store) -> None:
+    def __init__(self, rank: int, hello: Hello, store: Any) -> None:
         self.rank, self._hello, self._store = rank, hello, store
         self.name = f"rank {rank} ({hello.host}, process {hello.pid})"
         self._pidfd: int | None = None
@@ -91,7 +97,7 @@ class Peer:
         ) + " (killed from outside, or out of memory)"
 
 
-def read_key(store: dist.Store, key: str) -> bytes:
+def read_key(store: Any, key: str) -> bytes:
     """Returns the value of a key, empty where it is not set."""
     return bytes(store.get(key)) if store.check([key]) else b""
 
@@ -109,6 +115,7 @@ class Ranks:
             RankError: a rank has not come, or runs other code or another torch.
             SettingError: ranks have other settings, or numbers that do not divide.
         """
+        _end_with_torchrun()
         is_cuda = torch.cuda.is_available()
         if is_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -116,7 +123,7 @@ class Ranks:
             # All on one machine: nothing has to listen on a network.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._store, self.rank, self.size = next(
-            dist.rendezvous("env://", timeout=timedelta(seconds=START_S))
+            _untyped.rendezvous("env://", timeout=timedelta(seconds=START_S))
         )
         self._store.set_timeout(timedelta(seconds=START_S))
         self.device = torch.device("cuda" if is_cuda else "cpu")
@@ -126,7 +133,7 @@ class Ranks:
         self._peers = self._meet(config)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            store=dist.PrefixStore("ranks", self._store),
+            store=_untyped.PrefixStore("ranks", self._store),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=DEADLINE_S),
@@ -304,6 +311,14 @@ class Ranks:
     def barrier(self) -> None:
         """Waits until every rank is here."""
         self.gather(torch.zeros(0))
+
+
+def _end_with_torchrun() -> None:
+    """Lets this process end where torchrun is killed and cannot end it."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        # Rank 0 has tools to end; the others hold nothing.
+        number = signal.SIGTERM if os.environ["RANK"] == "0" else signal.SIGKILL
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _versions() -> str:

@@ -45,8 +45,8 @@ class Exchange:
             size = len(options.sinks) // self._group.size()
             rank = self._group.rank()
             options = replace(options, sinks=options.sinks[rank * size : (rank + 1) * size])
-        inputs = (self._to_heads(part) for part in (query, key, value))
-        return self._to_tokens(self._plan.attend(layer, *inputs, options))
+        query, key, value = (self._to_heads(part) for part in (query, key, value))
+        return self._to_tokens(self._plan.attend(layer, query, key, value, options))
 
     def _to_heads(self, part: Tensor) -> Tensor:
         """[heads, own tokens, width] -> [own heads, tokens, width]"""

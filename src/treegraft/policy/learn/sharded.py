@@ -97,9 +97,10 @@ class ShardedLearner(Learner):
         learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
         if ranks.sharing is not None:
             scored = SharedScored(scored.model, learn, ranks.sharing)
-        # A mesh with a dimension of one copy would cost a second collective.
-        cut = slice(0 if learn.replicate > 1 else 1, None)
-        sizes, names = (learn.replicate, shards)[cut], ("replicate", "shard")[cut]
+        sizes: tuple[int, ...] = (learn.replicate, shards)
+        names: tuple[str, ...] = ("replicate", "shard")
+        if learn.replicate == 1:
+            sizes, names = sizes[1:], names[1:]
         is_low = self._config.model.dtype != "float32"
         options: dict[str, Any] = {
             "mesh": init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names),
@@ -147,7 +148,8 @@ class ShardedLearner(Learner):
     @property
     def _num_shards(self) -> int:
         """Parts of each weight; every further rank holds a copy of one."""
-        return self._ranks.size // self._config.learn.replicate
+        replicate: int = self._config.learn.replicate
+        return self._ranks.size // replicate
 
     @property
     def device(self) -> torch.device:
@@ -322,7 +324,7 @@ class _ModelFiles:
         if self._held:
             self._write()
         count = len(self._files)
-        places = {}
+        places: dict[str, str] = {}
         for n, (path, names) in enumerate(self._files, start=1):
             name = f"model-{n:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
             path.rename(self._folder / name)

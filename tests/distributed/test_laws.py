@@ -1,0 +1,58 @@
+"""Several ranks learn what one learns (laws D1 to D3 and D6): real processes, gloo, tiny models."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from typing import Any
+
+import pytest
+from tests.distributed.jobs import DEADLINE_S, torchrun
+
+NAMES = {
+    2: (
+        *("llama", "tied", "qwen3", "minibatches", "kl", "lora", "lessons", "idle"),
+        *("checkpointing", "offload", "replicate", "twice", "resumed"),
+        *("shared llama", "shared qwen3", "shared learning"),
+    ),
+    3: ("llama", "tied", "lora", "lessons", "minibatches", "idle", "twice", "resumed"),
+}
+"""The checks of `tests.distributed.laws` by number of ranks, all of a number in one job."""
+LIMITS = {"lora": 1e-4}
+"""Adam magnifies the rounding of first gradients near 0."""
+
+
+@functools.cache
+def results(num_ranks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        job = torchrun(num_ranks, "-m", "tests.distributed.laws", folder, *NAMES[num_ranks])
+        try:
+            output, _ = job.communicate(timeout=DEADLINE_S)
+        finally:
+            job.kill()
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
+    assert job.returncode == 0, output[-4000:]
+    return {line["check"]: line for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [(ranks, name) for ranks, names in NAMES.items() for name in names]
+)
+def test_several_ranks_equal_one(num_ranks: int, name: str) -> None:
+    found = results(num_ranks)[name]
+    if name == "twice":
+        assert found["equal"]
+    elif name == "resumed":
+        # Bit for bit at the same number of ranks.
+        assert found["same"] and found["loads"]
+        assert max(found["apart"], found["from_one"]) < 1e-5
+    elif name in ("shared llama", "shared qwen3"):
+        assert found["equal"] and found["gradients"] < 1e-5
+    else:
+        assert found["apart"] < LIMITS.get(name, 1e-5)
+        # Rounding of sums and of log-probabilities of weights that differ by rounding.
+        assert found["metrics"] < 1e-5 and found["records"] < 1e-4
+        assert found["fingerprint"]
+        # One rank has all packs, and the other gradients are zeros.
+        assert found["equal"] or name != "idle"

@@ -1,0 +1,98 @@
+"""The plan of passes, without any process: arithmetic on paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.distributed.laws import settings, some_trees
+from tests.families import build_model
+
+from treegraft.core.errors import ModelError, SettingError
+from treegraft.policy.learn.launch import num_started
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
+from treegraft.policy.weights import bit_sum
+
+
+def test_passes_are_dealt_longest_first() -> None:
+    # 9 to the first, 7 and 5 to the second, 4 to the first (9 < 12), 3 to the second, 2 to the
+    # first: 15 and 15.
+    assert deal([4, 9, 2, 7, 3, 5], 2) == (0, 0, 0, 1, 1, 1)
+    assert deal([1, 1, 1], 3) == (0, 1, 2) and deal([], 4) == ()
+
+
+@given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 8))
+def test_no_group_has_more_than_a_third_above_the_best(costs: list[int], groups: int) -> None:
+    """Graham: longest first takes at most 4/3 of the best time, which is no less than the mean and
+    the longest."""
+    owners = deal(costs, groups)
+    loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == g) for g in range(groups)]
+    assert sum(loads) == sum(costs)
+    if len(costs) > groups:
+        at_least = sorted(costs, reverse=True)
+        best = max(
+            sum(costs) / groups, costs and max(costs), sum(at_least[groups - 1 : groups + 1])
+        )
+        assert max(loads) <= 4 / 3 * best + 1e-9
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 20])
+def test_every_part_is_made_once(groups: int) -> None:
+    trees = some_trees()
+    plan = plan_passes(trees, range(len(trees)), 24, groups)
+    made = [plan.own(group) for group in range(groups)]
+    assert len({len(own) for own in made}) == 1
+    parts = [part for own in made for pack in own for part in pack]
+    leaves = [(part.owner, leaf.step_id) for part in parts for leaf in part.tree.leaves]
+    assert sorted(leaves) == sorted(
+        (n, leaf.step_id) for n, tree in enumerate(trees) for leaf in tree.leaves
+    )
+
+
+def test_values_come_back_to_their_steps() -> None:
+    trees = some_trees(3)
+    plan = plan_passes(trees, range(3), 24, 1)
+    sizes = [sum(sum(s.sampled_mask) for p in pack for s in p.tree.steps) for pack in plan.packs]
+    own = [torch.arange(float(size)) for size in sizes]
+    found = list(by_step(plan, gathered(Alone(), plan, own)))
+    assert sum(len(values) for _, _, values in found) == sum(sizes)
+    assert found[0][2] == [] and found[1][2] == [0.0, 1.0][: len(found[1][2])]
+    step = next(
+        step for _, step, _ in found if not all(step.sampled_mask) and any(step.sampled_mask)
+    )
+    values = [7.0] * sum(step.sampled_mask)
+    assert spread(step, values, 0.5) == tuple(7.0 if m else 0.5 for m in step.sampled_mask)
+
+
+@given(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+def test_checksums_of_parts_add_up(cut: int, dtype: torch.dtype) -> None:
+    whole = (torch.arange(40) * 37 - 500).to(dtype)
+    parts = bit_sum(whole[:cut]) + bit_sum(whole[cut:], cut)
+    assert int(parts) == int(bit_sum(whole))
+    swapped = whole.clone()
+    swapped[[3, 30]] = swapped[[30, 3]]
+    assert int(bit_sum(swapped)) != int(bit_sum(whole))
+
+
+def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_started(settings()) == 1
+    with pytest.raises(SettingError, match=r"got 4, but .* is 1; .* --nproc-per-node 4"):
+        num_started(settings(learn={"ranks": 4}))
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "4"),
+        ("MASTER_ADDR", ""),
+        ("MASTER_PORT", ""),
+    ):
+        monkeypatch.setenv(name, value)
+    assert num_started(settings(learn={"ranks": 4})) == num_started(settings()) == 4
+
+
+def test_weights_that_something_else_has_divided_are_refused() -> None:
+    """Their gradients would be wrong without an error."""
+    model = build_model("llama")
+    model.lm_head.weight.placements = ()
+    with pytest.raises(ModelError, match="divided among processes already"):
+        Learner(model, settings().learn, settings().loss, length_constant=7)
