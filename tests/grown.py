@@ -3,6 +3,7 @@ empty and of one leaf."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from statistics import fmean
@@ -199,7 +200,7 @@ def deep() -> Tree:
     return tree.done()
 
 
-SHAPES = {
+SHAPES: dict[str, Callable[[], Tree]] = {
     "flat": flat,
     "chat": chat,
     "branched": branched,

@@ -6,11 +6,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treegraft.policy.engine.blocks import BlockPool, Node, PathCache, Row, common_length
+from treegraft.core.errors import EngineError
+from treegraft.policy.engine.blocks import (
+    BlockPool,
+    Node,
+    PathCache,
+    Row,
+    cache_bytes,
+    common_length,
+)
 from treegraft.policy.kernels.engine import BLOCK
 
 KIB = 2 * BLOCK * (2 + 16) * 4
@@ -27,6 +36,53 @@ def fake_model() -> Any:
 
 def make_cache(max_blocks: int = 1000, max_rows: int = 8) -> PathCache:
     return PathCache(BlockPool(fake_model(), max_blocks * KIB), max_rows)
+
+
+def test_on_a_gpu_all_blocks_are_allocated_at_once() -> None:
+    """Shapes only, on torch's device without memory."""
+    model = fake_model()
+    model.device = torch.device("meta")
+    pool = BlockPool(model, 100.5 * KIB)
+    cache = PathCache(pool, max_rows=8)
+    assert pool.num_blocks == len(pool.keys[0]) == len(pool.values[0]) == 100
+    before = pool.keys[0]
+    row = cache.open(list(range(99 * BLOCK)), 99 * BLOCK)
+    assert row is not None
+    cache.extend(row, 99 * BLOCK)
+    assert pool.keys[0] is before and len({node.block for node in row.nodes}) == 99
+
+
+def test_the_room_of_a_gpu_is_a_share_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"cuda": (50e9, 80e9)}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: free[device.type])
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert cache_bytes("auto", cpu) == 4e9 and cache_bytes(0.5, cpu) == 5e8
+    assert cache_bytes("auto", gpu) == 0.4 * 50e9 and cache_bytes(50, gpu) == 50e9
+    with pytest.raises(EngineError, match=r"cache_gb: got 51, .* 50\.0 of 80\.0 GB; lower it"):
+        cache_bytes(51, gpu)
+
+
+def test_a_pool_that_cannot_grow_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 blocks; the second path of 40 takes 16 of the first one, which nobody uses any more."""
+    cache = make_cache()
+    first = open_and_feed(cache, [1] * (40 * BLOCK))
+    cache.close(first)
+
+    def full(needed: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert cache.pool.num_blocks == 64
+    monkeypatch.setattr(cache.pool, "grow", full)
+    second = open_and_feed(cache, [2] * (40 * BLOCK))
+    assert stored(cache, second) == [2] * (40 * BLOCK)
+    assert cache.num_evictions == 16 and cache.pool.max_blocks == 64
+    # The limit is known now, so a further path waits for room. One that is alone may not.
+    assert cache.open([3] * (25 * BLOCK), 25 * BLOCK) is None
+    cache.close(second)
+    alone = cache.open([4] * (65 * BLOCK), 65 * BLOCK)
+    assert alone is not None
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.extend(alone, 65 * BLOCK)
 
 
 def feed(cache: PathCache, row: Row, count: int) -> None:

@@ -4,6 +4,7 @@ every wait ends."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 import time
@@ -775,6 +776,63 @@ def test_a_death_reaches_every_waiter() -> None:
     assert all(
         isinstance(result, EngineError) and "the roof fell in" in str(result) for result in results
     )
+
+
+def out_of_memory(engine: NativeEngine, name: str, calls: set[int]) -> None:
+    """Makes these calls of a method, counted from 1, end as those of a full GPU do."""
+    original, count = getattr(engine, name), [0]
+
+    def failing(*args: Any) -> Any:
+        count[0] += 1
+        if count[0] in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return original(*args)
+
+    setattr(engine, name, failing)
+
+
+@pytest.mark.parametrize("name", ["_run", "_sample"])
+def test_out_of_memory_shrinks_the_passes_and_changes_no_token(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two failures: from 1024 tokens a pass to 256, and back after so many passes."""
+    sampling = Sampling(max_new_tokens=20)
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.complete(ids_of(40 + n, n), sampling, noise_key=(n + 1,)) for n in range(5))
+        )
+
+    plain = run(make_engine(), work)
+    engine = make_engine()
+    most = engine._room
+    out_of_memory(engine, name, {3, 4})
+    with caplog.at_level(logging.WARNING):
+        found = run(engine, work)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert [one.entropies for one in found] == [one.entropies for one in plain]
+    assert engine._room == most // 4 and engine.death is None
+    assert f"at most {most // 2} tokens" in caplog.text
+    assert f"at most {most // 4} tokens" in caplog.text
+
+
+def test_memory_that_does_not_come_back_fails_what_runs_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From 1024 tokens to 16 are six halvings; the seventh failure is passed on."""
+    monkeypatch.setattr("treegraft.policy.engine.native.PASSES_OF_ROOM", 3)
+
+    async def work(engine: NativeEngine) -> tuple[Completion, int]:
+        sampling = Sampling(max_new_tokens=4)
+        with pytest.raises(EngineError, match=r"no memory left for a pass of 16 tokens \(CUDA out"):
+            await engine.complete(ids_of(5, 0), sampling, noise_key=(1,))
+        return await engine.complete(ids_of(5, 1), greedy(9), noise_key=(1,)), engine._room
+
+    engine = make_engine()
+    assert engine._room == 1024
+    out_of_memory(engine, "_run", set(range(1, 8)))
+    later, room = run(engine, work)
+    assert later.token_ids and room > 16
 
 
 def test_closing_tells_those_who_wait() -> None:

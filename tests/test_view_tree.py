@@ -60,7 +60,13 @@ def resize(page: Any, width: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nothing_overlaps_or_is_cut(page: Any, address: str, shape: str) -> None:
     open_tree(page, address, shape)
-    nothing = {"overlaps": [], "clipped": [], "crossed": [], "small": [], "wide": []}
+    nothing: dict[str, list[str]] = {
+        "overlaps": [],
+        "clipped": [],
+        "crossed": [],
+        "small": [],
+        "wide": [],
+    }
     for width in WIDTHS:
         resize(page, width)
         assert page.evaluate(MEASURE) == nothing, f"{shape} at {width}"

@@ -31,6 +31,7 @@ from treegraft.policy.bounds import ModelShape, kv_bytes
 from treegraft.policy.shapes import PREFIX, num_shape_weights, published_shape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.policy import CPU_CACHE_GB
 from treegraft.settings.table import value_of
 from treegraft.tasks.build import build_tasks
 
@@ -242,6 +243,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     # The engine pads small batches to 16 rows.
     leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
     rows = min(config.engine.max_rows, leaves)
+    cache_gb = CPU_CACHE_GB if native.cache_gb == "auto" else native.cache_gb
     kept = 2 if config.model.gradient_checkpointing else 16
     activations = config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
     parts = {
@@ -254,7 +256,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "engine's packed weights": weights if native.pack_weights else 0,
         # Under LoRA the reference is the same model with its adapters off.
         "reference": weights if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": min(rows * context * kv_bytes(shape, width), int(native.cache_gb * 1e9)),
+        "keys and values": min(rows * context * kv_bytes(shape, width), int(1e9 * cache_gb)),
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),
@@ -316,7 +318,7 @@ def _saves(config: Config, name: str, value: Any) -> bool:
     if name.startswith("engine.native") and config.engine.kind != "native":
         return False
     now = value_of(config, name)
-    if isinstance(value, (bool, str)):
+    if isinstance(value, (bool, str)) or isinstance(now, str):
         return bool(now != value)
     # Of adapters 0 means none, which takes the most.
     return bool(now == 0 if name == "model.lora.rank" else now > value)

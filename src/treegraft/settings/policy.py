@@ -102,10 +102,17 @@ class ModelSettings(Settings):
     """Low-rank adapters."""
 
 
+CPU_CACHE_GB = 4.0
+"""Room for keys and values on a CPU where "auto" decides, in 10^9 bytes."""
+
+
 class NativeSettings(Settings):
-    cache_gb: float = setting(4.0, gt=0, renamed_from="engine.cache_gb")
-    """Memory for keys and values, in 10^9 bytes; what no running path needs is dropped first, the
-    oldest before the rest."""
+    # Evicted keys are computed again, to the same numbers.
+    cache_gb: Literal["auto"] | Annotated[float, Field(gt=0)] = setting(
+        "auto", renamed_from="engine.cache_gb", resumable=True, same_answers=True
+    )
+    """Memory for keys and values, in 10^9 bytes; "auto" takes 4 on a CPU and 40 % of a GPU's free
+    memory. What no running path needs is dropped first, the oldest before the rest."""
     max_prefill_tokens: int = setting(512, ge=16, renamed_from="engine.max_prefill_tokens")
     """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut
     there."""

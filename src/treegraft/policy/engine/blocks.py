@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from treegraft.core.errors import EngineError
 from treegraft.policy.head import head_width
 from treegraft.policy.kernels.engine import BLOCK, padded_width
+from treegraft.settings.policy import CPU_CACHE_GB
 
 FIRST_BLOCKS = 64
 """Blocks that the pool begins with; it doubles until it reaches its limit."""
@@ -31,7 +33,11 @@ class BlockPool:
     layer."""
 
     def __init__(self, model: Any, max_bytes: float) -> None:
-        """`max_bytes` limits the blocks that are kept; a path that is alone may take more."""
+        """`max_bytes` limits the blocks that are kept; a path that is alone may take more.
+
+        On a GPU all of them are allocated here: growing would copy and leave holes, and recorded
+        steps would have to be recorded anew.
+        """
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = head_width(config)
@@ -44,6 +50,8 @@ class BlockPool:
         self.max_blocks = max(1, int(max_bytes // size))
         self.keys: list[Tensor] = [self._empty(0, 0)] * layers
         self.values: list[Tensor] = [self._empty(1, 0)] * layers
+        if self._like.device.type != "cpu":
+            self.grow(self.max_blocks)
 
     def grow(self, needed: int) -> None:
         """Makes room for `needed` blocks; stored ones stay."""
@@ -51,7 +59,8 @@ class BlockPool:
         for kind, column in enumerate((self.keys, self.values)):
             for layer, old in enumerate(column):
                 column[layer] = self._empty(kind, size)
-                column[layer][: self.num_blocks] = old
+                # Of a layer that had grown when memory ran out at another, only what counts.
+                column[layer][: self.num_blocks] = old[: self.num_blocks]
         self.num_blocks = size
 
     def copy(self, source: int, target: int, positions: int) -> None:
@@ -128,7 +137,7 @@ class PathCache:
         """[rows, blocks] the block numbers of each row's path."""
         self.rows: list[Row] = []
         self._free_slots = list(range(max_rows))[::-1]
-        self._free_blocks: list[int] = []
+        self._free_blocks = list(range(pool.num_blocks))
         self._idle: OrderedDict[Node, None] = OrderedDict()
         """Nodes without users and children, those to go first in front."""
         self._num_unused = 0
@@ -299,13 +308,22 @@ class PathCache:
         if not self._free_blocks and (
             self.pool.num_blocks < self.pool.max_blocks or not self._idle
         ):
-            before = self.pool.num_blocks
-            self.pool.grow(before + 1)
-            self._free_blocks.extend(range(before, self.pool.num_blocks))
+            self._grow()
         if not self._free_blocks:
             self._drop(next(iter(self._idle)))
             self.num_evictions += 1
         return self._free_blocks.pop()
+
+    def _grow(self) -> None:
+        """Adds blocks; where memory runs out and there are idle ones, the pool stays as it is."""
+        before = self.pool.num_blocks
+        try:
+            self.pool.grow(before + 1)
+        except torch.OutOfMemoryError:
+            if not self._idle:
+                raise
+            self.pool.max_blocks = before
+        self._free_blocks.extend(range(before, self.pool.num_blocks))
 
     def _drop(self, node: Node) -> None:
         """Gives back an idle node's block; its parent may be idle then, and goes next, or at once
@@ -346,3 +364,28 @@ def _below(node: Node) -> Iterator[Node]:
 
 def _is_taken(node: Node) -> bool:
     return node.num_users > 0 or bool(node.children)
+
+
+GPU_CACHE_FRAC = 0.4
+"""Their share of the GPU's free memory where "auto" decides: the learner, in the same memory, takes
+the rest for gradients, the optimiser's state and activations."""
+
+
+def cache_bytes(cache_gb: float | Literal["auto"], device: torch.device) -> float:
+    """Returns the room for keys and values on `device`, in bytes.
+
+    Raises:
+        EngineError: the GPU has less free memory than this.
+    """
+    if device.type != "cuda":
+        return 1e9 * (CPU_CACHE_GB if cache_gb == "auto" else cache_gb)
+    free, whole = torch.cuda.mem_get_info(device)
+    if cache_gb == "auto":
+        return GPU_CACHE_FRAC * free
+    if 1e9 * cache_gb > free:
+        raise EngineError(
+            f"engine.native.cache_gb: got {cache_gb:g}, expected at most the memory that is free on"
+            f" {device}, {free / 1e9:.1f} of {whole / 1e9:.1f} GB; lower it, or take"
+            ' engine.native.cache_gb="auto".'
+        )
+    return 1e9 * cache_gb

@@ -66,6 +66,10 @@ class Forward(Protocol):
         """Takes over weights that have changed in place."""
         ...
 
+    def release(self) -> None:
+        """Gives up memory that can be had again."""
+        ...
+
 
 class HookedForward:
     """transformers' own layers with our attention in them."""
@@ -88,6 +92,9 @@ class HookedForward:
     def refresh(self) -> None:
         for product in self._products:
             product.refresh()
+
+    def release(self) -> None:
+        """It holds none."""
 
 
 class _Layer:
@@ -175,6 +182,9 @@ class FusedForward:
     def refresh(self) -> None:
         for product in (*(product for product, _ in self.products()), *self._head):
             product.refresh()
+
+    def release(self) -> None:
+        """It holds none."""
 
     def give_back(self) -> None:
         """Leaves the model as it was."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -26,48 +26,27 @@ from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
 from treegraft.core.types import NO_FILTERS, Completion, Sampling
-from treegraft.policy.engine.blocks import BlockPool, PathCache, Row, common_length
+from treegraft.policy.engine.blocks import BlockPool, PathCache, cache_bytes, common_length
 from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
 from treegraft.policy.engine.graphs import RecordedForward, recorder_maker
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
+from treegraft.policy.engine.requests import Order, Request, post, settler
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
-from treegraft.policy.head import Head, end_token_ids, max_context
+from treegraft.policy.engine.transfer import moved
+from treegraft.policy.head import Head, end_token_ids, first_line, max_context
 from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
+PASSES_OF_ROOM = 100
+"""Forward passes after which one may take in twice as many tokens again, where memory had run
+out."""
 MIN_SHARED = 32
 """Tokens from which a request waits for another that is taking in the same ones."""
-
-
-@dataclass(eq=False)
-class Request:
-    """One call of `complete` on its way through the engine thread."""
-
-    prefix_ids: list[int]
-    sampling: Sampling
-    noise_key: NoiseKey
-    settle: Callable[[object], None]
-    """Takes the completion or the exception; from any thread."""
-    probe_tokens: int | None = None
-    on_probe: Callable[[Sequence[float]], None] | None = None
-    row: Row | None = None
-    is_cancelled: bool = False
-    sampled: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Order:
-    """A call for the engine thread: when nothing is running (publish) or at once (forget)."""
-
-    act: Callable[[], None]
-    settle: Callable[[object], None]
-    waits_for_idle: bool
 
 
 class NativeEngine:
@@ -103,8 +82,11 @@ class NativeEngine:
             forward = RecordedForward(forward, make_recorder)
         self._forward: Forward = forward
         self._head = Head(model)
-        self._cache = PathCache(BlockPool(model, own.cache_gb * 1e9), settings.max_rows)
+        room = cache_bytes(own.cache_gb, model.device)
+        self._cache = PathCache(BlockPool(model, room), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
+        self._room = self._buckets[-1]
+        self._num_passes_of_room = 0
         self._inbox: queue.SimpleQueue[Request | Order | None] = queue.SimpleQueue()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -135,9 +117,9 @@ class NativeEngine:
         release_threads()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        probe = None if on_probe is None else functools.partial(_post, loop, on_probe)
+        probe = None if on_probe is None else functools.partial(post, loop, on_probe)
         request = Request(
-            *(list(prefix_ids), sampling, noise_key, _settler(future), probe_tokens, probe)
+            *(list(prefix_ids), sampling, noise_key, settler(future), probe_tokens, probe)
         )
         try:
             return await self._answer(
@@ -179,7 +161,7 @@ class NativeEngine:
             self.policy_version = version
 
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        order = Order(act, _settler(future), waits_for_idle=True)
+        order = Order(act, settler(future), waits_for_idle=True)
         await self._answer(
             order, future, f"version {version} was not published", "requests were still running"
         )
@@ -300,7 +282,10 @@ class NativeEngine:
         if not self._orders:
             self._admit()
         if self._running:
-            self._step()
+            try:
+                self._step()
+            except torch.OutOfMemoryError as error:
+                self._make_room(error)
         return True
 
     def _admit(self) -> None:
@@ -339,25 +324,59 @@ class NativeEngine:
             self._cache.close(request.row)
 
     def _step(self) -> None:
-        """One forward pass over every row that fits, then sampling where a row is complete."""
+        """One forward pass over every row that fits, then sampling where a row is complete.
+
+        Nothing is noted before all is computed, so that a pass which ran out of memory can be
+        repeated.
+        """
         segments, requests = self._plan()
         hidden = self._run(segments)
-        complete, ends = [], []
-        for request, segment in zip(requests, segments, strict=True):
+        # Behind the path's last token only; a prompt that was taken in by halves has none yet.
+        complete = [n for n, one in enumerate(segments) if one.count == one.row.num_unfed]
+        ends = [segments[n].offset + segments[n].count - 1 for n in complete]
+        done = [requests[n] for n in complete]
+        # Where all decode these are the first rows, which need no index.
+        first = ends == [*range(len(ends))]
+        at = slice(len(ends)) if first else moved(torch.tensor(ends), hidden.device)
+        found = self._sample(done, hidden[at]) if complete else []
+        for segment in segments:
             self._cache.fed(segment.row, segment.count)
-            # Behind the path's last token only; a prompt that was taken in by halves has none yet.
-            if not segment.row.num_unfed:
-                complete.append(request)
-                ends.append(segment.offset + segment.count - 1)
-        if complete:
-            self._sample(complete, hidden[torch.tensor(ends)])
+        for request, (token, logprob, entropy) in zip(done, found, strict=True):
+            self._append(request, token, logprob, entropy)
+        self._num_passes_of_room += 1
+        if self._num_passes_of_room == PASSES_OF_ROOM and self._room < self._buckets[-1]:
+            self._room, self._num_passes_of_room = min(2 * self._room, self._buckets[-1]), 0
+
+    def _make_room(self, error: torch.OutOfMemoryError) -> None:
+        """Halves the tokens of a pass; where they are few already, fails what would run."""
+        self._forward.release()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self._num_passes_of_room = 0
+        if self._room > MIN_ROWS:
+            self._room = max(MIN_ROWS, self._room // 2)
+            _log.warning(
+                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens for"
+                " now",
+                first_line(error),
+                self._room,
+            )
+            return
+        reason = EngineError(
+            f"engine: the device has no memory left for a pass of {self._room} tokens"
+            f" ({first_line(error)}); lower engine.native.cache_gb, learn.max_pack_tokens or"
+            " rollout.max_completion_tokens"
+        )
+        for request in self._running.copy():
+            self._leave(request)
+            request.settle(reason)
 
     def _plan(self) -> tuple[list[Segment], list[Request]]:
         """The tokens that this pass takes in, a stretch of each row, and the requests they are
         of."""
         segments: list[Segment] = []
         requests: list[Request] = []
-        room, offset = self._buckets[-1], 0
+        room, offset = self._room, 0
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.
         most = self.settings.native.max_prefill_tokens
@@ -390,7 +409,8 @@ class NativeEngine:
         self.num_rows_fed += count
         return self._forward(*plan.inputs(self.model.device), plan)
 
-    def _sample(self, requests: list[Request], hidden: Tensor) -> None:
+    def _sample(self, requests: list[Request], hidden: Tensor) -> list[tuple[int, float, float]]:
+        """Returns token, log-probability and entropy of each request."""
         # The head's product is padded as those of the layers are; rows of padding are greedy, and
         # thrown away.
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
@@ -410,10 +430,9 @@ class NativeEngine:
             logits, temperatures, keys, positions, self._forward.kernels, kind=kind
         )
         self._draw_filtered(requests, logits, keys, columns)
-        # One copy a column; zip ends with the requests, before the padding.
-        found = zip(*(column.tolist() for column in columns), strict=True)
-        for request, (token, logprob, entropy) in zip(requests, found, strict=False):
-            self._append(request, token, logprob, entropy)
+        # One copy from the device: a double holds a token's number as well as it holds a float.
+        found = torch.stack([column.double() for column in columns], dim=1)[: len(requests)]
+        return [(int(token), logprob, entropy) for token, logprob, entropy in found.tolist()]
 
     def _draw_filtered(
         self,
@@ -480,24 +499,3 @@ def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
                 f" {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
             )
         own[name].copy_(tensor)
-
-
-def _post(loop: asyncio.AbstractEventLoop, act: Callable[..., None], *values: object) -> None:
-    """Calls `act` on the event loop; a closed loop has no caller left to tell."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(act, *values)
-
-
-def _settler(future: asyncio.Future[Any]) -> Callable[[object], None]:
-    """Returns the function by which another thread sets the future's result or exception."""
-
-    def settle(result: object) -> None:
-        # A caller that gave up has cancelled its future.
-        if future.done():
-            return
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    return functools.partial(_post, future.get_loop(), settle)

@@ -21,14 +21,25 @@ class Tally:
         self.grad_norms: list[float] = []
         self.lrs: list[float] = []
         self._sums: dict[str, float] = {}
+        self._unread: list[tuple[str, Tensor]] = []
         self._counts: dict[str, int] = {}
         self._sizes = dict.fromkeys(("unique", "taught", "path", "contributions"), 0)
 
     def add(self, key: str, values: Tensor) -> None:
         """Adds one value per contribution to a mean."""
         # In float64: a mean over a million contributions keeps its digits, whatever their order.
-        self._sums[key] = self._sums.get(key, 0.0) + float(values.sum(dtype=torch.float64))
+        # Read later, all at once: the host would wait for a GPU at each.
+        self._unread.append((key, values.sum(dtype=torch.float64)))
         self._counts[key] = self._counts.get(key, 0) + values.numel()
+
+    def _read(self) -> None:
+        """Adds what is not read yet to the sums, in the order in which it came."""
+        if not self._unread:
+            return
+        sums = torch.stack([total for _, total in self._unread]).tolist()
+        for (key, _), total in zip(self._unread, sums, strict=True):
+            self._sums[key] = self._sums.get(key, 0.0) + total
+        self._unread = []
 
     def add_sizes(self, batches: Sequence[TreeBatch]) -> None:
         """Adds the tokens and contributions of packs, each counted once whatever the number of
@@ -44,7 +55,8 @@ class Tally:
 
     def state(self) -> dict[str, Any]:
         """Returns all of it as JSON can hold it."""
-        return vars(self)
+        self._read()
+        return {name: value for name, value in vars(self).items() if name != "_unread"}
 
     @classmethod
     def of(cls, states: Sequence[dict[str, Any]]) -> Tally:
@@ -68,6 +80,7 @@ class Tally:
         Args:
             takes_lessons: whether the run learns from grafts; num_lesson_tokens is there only then.
         """
+        self._read()
         means = {key: total / max(1, self._counts[key]) for key, total in self._sums.items()}
         steps = max(1, num_steps)
         sizes = self._sizes

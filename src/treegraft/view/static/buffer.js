@@ -90,7 +90,7 @@ export async function tracePage(page, { run }, hash) {
         cursor = got.cursor;
         count = shown.length;
         replace(where, h("p", { class: "dim" }, `${plural(count, "graft")}${cursor ? " so far" : ""}`), h("table", { class: "list" }, h("thead", null, h("tr", null, ["where", "question", "similarity", "leaves below", "mean reward"].map((name, n) => h("th", { class: n < 2 ? "text" : null }, name)))),
-          h("tbody", null, shown.slice(0, 500).map((one) => h("tr", null, h("td", { class: "text" }, h("a", { href: to.tree(run, one.file, one.n, { step: one.step, leaf: one.leaves[0] }) }, `${fileTitle(one.file)}, group ${one.n}, step ${one.step}`)), h("td", { class: "text foreign" }, flat(one.question, 50)), h("td", null, num(one.similarity, 4)), h("td", null, String(one.leaves.length)), h("td", null, num(mean(one.rewards))))))));
+          h("tbody", null, shown.slice(0, 500).map((one) => h("tr", null, h("td", { class: "text" }, h("a", { href: to.tree(run, one.file, one.n, { step: one.step, leaf: one.leaves[0] }) }, `${fileTitle(one.file)}, group ${one.n}, step ${one.step}`)), h("td", { class: "text foreign" }, flat(one.question, 50)), h("td", { "data-label": "similarity" }, num(one.similarity, 4)), h("td", { "data-label": "leaves below" }, String(one.leaves.length)), h("td", { "data-label": "mean reward" }, num(mean(one.rewards))))))));
       } while (cursor && count < 500);
     } catch (error) {
       replace(where, h("p", { class: "notice bad" }, error.message));

@@ -26,7 +26,7 @@ from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
 from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server, free_port
 from treegraft.policy.head import base_model, end_token_ids, max_context
-from treegraft.policy.shapes import is_random
+from treegraft.policy.shapes import PREFIX
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config
 from treegraft.settings.policy import VllmSettings
@@ -103,7 +103,7 @@ def needs_weights(config: Config, model_path: Path | str) -> bool:
     """Returns whether this process has to read the model's weights before servers can have them:
     servers that run already get them published, and not every source is one that vLLM reads."""
     path = str(model_path)
-    if config.engine.vllm.servers or is_random(path) or path.startswith("pypi:"):
+    if config.engine.vllm.servers or path == "tiny" or path.startswith((PREFIX, "pypi:")):
         return True
     folder, gguf = locate(path)
     return gguf is not None or (Path(folder) / ADAPTER).is_dir()

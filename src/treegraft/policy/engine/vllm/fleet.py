@@ -33,6 +33,9 @@ WATCH_S = 5.0
 MAX_FAULTS = 8
 """A request that so many servers, or one server so often, failed to answer is given up."""
 _LOADING = "loading"
+_UNREADABLE = (ValueError, KeyError, TypeError, IndexError)
+"""Raised by answers of another shape; SettingError, of a server that does not fit, is one of
+them."""
 
 
 class State(StrEnum):
@@ -244,6 +247,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for member in self.members:
+            if member.server.process is not None:
+                continue
             with suppress(Unreachable, EngineError):
                 await member.server.call("treegraft_release", self.owner, timeout_s=5.0)
         ours = [one.server.process for one in self.members if one.server.process is not None]
@@ -255,13 +260,11 @@ class Fleet:
         self._changed.set()
 
     def lost(self, member: Member, fault: str) -> None:
-        """Leaves the server out until it is back; its requests move."""
+        """Leaves the server out until it is found well or is back; if it is not well, its requests
+        move."""
         if member.state is not State.LIVE:
             return
-        _log.warning("%s: %s; its requests go to other servers", member.server, fault)
         member.state, member.fault = State.DOWN, fault
-        for task in member.asking:
-            task.cancel()
         self._spawn(self._revive(member))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -271,9 +274,12 @@ class Fleet:
 
     async def _revive(self, member: Member) -> None:
         if not member.hangs and await self._is_as_it_was(member):
-            # A connection was lost, not the server.
+            # A connection was lost, or one request failed; the others go on.
             self._go_live(member)
             return
+        _log.warning("%s: %s; its requests go to other servers", member.server, member.fault)
+        for task in member.asking:
+            task.cancel()
         most = self.settings.vllm.max_restarts
         while member.num_revivals < most:
             member.num_revivals += 1
@@ -281,7 +287,7 @@ class Fleet:
             try:
                 async with asyncio.timeout(self.settings.vllm.start_timeout_s):
                     await self._raise_up(member)
-            except (TimeoutError, Unreachable, EngineError, ValueError) as error:
+            except (TimeoutError, Unreachable, EngineError, *_UNREADABLE) as error:
                 member.fault = str(error) or "it was not ready in time"
                 _log.warning("%s: %s", member.server, member.fault)
                 continue
@@ -298,7 +304,7 @@ class Fleet:
             return False
         try:
             is_due = await server.version() == self.due.label
-        except (Unreachable, EngineError, ValueError, KeyError):
+        except (Unreachable, EngineError, *_UNREADABLE):
             return False
         return is_due and await server.is_healthy()
 
@@ -310,7 +316,7 @@ class Fleet:
             # Not asked for its health first: a process that hangs may still say that it is well.
             is_well = not is_first and process.exit_status is None and await server.is_healthy()
             if not is_well or member.hangs:
-                await asyncio.to_thread(process.stop)
+                await asyncio.to_thread(process.stop, for_good=False)
                 process.start()
         while not await server.is_healthy():
             if process is not None and process.exit_status is not None:
@@ -359,7 +365,7 @@ class Fleet:
                     num_tokens = await member.server.num_tokens()
                     if process is None:
                         await self._claim(member.server)
-                except (Unreachable, EngineError) as error:
+                except (Unreachable, EngineError, *_UNREADABLE) as error:
                     self.lost(member, str(error))
                     continue
                 if num_tokens != member.num_tokens or not member.asking:

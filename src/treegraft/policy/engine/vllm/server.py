@@ -22,7 +22,7 @@ CONTROL_TIMEOUT_S = 30.0
 """Longest wait for the answer to a question that needs no computing."""
 TAIL_LINES = 15
 STOP = b"s"
-"""Said to a launcher before its pipe is closed; without it, it takes this process for dead."""
+"""Said to a launcher before its pipe is closed; without it, it takes the run for ended."""
 _STOP_S = 15.0
 """Time that the launcher gets to end its server, in seconds; it takes 8 at most."""
 
@@ -48,7 +48,7 @@ class Process:
         Args:
             command: of the server.
             log: appended to.
-            folders: removed by the launcher where this process ends without stopping the server.
+            folders: removed by the launcher at the end of the run, of whatever kind.
         """
         launcher = Path(__file__).with_name("launch.py")
         # Isolated, so that no module beside the launcher is taken for one of Python's own.
@@ -90,14 +90,19 @@ class Process:
             return "\n".join(lines[-TAIL_LINES:])
         return ""
 
-    def stop(self) -> None:
-        """Ends the server and all its processes, and waits for that."""
+    def stop(self, *, for_good: bool = True) -> None:
+        """Ends the server and all its processes, and waits for that.
+
+        Args:
+            for_good: the folders go too.
+        """
         process, self._process = self._process, None
         if process is None:
             return
         assert process.stdin is not None
         with suppress(OSError):
-            process.stdin.write(STOP)
+            if not for_good:
+                process.stdin.write(STOP)
             process.stdin.close()
         try:
             process.wait(_STOP_S)
