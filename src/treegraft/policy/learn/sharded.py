@@ -148,8 +148,8 @@ class ShardedLearner(Learner):
     @property
     def _num_shards(self) -> int:
         """Parts of each weight; every further rank holds a copy of one."""
-        replicate: int = self._config.learn.replicate
-        return self._ranks.size // replicate
+        count: int = self._ranks.size // self._config.learn.replicate
+        return count
 
     @property
     def device(self) -> torch.device:
