@@ -126,3 +126,20 @@ def test_on_a_gpu() -> None:
     assert found.token_ids == expected.token_ids
     forward = engine._forward
     assert isinstance(forward, RecordedForward) and forward._recordings and not forward._is_off
+
+
+def test_a_decoding_step_takes_two_copies_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids, positions and blocks in one, what is drawn by in the other."""
+    from treegraft.policy.engine import ragged, sampling, transfer
+
+    engine = make_engine(compile_kernels=False)
+    copied: list[int] = []
+
+    def counted(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copied.append(numbers.numel())
+        return transfer.moved(numbers, device)
+
+    for module in (ragged, sampling):
+        monkeypatch.setattr(module, "moved", counted)
+    done = complete_one(engine, ids_of(9, 1), greedy(8))
+    assert len(copied) == 2 * len(done.token_ids) > 2

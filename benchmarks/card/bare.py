@@ -36,18 +36,28 @@ class BaseModel:
             setattr(self, name, value)
 
 
+class TypeAdapter:
+    """Stands for checks of files that no benchmark reads."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+
 def import_settings() -> bool:
-    """Imports the settings of model, engine and learner; returns whether pydantic is there."""
+    """Imports engine and learner with their settings; returns whether pydantic is there."""
     if sys.modules.get("pydantic", ...) is not None and importlib.util.find_spec("pydantic"):
         return True
     module, fields = ModuleType("pydantic"), ModuleType("pydantic.fields")
     module.BaseModel = BaseModel  # type: ignore[attr-defined]
     module.ConfigDict = dict  # type: ignore[attr-defined]
+    module.TypeAdapter = TypeAdapter  # type: ignore[attr-defined]
     module.Field = lambda default=..., **_: FieldInfo(default)  # type: ignore[attr-defined]
     fields.FieldInfo = FieldInfo  # type: ignore[attr-defined]
     before = {name: sys.modules.get(name, ...) for name in ("pydantic", "pydantic.fields")}
     sys.modules |= {"pydantic": module, "pydantic.fields": fields}
-    importlib.import_module("treegraft.settings.policy")
+    # With all that they import of ours; transformers comes later.
+    importlib.import_module("treegraft.policy.learn.learner")
+    importlib.import_module("treegraft.policy.engine.native")
     # Away again: other libraries ask whether pydantic is there, and would believe it.
     for name, known in before.items():
         if known is ...:

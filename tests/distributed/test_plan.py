@@ -10,6 +10,7 @@ from tests.distributed.laws import settings, some_trees
 from tests.families import build_model
 
 from treegraft.core.errors import ModelError, SettingError
+from treegraft.policy.learn import ranks
 from treegraft.policy.learn.launch import num_started
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
@@ -96,3 +97,26 @@ def test_weights_that_something_else_has_divided_are_refused() -> None:
     model.lm_head.weight.placements = ()
     with pytest.raises(ModelError, match="divided among processes already"):
         Learner(model, settings().learn, settings().loss, length_constant=7)
+
+
+def test_a_rank_on_another_host_is_dead_after_a_minute_of_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Store(dict[str, bytes]):
+        def check(self, keys: list[str]) -> bool:
+            return keys[0] in self
+
+    now = [100.0]
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now[0])
+    store = Store()
+    peer = ranks.Peer(3, ranks.Hello("elsewhere", 17, "torch", "code", "{}"), store)
+    assert peer.name == "rank 3 (elsewhere, process 17)" and not peer.has_ended
+    now[0] += 59.0
+    assert not peer.has_ended
+    store["beat/3"] = b"1"
+    now[0] += 59.0
+    assert not peer.has_ended
+    now[0] += 61.0
+    assert peer.has_ended and "no last words" in peer.last_words
+    store["words/3"] = b"OutOfMemoryError: 3 GB"
+    assert peer.last_words == "its last words: OutOfMemoryError: 3 GB"

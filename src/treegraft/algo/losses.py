@@ -66,10 +66,7 @@ def clipped_surrogate(
 
 
 def engine_correction(
-    old_logprobs: torch.Tensor,
-    sampling_logprobs: torch.Tensor,
-    cap: float,
-    lengths: torch.Tensor | None = None,
+    gaps: torch.Tensor, cap: float, lengths: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns [C] the factor of each contribution's policy-gradient loss, and [C] where the
     cap was reached.
@@ -84,12 +81,12 @@ def engine_correction(
     verl's rollout_is = "sequence"). The weight is detached.
 
     Args:
-        old_logprobs, sampling_logprobs: [C] log π_old and log μ.
+        gaps: [C] log π_old - log μ.
         cap: C > 0.
         lengths: [N] contributions of each trajectory, in order, for a weight per trajectory; None
             for one per token.
     """
-    difference = (old_logprobs - sampling_logprobs).detach()
+    difference = gaps.detach()
     if lengths is not None:
         # Over one trajectory after the other, in float64: the sum is the same however many follow.
         sums = torch.segment_reduce(difference.double(), "sum", lengths=lengths)

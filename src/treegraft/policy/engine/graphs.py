@@ -59,7 +59,7 @@ class DecodingPlan:
         # is there already, so they need no block of their own.
         self.ids[:count], self.ids[count:] = ids[:count], ids[0]
         self.positions[:count], self.positions[count:] = positions[:count], positions[0]
-        self.used[:count, :blocks] = used.to(self.used.device)
+        self.used[:count, :blocks] = used
         self.used[count:] = self.used[0]
 
     def begin(self) -> None:
@@ -101,7 +101,7 @@ class RecordedForward:
         self._is_off = False
 
     def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
-        used = None if self._is_off else plan.blocks_of_decoding()
+        used = None if self._is_off else plan.blocks_of_decoding(ids.device)
         if used is None:
             return self._forward(ids, positions, plan)
         rows = next(bucket for bucket in ROWS if bucket >= len(used))

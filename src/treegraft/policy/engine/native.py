@@ -34,6 +34,7 @@ from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segmen
 from treegraft.policy.engine.requests import Order, Request, post, settler
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
+from treegraft.policy.engine.transfer import moved
 from treegraft.policy.head import Head, end_token_ids, first_line, max_context
 from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings
@@ -334,7 +335,10 @@ class NativeEngine:
         complete = [n for n, one in enumerate(segments) if one.count == one.row.num_unfed]
         ends = [segments[n].offset + segments[n].count - 1 for n in complete]
         done = [requests[n] for n in complete]
-        found = self._sample(done, hidden[torch.tensor(ends)]) if complete else []
+        # Where all decode these are the first rows, which need no index.
+        first = ends == [*range(len(ends))]
+        at = slice(len(ends)) if first else moved(torch.tensor(ends), hidden.device)
+        found = self._sample(done, hidden[at]) if complete else []
         for segment in segments:
             self._cache.fed(segment.row, segment.count)
         for request, (token, logprob, entropy) in zip(done, found, strict=True):

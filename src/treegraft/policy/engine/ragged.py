@@ -7,6 +7,7 @@ elsewhere torch's operators run it over gathered blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional
 from treegraft.core.errors import ModelError
 from treegraft.policy.engine.blocks import BlockPool, Row
 from treegraft.policy.engine.gathered import Gathered
+from treegraft.policy.engine.transfer import moved
 from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass
 
@@ -63,12 +65,27 @@ class RaggedPlan:
         self._columns = torch.tensor([ids, positions, slots], dtype=torch.int32)
         self._positions, self._slots = self._columns[1:]
         self._batch: Pass | None = None
-        self._gathered: list[tuple[Tensor, Gathered]] | None = None
+        self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
+        self._gathered: list[tuple[slice, Gathered]] | None = None
 
     def inputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns [num_tokens] token ids and [num_tokens] positions on `device`."""
-        ids, positions = self._columns[:2].to(device, torch.long)
+        if self.kernels is not None:
+            ids, positions = self._columns[:2].to(device, torch.long)
+            return ids, positions
+        ids, positions, _ = self._moved(device)
         return ids, positions
+
+    def _moved(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, positions and [segments, blocks] the blocks of the segments' paths, in one copy."""
+        if self._on_device is None:
+            slots = torch.tensor([segment.row.slot for segment in self._segments])
+            used = self._table[slots, : int(self._positions.max()) // BLOCK + 1]
+            parts = (*self._columns[:2], used.flatten())
+            sizes = [len(part) for part in parts]
+            ids, positions, blocks = moved(torch.cat(parts), device).long().split(sizes)
+            self._on_device = ids, positions, blocks.view(used.shape)
+        return self._on_device
 
     def attend(
         self,
@@ -118,11 +135,7 @@ class RaggedPlan:
         """The same with torch's operators, over copies of the paths' blocks laid side by side."""
         heads, count, width = query.shape
         if self._gathered is None:
-            # All rows that decode in one call; chunks one by one, since their lengths differ and
-            # padding them to the longest would cost more than the calls.
-            single = [segment for segment in self._segments if segment.count == 1]
-            groups = [single, *([segment] for segment in self._segments if segment.count > 1)]
-            self._gathered = [self._gather(group, query.device) for group in groups if group]
+            self._gathered = list(self._groups(query.device))
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         output = query.new_zeros(count, heads, width)
         for tokens, part in self._gathered:
@@ -130,25 +143,29 @@ class RaggedPlan:
             output[tokens] = part.attend(query[:, tokens], keys, values, options).to(output.dtype)
         return output
 
-    def blocks_of_decoding(self) -> Tensor | None:
+    def blocks_of_decoding(self, device: torch.device) -> Tensor | None:
         """Returns [rows, blocks] the blocks of each row's path where every row takes in a single
         token, else None."""
         if any(segment.count > 1 for segment in self._segments):
             return None
-        return self._blocks_of(self._segments, int(self._positions.max()))
+        return self._moved(device)[2]
 
-    def _gather(self, group: list[Segment], device: torch.device) -> tuple[Tensor, Gathered]:
-        """Rows of the batch, for segments of equal length; with more than one of them, of a single
-        token."""
-        tokens = torch.cat([torch.arange(s.offset, s.offset + s.count) for s in group])
-        positions = self._positions[tokens].long()
-        used = self._blocks_of(group, int(positions.max()))
-        return tokens.to(device), Gathered.of(positions.to(device), used.to(device))
-
-    def _blocks_of(self, segments: list[Segment], last: int) -> Tensor:
-        """[segments, blocks] those that hold positions up to `last`."""
-        slots = torch.tensor([segment.row.slot for segment in segments])
-        return self._table[slots, : last // BLOCK + 1].long()
+    def _groups(self, device: torch.device) -> Iterator[tuple[slice, Gathered]]:
+        """Rows that decode, side by side, in one call; chunks one by one, since their lengths
+        differ and padding them to the longest would cost more than the calls."""
+        _, positions, used = self._moved(device)
+        first = 0
+        while first < len(self._segments):
+            group = [self._segments[first]]
+            for one in self._segments[first + 1 :]:
+                if one.count > 1 or group[-1].count > 1 or one.offset != group[-1].offset + 1:
+                    break
+                group.append(one)
+            last = max(one.row.fed + one.count for one in group) - 1
+            tokens = slice(group[0].offset, group[-1].offset + group[-1].count)
+            blocks = used[first : first + len(group), : last // BLOCK + 1]
+            yield tokens, Gathered.of(positions[tokens], blocks)
+            first += len(group)
 
 
 @torch.inference_mode()

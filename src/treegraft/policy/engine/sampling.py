@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.interfaces import NoiseKey
+from treegraft.policy.engine.transfer import moved
 from treegraft.policy.kernels.engine import DRAWN, Kernels
 from treegraft.policy.noise import (
     NoiseKind,
@@ -53,19 +54,27 @@ def sample_tokens(
         [rows] token ids, [rows] natural logarithms, [rows] nats; the last two float32.
     """
     device, size = logits.device, logits.shape[-1]
-    scale = torch.tensor(
-        [t if t > 0 else 1.0 for t in temperatures], dtype=torch.float32, device=device
-    )
+    rows = [
+        (t if t > 0 else 1.0, *((0, 0, -1) if key is None else (*noise_words(key), position)))
+        for t, key, position in zip(temperatures, noise_keys, positions, strict=True)
+    ]
+    # All in one copy: a double holds words of 32 bits.
+    numbers = moved(torch.tensor(rows, dtype=torch.float64), device)
+    scale, draws = numbers[:, 0].float(), numbers[:, 1:].long()
     is_whole = size <= DRAWN
     # Noise for the blocks and for one block's tokens, not for the whole vocabulary: drawing it took
     # longer than everything else here.
     num_entries = size if is_whole else -(-size // DRAWN) + DRAWN
-    noise = _gumbels(noise_keys, positions, num_entries, kernels, kind, device)
+    if kind == "mt19937":
+        pairs = zip(noise_keys, positions, strict=True)
+        seeds = [None if key is None else keyed_seed(key, position) for key, position in pairs]
+        noise = mt19937_gumbels(seeds, num_entries).to(device)
+    else:
+        draw = philox_gumbels if kernels is None else kernels.gumbels
+        noise = draw(draws, num_entries)
     if is_whole:
         return _sample_at_once(logits / scale[:, None], noise)
-    is_greedy = None
-    if any(key is None for key in noise_keys):
-        is_greedy = torch.tensor([key is None for key in noise_keys], device=device)
+    is_greedy = draws[:, 2] < 0 if any(key is None for key in noise_keys) else None
     # The kernels go row by row themselves, and a GPU is faster with all rows at once.
     step = ROWS if device.type == "cpu" and kernels is None else len(logits)
     parts = [
@@ -80,24 +89,6 @@ def sample_tokens(
     ]
     tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
     return tokens, logprobs, entropies
-
-
-def _gumbels(
-    noise_keys: Sequence[NoiseKey | None],
-    positions: Sequence[int],
-    size: int,
-    kernels: Kernels | None,
-    kind: NoiseKind,
-    device: torch.device,
-) -> Tensor:
-    """[rows, size] variates -log(-log u), and 0 for greedy rows."""
-    pairs = list(zip(noise_keys, positions, strict=True))
-    if kind == "mt19937":
-        seeds = [None if key is None else keyed_seed(key, position) for key, position in pairs]
-        return mt19937_gumbels(seeds, size).to(device)
-    rows = [(0, 0, -1) if key is None else (*noise_words(key), at) for key, at in pairs]
-    draw = philox_gumbels if kernels is None else kernels.gumbels
-    return draw(torch.tensor(rows, device=device), size)
 
 
 def _sample_at_once(scaled: Tensor, noise: Tensor) -> Columns:

@@ -451,14 +451,10 @@ class Learner:
         losses = terms.losses
         # Engine and learner differ at equal weights too, in bfloat16 by some per cent a token.
         if settings.engine_ratio_cap is not None:
-            sampled_at = batch.sampling_logprobs.index_select(0, tokens)
+            gaps = (old - batch.sampling_logprobs).index_select(0, tokens)
             by_path = settings.engine_ratio == "sequence"
-            weights, is_capped = engine_correction(
-                old.index_select(0, tokens),
-                sampled_at,
-                settings.engine_ratio_cap,
-                torch.bincount(owners, minlength=len(batch.paths)) if by_path else None,
-            )
+            lengths = torch.bincount(owners, minlength=len(batch.paths)) if by_path else None
+            weights, is_capped = engine_correction(gaps, settings.engine_ratio_cap, lengths)
             losses = losses * weights
             tally.add("learn/engine_capped_frac", is_capped.float())
         if pack.ref_logprobs is not None:
@@ -471,17 +467,15 @@ class Learner:
             tally.add("learn/positive_frac", (signs[signs != 0] > 0).float())
         tally.add("learn/clip_frac", terms.is_clipped.float())
         tally.add("learn/entropy", entropies.detach().index_select(0, tokens))
-        log_ratios = torch.log(terms.ratios)
-        tally.add("learn/approx_kl", terms.ratios - 1.0 - log_ratios)
+        tally.add("learn/approx_kl", terms.ratios - 1.0 - torch.log(terms.ratios))
         if terms.ratios.numel():
             tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()))
         # Over unique tokens, each once: it compares two implementations, not trajectories. Where
         # the engine's own are the old ones, the learner's are those of the first step alone, whose
         # weights still are the engine's.
-        if settings.old_logprobs == "learner":
-            tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
-        elif not tally.grad_norms:
-            tally.add("learn/engine_gap", (logprobs.detach() - batch.sampling_logprobs).abs())
+        own = old if settings.old_logprobs == "learner" else logprobs.detach()
+        if own is old or not tally.grad_norms:
+            tally.add("learn/engine_gap", (own - batch.sampling_logprobs).abs())
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(

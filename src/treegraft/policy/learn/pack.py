@@ -410,7 +410,7 @@ def pack_trees(
 def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
     """Returns a batch of one sampled token that no trajectory contains, for a pass whose result
     counts for nothing."""
-    columns = columns_of(TreeBatch) | {
+    values = {
         "token_ids": [0, 0],
         "position_ids": [0, 1],
         "sampled": [1],
@@ -418,6 +418,7 @@ def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
         "temperatures": [1.0],
         "sampling_logprobs": [0.0],
     }
+    columns = {name: [np.asarray(values.get(name, []))] for name in columns_of(TreeBatch)}
     tree = PackedTree(0, 2, (Node(0, 2, 2),))
     return TreeBatch(**_tensors(columns, device), trees=(tree,), paths=(), step_offsets=())
 

@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +39,8 @@ START_S = 300.0
 """Longest wait for all ranks to have started."""
 DEADLINE_S = 600.0
 """Longest wait of one rank for another inside a pass, a publish or a checkpoint."""
+BEAT_S = 5.0
+"""Time between two signs of life for other hosts."""
 SILENCE_S = 60.0
 """Time without a sign of life after which a rank on another host counts as dead."""
 PR_SET_PDEATHSIG = 1
@@ -65,8 +68,9 @@ class Peer:
     def __init__(self, rank: int, hello: Hello, store: Any) -> None:
         self.rank, self._hello, self._store = rank, hello, store
         self.name = f"rank {rank} ({hello.host}, process {hello.pid})"
+        self.is_elsewhere = hello.host != socket.gethostname()
         self._pidfd: int | None = None
-        if hello.host == socket.gethostname():
+        if not self.is_elsewhere:
             with contextlib.suppress(OSError, AttributeError):
                 self._pidfd = os.pidfd_open(hello.pid)
         self._beat, self._heard = b"", time.monotonic()
@@ -78,7 +82,7 @@ class Peer:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
             return bool(poll.poll(0))
-        if self._hello.host == socket.gethostname():
+        if not self.is_elsewhere:
             return not Path(f"/proc/{self._hello.pid}").exists()
         beat = read_key(self._store, f"beat/{self.rank}")
         if beat != self._beat:
@@ -139,6 +143,17 @@ class Ranks:
             timeout=timedelta(seconds=DEADLINE_S),
         )
         self.share_passes(config.learn.sequence_parallel)
+        self._is_over = threading.Event()
+        if any(peer.is_elsewhere for peer in self._peers):
+            threading.Thread(target=self._beat, name="treegraft-beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        """Gives signs of life to other hosts, which cannot see this process."""
+        count = 0
+        while not self._is_over.wait(BEAT_S):
+            count += 1
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"beat/{self.rank}", str(count))
 
     def share_passes(self, group_size: int) -> None:
         """Lets so many ranks with successive numbers share each pass; called by all."""
@@ -222,7 +237,6 @@ class Ranks:
                 looked = time.monotonic()
                 if leader.has_ended and not self._store.check([key]):
                     raise RankError(f"{leader.name} has ended without a last order")
-                self._store.set(f"beat/{self.rank}", str(looked))
         text = torch.empty(int(self._store.get(key)), dtype=torch.uint8)
         dist.broadcast(text, 0)
         order: dict[str, Any] = json.loads(bytes(text.tolist()))
@@ -281,6 +295,7 @@ class Ranks:
 
     def leave(self) -> None:
         """Ends the connections; rank 0 ends the other ranks with them."""
+        self._is_over.set()
         with contextlib.suppress(RuntimeError):
             if self.rank == 0 and self._is_together:
                 with self.ordered("end", result=self.result):
