@@ -122,7 +122,7 @@ def ranges() -> Iterator[str]:
     if not num:
         return
     last = max(line["date"] for lines in runs.values() for line in lines)
-    yield f"The run above is one seed. Sampled accuracy at the end of {num} seeds, measured {last}:"
+    yield f"The runs above have one seed. Sampled accuracy at the end of {num} seeds, {last}:"
     for method, lines in runs.items():
         found = [100 * line[ACCURACY] for line in lines]
         yield f"  {method:<{max(map(len, METHODS))}}   {min(found):.0f} to {max(found):.0f} %"
