@@ -201,8 +201,13 @@ def values_before() -> Mapping[str, Any]:
     }
 
 
-def brought_up_to_date(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run's file, by the dotted names of its time, as they are called and
-    set now."""
-    named = {renamed().get(name, name): value for name, value in settings.items()}
-    return {**values_before(), **named}
+def renamed_now(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by the dotted names of their time as they are called now."""
+    return {renamed().get(name, name): value for name, value in settings.items()}
+
+
+def values_of_old(settings: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the values that those which they do not name, but `now` does, had
+    before there were these settings."""
+    missing = {name: value for name, value in values_before().items() if name in now}
+    return {**missing, **settings}
