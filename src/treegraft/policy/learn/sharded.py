@@ -186,7 +186,7 @@ class ShardedLearner(Learner):
             facts[name] = (str(value.dtype), tuple(tensor.shape))
             width = tensor.shape[1:].numel() if first else 0
             total = bit_sum(value, first * width)
-            sums.append(total.to(self._ranks.device) if is_counted else torch.zeros_like(total))
+            sums.append((total if is_counted else torch.zeros_like(total)).to(self._ranks.device))
         totals = torch.stack(sums)
         dist.all_reduce(totals)
         pairs = zip(facts.items(), totals.tolist(), strict=True)
