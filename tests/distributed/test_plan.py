@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -148,3 +149,13 @@ def test_a_reader_that_gives_up_leaves_no_tensor_ungathered() -> None:
     next(reader)
     del reader
     assert gathered == [0, 1, 2, 3] and is_done == ["stream"]
+
+
+def test_a_new_reference_replaces_that_of_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks, stopped before the first update, leave two files; one goes on."""
+    for name in ("reference-00001-of-00002", "reference-00002-of-00002"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"of two ranks")
+    learner = Learner(build_model("llama"), settings().learn, settings().loss, length_constant=7)
+    learner.keep_reference(tmp_path, is_new=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["reference.safetensors"]
+    learner.keep_reference(tmp_path, is_new=False)
