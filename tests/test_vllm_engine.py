@@ -7,6 +7,7 @@ import asyncio
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tests.fake_vllm import FakeVllm, fakes
 from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
@@ -26,7 +28,12 @@ from treegraft.core.errors import DeadlineExceeded, EngineError, SettingError
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm import launch
-from treegraft.policy.engine.vllm.build import _environment, build_engine, find_python
+from treegraft.policy.engine.vllm.build import (
+    _environment,
+    _folder_for_weights,
+    build_engine,
+    find_python,
+)
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.folder import write_folder
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
@@ -420,6 +427,28 @@ def test_folders_of_weights_give_back_every_tensor_and_its_checksum(tmp_path: Pa
     assert weights_fingerprint(read) == weights_fingerprint(weights)
     index = json.loads((folder.path / "weights.json").read_text())
     assert index["twins"] == {"model.embed_tokens.weight": ["tied"]}
+
+
+def test_a_full_shared_memory_is_told_and_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    async def work(engine: VllmEngine) -> None:
+        monkeypatch.setattr("treegraft.policy.engine.vllm.folder.save_file", full)
+        said = r"\(No space left on device\); expected room for two copies"
+        with pytest.raises(EngineError, match=said):
+            await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work)
+    free = shutil.disk_usage(launch.SHARED_MEMORY).free
+    config = config_of([], tmp_path)
+    for num_bytes, is_shared in ((free // 4, True), (free, False)):
+        folder = _folder_for_weights(config, tmp_path, [], num_bytes)
+        assert folder.is_relative_to(launch.SHARED_MEMORY) == is_shared
+        folder.rmdir()
 
 
 SERVER = """
