@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from treegraft.policy.engine.vllm.build import (
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.folder import write_folder
+from treegraft.policy.engine.vllm.server import Process
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -385,6 +388,37 @@ def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str, said: 
 
     with pytest.raises((SettingError, EngineError), match=said):
         run([], tmp_path, work, servers=[url])
+
+
+class Page(BaseHTTPRequestHandler):
+    """Answers everything with a page, as a proxy or another program does."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>hello</html>")
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_program_is_not_taken_for_a_server(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> None:
+        raise AssertionError("there is no server")
+
+    with HTTPServer(("127.0.0.1", 0), Page) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        with pytest.raises((SettingError, EngineError), match="not a vLLM server, by its answers"):
+            run([], tmp_path, work, servers=[f"http://127.0.0.1:{pages.server_port}"])
+        pages.shutdown()
+
+
+def test_a_server_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=r"did not start: .*(Not a directory|File exists)"):
+        Process(["true"], environment={}, log=tmp_path / "file" / "log").start()
 
 
 def test_a_python_without_vllm_is_refused() -> None:
