@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.engine.vllm.fleet import Due, Fleet
-from treegraft.policy.engine.vllm.folder import WeightsFolder, write_folder
+from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
 from treegraft.policy.noise import NoiseKind
@@ -69,6 +70,10 @@ class VllmEngine:
         self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
         self._num_bytes = 0
+        self._lock = ExitStack()
+        with suppress(OSError):
+            # Not every file system knows locks.
+            self._lock.enter_context(held_folder(weights))
         self._former: list[WeightsFolder] = []
         """Of earlier publishes, to be removed."""
 
@@ -281,6 +286,7 @@ class VllmEngine:
             await self._fleet.close()
         finally:
             await self._http.aclose()
+            self._lock.close()
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
