@@ -16,17 +16,19 @@ NAMES = {
         *("checkpointing", "offload", "replicate", "twice", "resumed"),
         *("shared llama", "shared qwen3", "shared learning"),
     ),
-    3: ("llama", "tied", "lora", "lessons", "minibatches", "idle", "twice", "resumed"),
+    3: ("idle",),
 }
 """The checks of `tests.distributed.laws` by number of ranks, all of a number in one job."""
+SLOW = ("llama", "tied", "lora", "lessons", "minibatches", "twice", "resumed")
+"""Those of three ranks that take too long for the default suite, in a job of their own."""
 LIMITS = {"lora": 1e-4}
 """Adam magnifies the rounding of first gradients near 0."""
 
 
 @functools.cache
-def results(num_ranks: int) -> dict[str, Any]:
+def results(num_ranks: int, names: tuple[str, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        job = torchrun(num_ranks, "-m", "tests.distributed.laws", folder, *NAMES[num_ranks])
+        job = torchrun(num_ranks, "-m", "tests.distributed.laws", folder, *names)
         try:
             output, _ = job.communicate(timeout=DEADLINE_S)
         finally:
@@ -40,7 +42,16 @@ def results(num_ranks: int) -> dict[str, Any]:
     ("num_ranks", "name"), [(ranks, name) for ranks, names in NAMES.items() for name in names]
 )
 def test_several_ranks_equal_one(num_ranks: int, name: str) -> None:
-    found = results(num_ranks)[name]
+    assert_equal(name, results(num_ranks, NAMES[num_ranks])[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_three_ranks_equal_one(name: str) -> None:
+    assert_equal(name, results(3, SLOW)[name])
+
+
+def assert_equal(name: str, found: dict[str, Any]) -> None:
     if name == "twice":
         assert found["equal"]
     elif name == "resumed":
