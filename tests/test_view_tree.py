@@ -18,6 +18,7 @@ from treegraft.core.types import ToolCall, Tree
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.traces.imports import read_messages
 from treegraft.view.branching import content_numbers, entropy_changes
+from treegraft.view.pages import draw
 
 WIDTHS = (390, 1280, 1920, 2560)
 
@@ -111,7 +112,7 @@ def test_equal_steps_are_drawn_once_and_unfold(page: Any, address: str) -> None:
     assert count() == 1 + 4 + 13 + 3
     page.keyboard.press("x")
     until(page, "document.querySelectorAll('.drawing .node').length === 33")
-    assert page.locator(".said").first.inner_text() == "2 of 16 leaves right: 3 and 9"
+    assert page.locator(".said").first.inner_text() == "2 of 16 right: leaves 3, 9"
 
 
 def test_an_empty_tree_and_one_without_variance_say_so(page: Any, address: str) -> None:
@@ -151,7 +152,7 @@ def test_a_copied_trajectory_can_be_imported(page: Any, address: str) -> None:
         assert (contents[-1].answer or "").strip() == (own[-1].answer or "").strip()
     page.click("text=copy text")
     until(page, "document.querySelector('.buttons').textContent.includes('copied')")
-    assert "(retrieved from expert)\nsearch: e12 r2\nResult: r1 of e1 is e2" in page.evaluate(
+    assert "(retrieved from expert)\nsearch: e12 r2\nResult: r2 of e12 is e9" in page.evaluate(
         "navigator.clipboard.readText()"
     )
 
@@ -204,3 +205,30 @@ def test_equal_tokens_have_one_number() -> None:
     # A graft with the tokens of a step of the policy is not that step.
     both = grafted()
     assert len(set(content_numbers(both).values())) > 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_shapes_agree_with_themselves(shape: str) -> None:
+    tree = SHAPES[shape]()
+    for leaf in tree.leaves:
+        if leaf.is_correct is not None:
+            words = set((leaf.answer or "").split())
+            assert bool(words & set(tree.task.reference)) is leaf.is_correct
+    for step in tree.steps:
+        if step.decision is not None:
+            seen = step.decision.seen
+            assert seen.bar is not None
+            assert (seen.probability > seen.bar) is (step.decision.num_wanted > 0)
+            assert (seen.entropy_change > 0) is (step.decision.num_wanted > 0)
+    changes = [one["change"] for one in entropy_changes(tree, {}).values()]
+    assert all(changes)
+
+
+def test_of_equal_rewards_the_highest_advantage_is_the_best() -> None:
+    tree = grafted()
+    # Leaves 1, 3, 5 and 7 are right; retrieval rewards set their advantages apart.
+    leaves = [
+        replace(leaf, advantage={3: 0.4, 5: 0.6}.get(n, leaf.advantage and 0.2))
+        for n, leaf in enumerate(tree.leaves)
+    ]
+    assert draw(replace(tree, leaves=tuple(leaves)))["best"] == 5

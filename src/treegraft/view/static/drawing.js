@@ -1,6 +1,6 @@
 // The tree as a drawing: a row for each leaf, with its results in columns at the right edge; equal steps stand once, with their number.
 
-import { flat, h, hideTip, num, plain, plural, s, showTip, signed } from "./dom.js";
+import { flat, h, hideTip, num, plain, plural, s, score, showTip } from "./dom.js";
 import { edge, fold, place, rows, wish } from "./layout.js";
 import { author, brief, causeWords, headline, icon, ORIGINS, outcome, refusal, refusalWords, shade, STATUS_WORDS } from "./marks.js";
 
@@ -148,7 +148,7 @@ export class Drawing {
     const hasVia = !isNarrow && this.ends.some((node) => via(node).length);
     const many = Math.max(0, ...this.ends.map((node) => (times(node) ? this.width(times(node), 600) + (isNarrow ? 4 : 12) : 0)));
     const verdict = (leaf) => `${outcome(leaf).glyph} ${isNarrow ? outcome(leaf).short ?? outcome(leaf).word : outcome(leaf).word}`;
-    const advantage = (leaf) => (leaf.advantage === null ? "–" : `${leaf.advantage > 0 ? "+" : ""}${leaf.advantage.toFixed(Math.abs(leaf.advantage) < 9.995 ? 2 : 1)}`.replace("-", "−"));
+    const advantage = (leaf) => score(leaf.advantage, true);
     const bar = isNarrow ? 0 : BAR;
     const numbers = Math.max(0, ...leaves.map((leaf) => this.width(advantage(leaf), 600)));
     const right = (element) => { element.style.setProperty("width", `${numbers}px`); return element; };
@@ -157,7 +157,7 @@ export class Drawing {
       { title: "leaf", kind: "name", width: Math.max(this.width("leaf"), this.width(String(Math.max(0, leaves.length - 1)), 600) + many) + margin, of: (leaf, node) => [String(node.leaves[0]), times(node) && h("span", { class: "times", "data-unfold": node.step.id, title: "unfold the equal leaves" }, times(node))] },
       ...(hasVia ? [{ title: "via", kind: "via", width: Math.max(this.width("via"), 2 * ICON + 4) + margin, of: (leaf, node) => via(node).map(icon) }] : []),
       { title: isNarrow ? "" : "outcome", kind: "outcome", width: Math.max(isNarrow ? 0 : this.width("outcome"), ...leaves.map((leaf) => this.width(verdict(leaf), 700) + (isNarrow ? 8 : 12))) + margin, of: (leaf) => h("span", { class: "verdict" }, verdict(leaf)) },
-      { title: isNarrow ? "rew." : "reward", kind: "number", width: least(isNarrow ? "rew." : "reward", leaves.map((leaf) => num(leaf.reward)), 600), of: (leaf) => num(leaf.reward).replace("-", "−") },
+      { title: isNarrow ? "rew." : "reward", kind: "number", width: least(isNarrow ? "rew." : "reward", leaves.map((leaf) => score(leaf.reward)), 600), of: (leaf) => score(leaf.reward) },
       { title: short, kind: "advantage", width: Math.max(this.width(short), numbers + bar) + margin, of: (leaf) => [bar > 0 && this.bar(leaf.advantage), right(h("span", null, advantage(leaf)))] },
     ];
   }
@@ -198,7 +198,7 @@ export class Drawing {
     const { name, word } = outcome(leaf);
     const left = at.x + at.width + 6;
     const lead = laid.width - this.sideWidth - 4 - left;
-    const said = `leaf ${node.leaves.join(", ")}: ${word}, reward ${num(leaf.reward)}, advantage ${signed(leaf.advantage)}`;
+    const said = `leaf ${node.leaves.join(", ")}: ${word}, reward ${score(leaf.reward)}, advantage ${score(leaf.advantage, true)}`;
     return put(h("div", { class: `leaf ${name}`, "data-leaf": node.leaves[0], role: "button", tabindex: 0, "aria-label": said },
       lead > 8 && put(h("i", { class: "lead" }), { left, width: lead }), cells((one) => h("span", { class: one.kind }, one.of(leaf, node)))),
     { top: HEAD + laid.row * node.row, height: laid.row, width: laid.width });
@@ -291,7 +291,7 @@ export class Drawing {
     const judged = node.below.filter((leaf) => leaf.is_correct !== null);
     if (judged.length) found.push(["right leaves below it", `${judged.filter((leaf) => leaf.is_correct).length} of ${judged.length}`]);
     if (step.entropy_mean !== null) found.push(["entropy in nats: mean, largest", `${num(step.entropy_mean, 4)}, ${num(step.entropy_max, 4)}`]);
-    if (step.advantage !== null && step.num_loss) found.push([step.is_hard ? "advantage (shared)" : "advantage, mean of its leaves", signed(step.advantage, 4)]);
+    if (step.advantage !== null && step.num_loss) found.push([step.is_hard ? "advantage (shared)" : "advantage, mean of its leaves", score(step.advantage, true)]);
     if (step.ratio_mean !== null && step.is_learned) found.push(["ratio", `${num(step.ratio_min, 5)} to ${num(step.ratio_max, 5)}`]);
     if (step.violation) found.push(["broke the format", plain(step.violation)]);
     return found;
@@ -301,7 +301,7 @@ export class Drawing {
     const leaf = this.tree.leaves[n];
     const node = this.ends.find((one) => one.leaves.includes(n));
     const equal = node.leaves.length > 1 ? `, and equal to it: ${node.leaves.slice(1).join(", ")}` : "";
-    return [[`leaf ${n}${equal}`], ["outcome", `${outcome(leaf).word} (${STATUS_WORDS[leaf.status]})`], ["answer", flat(leaf.answer ?? "none", 80)], ["reward", num(leaf.reward, 4)], ["advantage", signed(leaf.advantage, 4)], ["tokens", String(leaf.num_tokens)]];
+    return [[`leaf ${n}${equal}`], ["outcome", `${outcome(leaf).word} (${STATUS_WORDS[leaf.status]})`], ["answer", flat(leaf.answer ?? "none", 80)], ["reward", score(leaf.reward)], ["advantage", score(leaf.advantage, true)], ["tokens", String(leaf.num_tokens)]];
   }
 
   // ---- colours and choice

@@ -66,7 +66,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   const right = h("div", { class: "pane pathpane", tabindex: -1 });
   const neighbour = (by) => { const next = n + by; if (next >= 0 && next < tree.num_trees) go(to.tree(run, file, next, { over: overlay === usual ? "" : overlay, mode: mode === "read" ? "" : mode })); };
   const panes = h("div", { class: "panes" }, left, right);
-  const sentence = (one) => (one.leaf === undefined ? h("span", { class: `said ${one.kind}`, title: one.title ?? null }, one.words) : h("button", { class: `said ${one.kind}`, title: one.title ?? null, onclick: () => choose(one.leaf, null) }, one.kind === "graft" || one.kind === "branch" ? [icon(one.kind), " "] : null, one.words));
+  const sentence = (one) => (one.leaf === undefined ? h("span", { class: `said ${one.kind}`, title: one.title }, one.words) : h("button", { class: `said ${one.kind}`, title: one.title, onclick: () => choose(one.leaf, null) }, one.kind === "graft" || one.kind === "branch" ? [icon(one.kind), " "] : null, one.words));
   page.className = "fixed treepage";
   replace(page,
     h("div", { class: "title" },
