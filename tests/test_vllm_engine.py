@@ -26,7 +26,7 @@ from treegraft.core.errors import DeadlineExceeded, EngineError, SettingError
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm import launch
-from treegraft.policy.engine.vllm.build import build_engine, find_python
+from treegraft.policy.engine.vllm.build import _environment, build_engine, find_python
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.folder import write_folder
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
@@ -386,6 +386,25 @@ def test_a_python_without_vllm_is_refused() -> None:
         with pytest.raises(SettingError, match=said) as caught:
             find_python(config.engine.vllm)
         assert "make vllm-env" in str(caught.value)
+
+
+def test_servers_of_ours_do_not_join_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torchrun = {
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "RANK", "WORLD_SIZE"),
+        *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+        *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    }
+    for name in (*of_torchrun, "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "kept")
+    settings = load_config(tiny()).engine.vllm
+    found = _environment(settings, 0, tmp_path, tmp_path)
+    assert not of_torchrun & found.keys() and "OMP_NUM_THREADS" not in found
+    assert found["RANKING"] == "kept"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert _environment(settings, 0, tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
 
 
 # ------------------------------------------------------------------ weights and processes

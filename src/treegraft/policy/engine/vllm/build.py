@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -33,6 +34,10 @@ from treegraft.settings.policy import VllmSettings
 
 MODEL_NAME = "policy"
 _WEIGHTS = "treegraft-weights-"
+_OF_TORCHRUN = re.compile(
+    r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
+)
+"""Variables by which a server would join the learner's ranks instead of its own processes."""
 
 
 def build_engine(
@@ -266,7 +271,11 @@ def options(config: Config, port: int) -> list[str]:
 def _environment(
     settings: VllmSettings, number: int, packages: Path, sockets: Path
 ) -> Mapping[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME",)}
+    kept = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
+    kept.pop("PYTHONHOME", None)
+    if "TORCHELASTIC_RUN_ID" in os.environ and kept.get("OMP_NUM_THREADS") == "1":
+        # torchrun's default for ranks, which share the cores.
+        del kept["OMP_NUM_THREADS"]
     kept |= {
         "PYTHONPATH": str(packages),
         "PYTHONDONTWRITEBYTECODE": "1",
