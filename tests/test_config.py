@@ -288,6 +288,26 @@ def test_missing_files(tmp_path: Path) -> None:
             'expected "entropy" in the first place',
         ),
         (
+            {"explore": {"explorers": ["independent", "tree_search"]}},
+            'expected "tree_search" in the first place',
+        ),
+        (
+            {"explore": {"explorers": ["graft", "tree_search"]}, "buffer": {"path": "b"}},
+            'expected "tree_search" in the first place',
+        ),
+        (
+            {"explore": {"explorers": ["tree_search", "entropy"]}},
+            'come from one of "entropy" and "tree_search"',
+        ),
+        (
+            {"explore": {"explorers": ["entropy", "tree_search"]}},
+            'come from one of "entropy" and "tree_search"',
+        ),
+        (
+            {"explore": {"explorers": ["tree_search"], "tree_search": {"num_starts": 40}}},
+            "explore.tree_search.num_starts: got 40, expected at most explore.num_leaves",
+        ),
+        (
             {"explore": {"explorers": ["entropy"], "entropy": {"num_starts": 0}}},
             "explore.entropy.num_starts",
         ),
@@ -298,6 +318,8 @@ def test_contradictions(data: dict, part: str) -> None:
 
 
 def test_what_only_looks_contradictory_loads() -> None:
+    searched = {"explorers": ["tree_search", "graft"], "num_leaves": 1}
+    load_config({"explore": searched, "buffer": {"path": "b"}})
     load_config({"tasks": {"kind": "arithmetic"}, "rollout": {"max_tool_calls": 0}})
     load_config({"tasks": {"kind": "mine:Source"}, "reward": {"funcs": ["my_rewards:brief"]}})
     load_config(
