@@ -384,6 +384,15 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     assert "random_prob is 1" in refused(graft, "buffer.random_prob=1", "buffer.min_similarity=0.5")
     assert "without 'entropy'" in refused(graft, "credit.attribution=hard")
     assert "without 'entropy'" in refused({}, "credit.leaf_weight=inverse_branching")
+    load_config({}, ['explorers=["tree_search"]', "credit.leaf_weight=inverse_branching"])
+    load_config(graft, ["credit.advantage=dr_grpo", "credit.eps=1e-4"])
+    no_help = ("credit.advantage=dr_grpo", "credit.retrieval_weight=0", "credit.eps=1e-4")
+    assert "credit.advantage is 'dr_grpo'" in refused(graft, *no_help)
+    by_state = ["credit.attribution=states", "credit.eps=1e-4"]
+    load_config({}, ["credit.advantage=reinforce++", *by_state])
+    assert "credit.advantage is 'rloo'" in refused({}, "credit.advantage=rloo", *by_state)
+    assert "ratio is exactly 1" in refused({}, "loss.objective=gppo", "loss.kept_low=0.25")
+    load_config({}, ["learn.num_epochs=2", "loss.objective=gppo", "loss.kept_low=0.25"])
     load_config(
         graft, ["loss.clip_high=0.01"]
     )  # a grafted trajectory's ratio is above 1 from the start
