@@ -116,7 +116,7 @@ def test_a_rank_on_another_host_is_dead_after_a_minute_of_silence(
     now = [100.0]
     monkeypatch.setattr(ranks.time, "monotonic", lambda: now[0])
     store = Store()
-    peer = ranks.Peer(3, ranks.Hello("elsewhere", 17, "torch", "code", "{}"), store)
+    peer = ranks.Peer(3, ranks.Hello("elsewhere", 17, "torch", "code", "{}", "another"), store)
     assert peer.name == "rank 3 (elsewhere, process 17)" and not peer.has_ended
     now[0] += 59.0
     assert not peer.has_ended
@@ -125,7 +125,11 @@ def test_a_rank_on_another_host_is_dead_after_a_minute_of_silence(
     assert not peer.has_ended
     now[0] += 61.0
     assert peer.has_ended and "no last words" in peer.last_words
+    store["beat/3"] = b"2"
+    assert not peer.has_ended
     store["words/3"] = b"OutOfMemoryError: 3 GB"
+    # Nothing comes after them.
+    assert peer.has_ended
     assert peer.last_words == "its last words: OutOfMemoryError: 3 GB"
 
 

@@ -14,9 +14,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import torch
+from safetensors import SafetensorError
 
 import treegraft
 from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Tokenizer
 from treegraft.core.listener import is_loopback
 from treegraft.core.locate import locate
@@ -27,6 +29,7 @@ from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
 from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server, free_port
 from treegraft.policy.head import base_model, end_token_ids, max_context
+from treegraft.policy.load import DTYPES
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config
@@ -67,7 +70,9 @@ def build_engine(
     work = Path(tempfile.mkdtemp(prefix=".servers-", dir=runs))
     folders = [work]
     try:
-        weights = _folder_for_weights(config, work, urls)
+        num_weights = sum(weight.numel() for weight in base_model(model).parameters())
+        num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
+        weights = _folder_for_weights(config, work, urls, num_bytes)
         folders.append(weights)
         if python is None:
             servers = [Server(url, http) for url in urls]
@@ -173,11 +178,14 @@ def _address(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _folder_for_weights(config: Config, work: Path, urls: list[str]) -> Path:
-    """Where published weights go."""
+def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: int) -> Path:
+    """Where published weights go, which take up `num_bytes`."""
     settings = config.publish
     is_local = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     has_memory = os.access(SHARED_MEMORY, os.W_OK)
+    if settings.kind == "auto" and has_memory:
+        # A publish writes the new copy beside the former one.
+        has_memory = shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes
     if settings.kind == "shared" and not (is_local and has_memory):
         fault = f"{SHARED_MEMORY} cannot be written to"
         if not is_local:
@@ -194,7 +202,7 @@ def _folder_for_weights(config: Config, work: Path, urls: list[str]) -> Path:
         except OSError as error:
             raise SettingError(
                 f"publish.folder: '{parent}' cannot be written to ({error.strerror}); expected a"
-                " folder for one copy of the weights, which the servers see too."
+                " folder for two copies of the weights, which the servers see too."
             ) from error
     for left in SHARED_MEMORY.glob(f"{_WEIGHTS}*"):
         pid = left.name.removeprefix(_WEIGHTS).partition("-")[0]
@@ -216,10 +224,11 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     try:
         inner.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(
             f"model '{inner.config.name_or_path}' could not be written to {folder} for the servers"
-            f" ({error.strerror}); expected room for one copy of its weights in run.dir."
+            f" ({storage_fault(error) or error}); expected room for one copy of its weights"
+            " in run.dir."
         ) from error
     return folder
 
