@@ -359,6 +359,19 @@ def test_an_override_without_effect_is_an_error(override: str, reason: str) -> N
     assert override.partition("=")[0] in message and reason in message
 
 
+@pytest.mark.parametrize(
+    ("objective", "limits"),
+    [("clip", (0.28, 0.28)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 0.28))],
+)
+def test_clipping_limits_follow_the_objective_unless_given(
+    objective: str, limits: tuple[float, float]
+) -> None:
+    overrides = [f"loss.objective={objective}", "learn.num_epochs=2"]
+    loss = load_config({}, overrides).loss
+    assert (loss.clip_low, loss.clip_high) == limits
+    assert load_config({}, [*overrides, "loss.clip_low=0.1"]).loss.clip_low == 0.1
+
+
 def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     presets = {
         "tasks": {"arithmetic": {"generator": "products"}},
