@@ -288,6 +288,13 @@ def test_missing_files(tmp_path: Path) -> None:
             'expected "entropy" in the first place',
         ),
         (
+            {
+                "reward": {"funcs": ["f1", "overlong"], "overlong_tokens": 97},
+                "rollout": {"max_completion_tokens": 96},
+            },
+            "reward.overlong_tokens: got 97, expected at most rollout.max_completion_tokens",
+        ),
+        (
             {"explore": {"explorers": ["independent", "tree_search"]}},
             'expected "tree_search" in the first place',
         ),
@@ -357,6 +364,19 @@ def test_what_only_looks_contradictory_loads() -> None:
 def test_an_override_without_effect_is_an_error(override: str, reason: str) -> None:
     message = refused({}, override, *(["learn.lr=2"] if reason == "twice" else []))
     assert override.partition("=")[0] in message and reason in message
+
+
+@pytest.mark.parametrize(
+    ("objective", "limits"),
+    [("clip", (0.28, 0.28)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 0.28))],
+)
+def test_clipping_limits_follow_the_objective_unless_given(
+    objective: str, limits: tuple[float, float]
+) -> None:
+    overrides = [f"loss.objective={objective}", "learn.num_epochs=2"]
+    loss = load_config({}, overrides).loss
+    assert (loss.clip_low, loss.clip_high) == limits
+    assert load_config({}, [*overrides, "loss.clip_low=0.1"]).loss.clip_low == 0.1
 
 
 def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:

@@ -134,6 +134,9 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
                     f"tasks.{name}: got {num}, expected at most {MAX_GENERATED:,} for tasks that"
                     f" are generated (tasks.kind is '{config.tasks.kind}').",
                 )
+    if "overlong" in config.reward.funcs:
+        whole = ": the penalty would act from the first token on"
+        yield from _above(config, "reward.overlong_tokens", "rollout.max_completion_tokens", whole)
     # Only for kinds that are known to bring no tools; another source may.
     brings_none = config.tasks.kind in ("arithmetic", "dataset")
     has_any = config.tools.use or config.tools.mcp or config.environment.kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -34,6 +35,11 @@ def _clips(config: Settings) -> str:
         "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the"
         " ratio is exactly 1 and nothing is clipped; raise one of the two"
     )
+
+
+def _by_objective(**values: float) -> Callable[[Any], float]:
+    """The papers' values; 0.28 for the other objectives."""
+    return lambda config: values.get(config.loss.objective, 0.28)
 
 
 def _branches(config: Settings) -> str:
@@ -256,16 +262,19 @@ class LossSettings(Settings):
         0.28,
         ge=0,
         le=1,
+        default_of=_by_objective(gspo=3e-4, cispo=1.0),
         idle_unless=(_clips,),
     )
-    """The ratio is clipped from below at 1 - clip_low. RAPO's value, as that of clip_high; PPO's,
-    GRPO's and ARPO's is 0.2."""
+    """The ratio is clipped from below at 1 - clip_low. By default 0.28, RAPO's value, as that of
+    clip_high (PPO's, GRPO's and ARPO's is 0.2); 3e-4 for "gspo", whose ratios are geometric means
+    over tokens, and 1, which is no limit, for "cispo"."""
     clip_high: float = setting(
         0.28,
         ge=0,
+        default_of=_by_objective(gspo=4e-4),
         idle_unless=(_clips,),
     )
-    """The ratio is clipped from above at 1 + clip_high."""
+    """The ratio is clipped from above at 1 + clip_high; by default 0.28, and 4e-4 for "gspo"."""
     kept_low: float = setting(1.0, ge=0, idle_unless=(_clips, when("loss.objective", "gppo")))
     """Share of the gradient that "gppo" keeps below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
     AEPO."""
