@@ -103,11 +103,16 @@ def test_the_measure_finds_what_it_looks_for(page: Any, address: str) -> None:
           second.style.setProperty('top', first.style.top);
           document.querySelector('.leaf .verdict').style.setProperty('margin-left', '400px');
           document.querySelector('.edges').style.setProperty('left', '60px');
+          document.querySelector('.node.graft .icon').style.setProperty('margin-right', '-20px');
+          const narrow = document.querySelector('.node.branch');
+          narrow.style.setProperty('width', '50px');
+          narrow.querySelector('.words').textContent = 'e1';
           document.querySelector('.drawing').style.setProperty('width', '3000px');
         }"""
     )
     found = page.evaluate(MEASURE)
     assert found["overlaps"] and found["clipped"] and found["crossed"] and found["wide"]
+    assert "icon over e12 r2" in found["overlaps"] and "e1" in found["clipped"]
 
 
 def test_equal_steps_are_drawn_once_and_unfold(page: Any, address: str) -> None:

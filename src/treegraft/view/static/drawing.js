@@ -10,6 +10,7 @@ const LEAST_LABEL = 44;
 const [BAR, WIDE_BAR] = [52, 76];
 const [NARROW, NARROW_LINES] = [54, 3]; // a box that holds a word, or less
 const NARROW_WINDOW = 600;
+const DOT_SIZE = 12; // letters in a box without words, as tree.css has them
 
 // Widths of texts as the browser will draw them.
 function measure(size) {
@@ -158,9 +159,10 @@ export class Drawing {
 
   // What a box without words has to show, in a width: "beside", "both" (one below the other), "mark", "times" or nothing.
   inDot(node, width) {
-    const [mark, times] = [node.marks.length > 0 && width >= ICON, node.times !== "" && width >= this.width(node.times, 600)];
+    const needed = Math.ceil((DOT_SIZE / this.size) * (this.width(node.times, 600) - 1));
+    const [mark, times] = [node.marks.length > 0 && width >= ICON, node.times !== "" && width >= needed];
     if (!mark || !times) return mark ? "mark" : times ? "times" : "";
-    return width >= ICON + 2 + this.width(node.times, 600) ? "beside" : "both";
+    return width >= ICON + 2 + needed ? "beside" : "both";
   }
 
   // ---- the columns at the right
