@@ -216,7 +216,7 @@ def deep() -> Tree:
         for depth in range(7 + n if n < 5 else 11):
             cause = GRAFT if depth % 3 == 2 else None
             same = depth + 1 if n < 3 and depth < 4 else 0
-            at = tree.add(at, search(f"e{10 + depth} r{n}"), cause, same=same)
+            at = tree.add(at, search(f"e{10 + depth} r{0 if same else n}"), cause, same=same)
         status = ENDS[1] if n == 2 else Status.COMPLETED
         tree.answer(at, "e3" if n == 4 else f"e6{n}", right=n == 4, status=status)
     return tree.done()

@@ -350,7 +350,9 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
         page = browser.new_page(viewport={"width": 1280, "height": 330})
         page.set_default_timeout(60_000)
         show(page, address, "#/r/credited/t/update-000001/0")
-        said = [found.inner_text().strip() for found in page.query_selector_all(".findings button")]
+        said = [
+            found.inner_text().strip() for found in page.query_selector_all(".findings button.said")
+        ]
         assert said[:2] == ["2 of 4 right: leaves 0, 1", "1 truncated: leaf 3"]
         assert (
             said[-1]

@@ -59,6 +59,7 @@ export function scaleLegend(overlay, scale) {
 
 const ICONS = {
   branch: ["M3 11V1", "M3 8.5C3 5 9 6 9 1"],
+  fork: ["M1 2.5H11", "M4.5 2.5V9.5H11"],
   graft: ["M6 .8L11.2 6 6 11.2.8 6Z"],
   refused: ["M6 2.6a3.4 3.4 0 1 0 .01 0Z", "M3.6 8.4 8.4 3.6"],
   budget: ["M6 4.6a1.4 1.4 0 1 0 .01 0Z"],
@@ -91,7 +92,7 @@ export function leafChip(leaf) {
 // ---- steps
 
 // A change of entropy as it fits into a mark.
-export const brief = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value) >= 9.95 ? Math.round(Math.abs(value)) : Math.abs(value).toFixed(2).replace(/^0\./, ".")}`;
+export const brief = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value) >= 9.95 ? Math.round(Math.abs(value)) : Math.abs(value).toFixed(Math.abs(value) < 0.005 ? 3 : 2).replace(/^0\./, ".")}`;
 
 // The comparison that decided: P had to exceed a threshold or a random number. Shown with as many digits as tell the two apart.
 function decided(seen, holds) {

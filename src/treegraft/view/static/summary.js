@@ -66,9 +66,9 @@ function grafts(tree) {
   if (!found.length) return null;
   const sources = [...new Set(found.map((step) => plain(step.cause.source)))];
   const isOneTool = new Set(tree.steps.flatMap((step) => step.content.calls.map((call) => call.name))).size === 1;
-  const groups = [...Map.groupBy(found, (step) => step.content_number).values()].sort((a, b) => b.length - a.length);
-  const named = groups.slice(0, 2).map((group) => `${flat(headline(group[0], isOneTool), 32)}${group.length > 1 ? ` ×${group.length}` : ""}`);
-  const different = groups.length > 1 && groups.length < found.length ? ` (${groups.length} different steps)` : "";
+  const groups = [...Map.groupBy(found, (step) => flat(headline(step, isOneTool), 32))].sort((a, b) => b[1].length - a[1].length);
+  const named = groups.slice(0, 2).map(([words, group]) => `${words}${group.length > 1 ? ` ×${group.length}` : ""}`);
+  const different = groups.length > 1 ? ` (${groups.length === found.length ? "all different" : `${groups.length} different steps`})` : "";
   return { kind: "graft", leaf: shownFirst(tree, where(tree, (leaf) => leaf.num_grafts > 0)), words: `${plural(found.length, "graft")}${different}: ${named.join(", ")}${groups.length > 2 ? ", …" : ""} from ${sources.slice(0, 2).join(", ")}${sources.length > 2 ? ", …" : ""}${compared(tree, "num_grafts")}` };
 }
 
