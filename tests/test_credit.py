@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.trees import Part, build_tree
 
@@ -14,6 +15,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.types import Status, Tree
 from treegraft.policy.learn.credit import credit_trees, find_credit_rule
 from treegraft.policy.learn.pack import pack_trees
+from treegraft.runs.record import tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
@@ -132,3 +134,20 @@ def test_a_rule_that_is_not_there_is_refused() -> None:
     ]:
         with pytest.raises(SettingError, match=message):
             find_credit_rule(load_config({"credit": {"rule": name}}))
+
+
+def test_numbers_of_numpy_become_those_that_json_holds() -> None:
+    """Trees go to other ranks as JSON, in which a float32 would be text."""
+
+    def rule(tree: Tree) -> Tree:
+        leaves = tuple(
+            replace(leaf, advantage=None if leaf.reward is None else np.float32(0.5))
+            for leaf in tree.leaves
+        )
+        steps = tuple(replace(step, advantage=np.float32(0.25)) for step in tree.steps)
+        return replace(tree, leaves=leaves, steps=steps)
+
+    [found] = credit_trees([small_tree()], NAMED, rule)
+    read = tree_from_json(tree_to_json(found))
+    assert [leaf.advantage for leaf in read.leaves] == [0.5, 0.5, None]
+    assert {step.advantage for step in read.steps} == {0.25}

@@ -876,7 +876,7 @@ def test_a_long_prompt_is_taken_in_beside_rows_that_decode() -> None:
     4."""
 
     async def work(engine: NativeEngine) -> list[str]:
-        engine._buckets = (16, 32)
+        engine._buckets, engine._room = (16, 32), 32
         ended: list[str] = []
 
         async def complete(name: str, prefix: tuple[int, ...], count: int) -> None:

@@ -506,7 +506,7 @@ def test_more_time_is_no_other_evaluation(agent: tuple[Path, Path], tmp_path: Pa
     # Folders made by 0.3 hold the deadlines.
     EvalFolder.open(tmp_path / "e", {**asked, "rollout.deadline_s": 600.0}, sets).close()
     # One made by 0.6 has the settings of the native engine in [engine].
-    former = {old: asked[new] for old, new in renamed().items()}
+    former = {old: asked[new] for old, new in renamed().items() if new in asked}
     others = {name: value for name, value in asked.items() if name not in renamed().values()}
     EvalFolder.open(tmp_path / "former", others | former, sets).close()
     EvalFolder.open(tmp_path / "former", asked, sets).close()

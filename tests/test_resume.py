@@ -24,7 +24,7 @@ from tests.tiny_parts import SlowSearch
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.files import file_checksum
 from treegraft.core.interrupt import OTHERS, Ended, Stop, exit_status, others_as_ctrl_c, run_to_end
-from treegraft.policy import checkpoint as checkpoint_files
+from treegraft.policy import shards
 from treegraft.policy.learn.learner import Learner
 from treegraft.runs.checkpoint import latest_checkpoint, read_state
 from treegraft.runs.display import PlainDisplay
@@ -42,7 +42,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     # The warm-up has 32 steps, each one optimiser step, and saves after 8, 16, 24 and 32.
     "before any checkpoint": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 2, "before"),
     "in the warm-up": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 21, "after"),
-    "half of a warm-up checkpoint written": ("treegraft.policy.checkpoint:save_file", 3, "before"),
+    "half of a warm-up checkpoint written": ("treegraft.policy.shards:save_file", 3, "before"),
     "after the warm-up": ("treegraft.train:step_skill", 1, "after"),
     "in the evaluation at the start": ("treegraft.evals.evaluate:eval_limits", 2, "before"),
     "half of a line of metrics written": (
@@ -492,7 +492,7 @@ def test_no_signal_breaks_into_a_save(
     settings = tiny(run={"name": "a", "dir": str(tmp_path)}, checkpoint={"every": 5})
     with monkeypatch.context() as patch:
         interrupting(patch, Learner, "learn", 1)
-        original = checkpoint_files.save_file
+        original = shards.save_file
 
         def pressed(*args: Any) -> None:
             # The one that the Ctrl-C above asks for.
@@ -502,7 +502,7 @@ def test_no_signal_breaks_into_a_save(
                     time.sleep(0.01)
             original(*args)
 
-        patch.setattr(checkpoint_files, "save_file", pressed)
+        patch.setattr(shards, "save_file", pressed)
         with pytest.raises(KeyboardInterrupt):
             train(settings, display=PlainDisplay(sys.stdout))
     printed = capsys.readouterr().out

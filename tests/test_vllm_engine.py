@@ -7,17 +7,21 @@ import asyncio
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tests.fake_vllm import FakeVllm, fakes
 from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
@@ -26,9 +30,15 @@ from treegraft.core.errors import DeadlineExceeded, EngineError, SettingError
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm import launch
-from treegraft.policy.engine.vllm.build import build_engine, find_python
+from treegraft.policy.engine.vllm.build import (
+    _environment,
+    _folder_for_weights,
+    build_engine,
+    find_python,
+)
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.folder import write_folder
+from treegraft.policy.engine.vllm.server import Process
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -380,12 +390,62 @@ def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str, said: 
         run([], tmp_path, work, servers=[url])
 
 
+class Page(BaseHTTPRequestHandler):
+    """Answers everything with a page, as a proxy or another program does."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>hello</html>")
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_program_is_not_taken_for_a_server(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> None:
+        raise AssertionError("there is no server")
+
+    with HTTPServer(("127.0.0.1", 0), Page) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        with pytest.raises((SettingError, EngineError), match="not a vLLM server, by its answers"):
+            run([], tmp_path, work, servers=[f"http://127.0.0.1:{pages.server_port}"])
+        pages.shutdown()
+
+
+def test_a_server_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=r"did not start: .*(Not a directory|File exists)"):
+        Process(["true"], environment={}, log=tmp_path / "file" / "log").start()
+
+
 def test_a_python_without_vllm_is_refused() -> None:
     for python, said in ((sys.executable, "has no vLLM"), ("/no/python", "does not run")):
         config = load_config(tiny(engine={"kind": "vllm", "vllm": {"python": python}}))
         with pytest.raises(SettingError, match=said) as caught:
             find_python(config.engine.vllm)
         assert "make vllm-env" in str(caught.value)
+
+
+def test_servers_of_ours_do_not_join_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torchrun = {
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "RANK", "WORLD_SIZE"),
+        *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+        *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    }
+    for name in (*of_torchrun, "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "kept")
+    settings = load_config(tiny()).engine.vllm
+    found = _environment(settings, 0, tmp_path, tmp_path)
+    assert not of_torchrun & found.keys() and "OMP_NUM_THREADS" not in found
+    assert found["RANKING"] == "kept"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert _environment(settings, 0, tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
 
 
 # ------------------------------------------------------------------ weights and processes
@@ -401,6 +461,28 @@ def test_folders_of_weights_give_back_every_tensor_and_its_checksum(tmp_path: Pa
     assert weights_fingerprint(read) == weights_fingerprint(weights)
     index = json.loads((folder.path / "weights.json").read_text())
     assert index["twins"] == {"model.embed_tokens.weight": ["tied"]}
+
+
+def test_a_full_shared_memory_is_told_and_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    async def work(engine: VllmEngine) -> None:
+        monkeypatch.setattr("treegraft.policy.engine.vllm.folder.save_file", full)
+        said = r"\(No space left on device\); expected room for two copies"
+        with pytest.raises(EngineError, match=said):
+            await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work)
+    free = shutil.disk_usage(launch.SHARED_MEMORY).free
+    config = config_of([], tmp_path)
+    for num_bytes, is_shared in ((free // 4, True), (free, False)):
+        folder = _folder_for_weights(config, tmp_path, [], num_bytes)
+        assert folder.is_relative_to(launch.SHARED_MEMORY) == is_shared
+        folder.rmdir()
 
 
 SERVER = """

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,10 @@ def _packed(bench: Bench) -> None:
     batch = pack_trees(Workload.of(size, 2.0).trees(text), device=bench.device)
     rows = scores.rowwise_hidden(model, batch)
     expected = _logprobs_and_gradient(model, batch, rows)
-    ways = {"as the learner chooses": {}, "dense": {"dense_limit": 1 << 20}}
+    ways: dict[str, dict[str, Any]] = {
+        "as the learner chooses": {},
+        "dense": {"dense_limit": 1 << 20},
+    }
     if bench.is_tiny:
         ways["dense"] |= {"compile_kernels": False}
     for name, options in ways.items():

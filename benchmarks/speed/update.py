@@ -153,11 +153,11 @@ def _gradient_gap(packed: Packed, padded: Padded) -> float:
     """Returns ‖g - g'‖ / ‖g'‖, sums in float64."""
     packed.run()
     padded.run()
-    ours = {name: p.grad for name, p in packed.model.named_parameters()}
+    ours = packed.gradients()
     difference = norm = 0.0
     for name, parameter in padded.model.named_parameters():
+        assert parameter.grad is not None and name in ours, f"no gradient of {name}"
         mine = ours[name]
-        assert parameter.grad is not None and mine is not None, f"no gradient of {name}"
         difference += float((mine.double() - parameter.grad.double()).square().sum())
         norm += float(parameter.grad.double().square().sum())
     return math.sqrt(difference / norm)
@@ -183,9 +183,13 @@ class Packed:
         logprobs = self._learner.scores(self._batch)[0]
         (self._weights * logprobs.index_select(0, self._batch.tokens)).sum().backward()
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients by name."""
+        return self._learner.optimiser.gradients()
+
     def clear(self) -> None:
         """Drops the gradients."""
-        self.model.zero_grad(set_to_none=True)
+        self._learner.optimiser.clear()
 
 
 class Padded:

@@ -218,6 +218,8 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     with clock("learn"):
         kept, dropped = (
             credit_trees(learner.with_exact_entropies(trees), config, parts.credit_rule)
+            if trees
+            else []
             for trees in (sampled.kept, sampled.dropped)
         )
         kept, learned = learner.learn(kept)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +18,7 @@ from tests.families import build_model
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.policy.learn import ranks
 from treegraft.policy.learn.launch import num_started
+from treegraft.policy.learn.leader import StreamedWeights
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
 from treegraft.policy.weights import bit_sum
@@ -109,7 +116,7 @@ def test_a_rank_on_another_host_is_dead_after_a_minute_of_silence(
     now = [100.0]
     monkeypatch.setattr(ranks.time, "monotonic", lambda: now[0])
     store = Store()
-    peer = ranks.Peer(3, ranks.Hello("elsewhere", 17, "torch", "code", "{}"), store)
+    peer = ranks.Peer(3, ranks.Hello("elsewhere", 17, "torch", "code", "{}", "another"), store)
     assert peer.name == "rank 3 (elsewhere, process 17)" and not peer.has_ended
     now[0] += 59.0
     assert not peer.has_ended
@@ -118,5 +125,41 @@ def test_a_rank_on_another_host_is_dead_after_a_minute_of_silence(
     assert not peer.has_ended
     now[0] += 61.0
     assert peer.has_ended and "no last words" in peer.last_words
+    store["beat/3"] = b"2"
+    assert not peer.has_ended
     store["words/3"] = b"OutOfMemoryError: 3 GB"
+    # Nothing comes after them.
+    assert peer.has_ended
     assert peer.last_words == "its last words: OutOfMemoryError: 3 GB"
+
+
+def test_a_reader_that_gives_up_leaves_no_tensor_ungathered() -> None:
+    """The other ranks gather all of them, and take the next order afterwards."""
+    gathered, is_done = [], []
+
+    @contextmanager
+    def ordered(name: str) -> Iterator[None]:
+        yield
+        is_done.append(name)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(4):
+            gathered.append(number)
+            yield f"{number}", torch.zeros(1)
+
+    ranks = SimpleNamespace(ordered=ordered)
+    weights = StreamedWeights(cast(Any, ranks), cast(Any, SimpleNamespace(stream=stream, names=())))
+    reader = iter(weights)
+    next(reader)
+    del reader
+    assert gathered == [0, 1, 2, 3] and is_done == ["stream"]
+
+
+def test_a_new_reference_replaces_that_of_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks, stopped before the first update, leave two files; one goes on."""
+    for name in ("reference-00001-of-00002", "reference-00002-of-00002"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"of two ranks")
+    learner = Learner(build_model("llama"), settings().learn, settings().loss, length_constant=7)
+    learner.keep_reference(tmp_path, is_new=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["reference.safetensors"]
+    learner.keep_reference(tmp_path, is_new=False)

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from treegraft.cli.memory import BYTES, PROMPT_TOKENS, gigabytes
 from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
-from treegraft.explore.build import num_starts
 from treegraft.policy.bounds import CARDS, Card, ModelShape, decode_bytes, forward_flops, kv_bytes
 from treegraft.settings.config import Config
 
@@ -126,6 +125,9 @@ def _tree_tokens(config: Config) -> tuple[float, float]:
     """Tokens of a tree of longest paths: (unique, those of its trajectories apart)."""
     prompt, rest = _path_tokens(config)
     leaves = config.explore.num_leaves
+    # Here, since it loads numpy, and `doctor` is to answer at once.
+    from treegraft.explore.build import num_starts
+
     starts = min(num_starts(config.explore), leaves)
     return (
         prompt + (starts + BRANCH_FRAC * (leaves - starts)) * rest,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treegraft.core.errors import StorageError, TreegraftError
+from treegraft.core.errors import EngineError, StorageError, TreegraftError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
@@ -204,13 +204,24 @@ class Run:
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
         """Returns the result of the work, or raises Interrupted where a stop is asked for first.
+        Where the engine fails the state is saved, which the work must not change.
 
         Args:
             waits_on: its text names the owners of the wait, for a line after every minute.
         """
-        return await self.stop.interruptible(
-            work, waits_on=waits_on, on_heartbeat=self.display.warn
-        )
+        try:
+            return await self.stop.interruptible(
+                work, waits_on=waits_on, on_heartbeat=self.display.warn
+            )
+        except (EngineError, ExceptionGroup) as error:
+            is_engine = isinstance(error, EngineError) or error.subgroup(EngineError) is not None
+            if is_engine and self._is_opened:
+                # Whatever keeps it from being saved, the engine's error is the one to show.
+                try:
+                    self.save()
+                except Exception as fault:
+                    self.display.warn(f"the state could not be saved: {fault}")
+            raise
 
     def result(self) -> RunResult:
         """Returns where the results are, after a last checkpoint."""

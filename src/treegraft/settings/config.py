@@ -60,7 +60,9 @@ class RolloutSettings(Settings):
     """Longest life of one trajectory, in seconds; past it its leaf has failed."""
     max_rounds: int = setting(1, ge=1, ignored_by_eval=True)
     """Rounds of run.tasks_per_update tasks that an update may sample: groups whose rewards are all
-    equal are replaced by those of further tasks (DAPO's dynamic sampling); 1 samples once."""
+    equal are replaced by those of further tasks (DAPO's dynamic sampling); 1 samples once. This
+    also drops groups that credit.attribution = "states", credit.advantage = "reinforce++" or
+    loss.graft_coef would still learn from."""
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
 
@@ -201,8 +203,13 @@ def values_before() -> Mapping[str, Any]:
     }
 
 
-def brought_up_to_date(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run's file, by the dotted names of its time, as they are called and
-    set now."""
-    named = {renamed().get(name, name): value for name, value in settings.items()}
-    return {**values_before(), **named}
+def renamed_now(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by the dotted names of their time as they are called now."""
+    return {renamed().get(name, name): value for name, value in settings.items()}
+
+
+def values_of_old(settings: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the values that those which they do not name, but `now` does, had
+    before there were these settings."""
+    missing = {name: value for name, value in values_before().items() if name in now}
+    return {**missing, **settings}

@@ -4,8 +4,9 @@ rule where a recipe names one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.groups import Floats
@@ -74,11 +75,15 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
         raise SettingError(
             f"{where}: got a {type(found).__name__}, expected the tree, with other advantages."
         )
-    if _without_advantages(found) != _without_advantages(tree):
+    if _with_advantages(found, _none) != _with_advantages(tree, _none):
         raise SettingError(
             f"{where}: got a tree that differs in more than advantages; expected the tree it was"
             " given, where only Leaf.advantage and Step.advantage are replaced."
         )
+    try:
+        found = _with_advantages(found, float)
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"{where}: an advantage is not a number: {error}") from error
     # A NaN would reach every weight of the model with the next optimiser step.
     for leaf in found.leaves:
         counts = LEARNING_RULES[leaf.status].in_group
@@ -101,9 +106,18 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
     return found
 
 
-def _without_advantages(tree: Tree) -> Tree:
+def _with_advantages(tree: Tree, change: Callable[[Any], float | None]) -> Tree:
+    """The tree with its advantages changed, where they are not None."""
+
+    def changed(value: float | None) -> float | None:
+        return None if value is None else change(value)
+
     return replace(
         tree,
-        steps=tuple(replace(step, advantage=None) for step in tree.steps),
-        leaves=tuple(replace(leaf, advantage=None) for leaf in tree.leaves),
+        steps=tuple(replace(step, advantage=changed(step.advantage)) for step in tree.steps),
+        leaves=tuple(replace(leaf, advantage=changed(leaf.advantage)) for leaf in tree.leaves),
     )
+
+
+def _none(_: Any) -> None:
+    return None

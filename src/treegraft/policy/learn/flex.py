@@ -205,8 +205,8 @@ def flex_distance(
     mask = tree_block_mask(nodes, shape.window, device)
 
     def attend(*inputs: Tensor) -> Tensor:
-        padded = (functional.pad(x, (0, 0, 0, padding)) for x in inputs)
-        return flex_attend(flex, *padded, mask, shape.options)[:, :num_tokens]
+        q, k, v = (functional.pad(x, (0, 0, 0, padding)) for x in inputs)
+        return flex_attend(flex, q, k, v, mask, shape.options)[:, :num_tokens]
 
     return distance_from_dense(attend, shape, dtype, device, tree)
 

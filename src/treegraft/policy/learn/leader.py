@@ -113,8 +113,10 @@ class StreamedWeights:
         with self._ranks.ordered("stream"):
             stream = self._learner.stream()
             try:
-                yield from stream
-            finally:
+                # Not `yield from`, which would close the stream with this generator.
+                for pair in stream:  # noqa: UP028
+                    yield pair
+            except GeneratorExit:
                 # The others gather every tensor; one left out here would keep them waiting.
                 for _ in stream:
                     pass

@@ -512,6 +512,7 @@ class Learner:
         """
         self._reference = Reference(self.model)
         if is_new:
+            Reference.clear(folder)
             self._reference.save(folder)
         else:
             self._reference.load(folder)

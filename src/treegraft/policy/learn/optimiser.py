@@ -82,6 +82,15 @@ class MasterAdamW:
         """Optimiser steps taken."""
         self.last_lr = 0.0
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients that the next step takes, by the weights' names."""
+        pairs = zip(self._names, self._masters, strict=True)
+        return {name: master.grad for name, master in pairs if master.grad is not None}
+
+    def clear(self) -> None:
+        """Drops the gradients."""
+        self._adam.zero_grad(set_to_none=True)
+
     def step(self, lr: float | None = None) -> float:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
         nothing moves.

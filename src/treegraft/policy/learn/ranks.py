@@ -60,6 +60,8 @@ class Hello:
     """Checksum of the package's files."""
     config: str
     """Its resolved settings as JSON."""
+    space: str
+    """Names the running system and the namespace in which `pid` is its number."""
 
 
 class Peer:
@@ -68,7 +70,7 @@ class Peer:
     def __init__(self, rank: int, hello: Hello, store: Any) -> None:
         self.rank, self._hello, self._store = rank, hello, store
         self.name = f"rank {rank} ({hello.host}, process {hello.pid})"
-        self.is_elsewhere = hello.host != socket.gethostname()
+        self.is_elsewhere = hello.space != _process_space()
         self._pidfd: int | None = None
         if not self.is_elsewhere:
             with contextlib.suppress(OSError, AttributeError):
@@ -87,7 +89,8 @@ class Peer:
         beat = read_key(self._store, f"beat/{self.rank}")
         if beat != self._beat:
             self._beat, self._heard = beat, time.monotonic()
-        return time.monotonic() - self._heard > SILENCE_S
+        silence_s = time.monotonic() - self._heard
+        return silence_s > SILENCE_S or self._store.check([f"words/{self.rank}"])
 
     @property
     def last_words(self) -> str:
@@ -126,6 +129,7 @@ class Ranks:
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # All on one machine: nothing has to listen on a network.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         self._store, self.rank, self.size = next(
             _untyped.rendezvous("env://", timeout=timedelta(seconds=START_S))
         )
@@ -172,7 +176,8 @@ class Ranks:
     def _meet(self, config: Config) -> list[Peer]:
         """Tells the others of this process, and returns them once rank 0 has found all alike."""
         hello = Hello(
-            socket.gethostname(), os.getpid(), _versions(), _code_checksum(), config_json(config)
+            *(socket.gethostname(), os.getpid(), _versions(), _code_checksum()),
+            *(config_json(config), _process_space()),
         )
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
         hellos = [Hello(**json.loads(self._awaited(f"hello/{n}", n))) for n in range(self.size)]
@@ -239,7 +244,7 @@ class Ranks:
                     raise RankError(f"{leader.name} has ended without a last order")
         text = torch.empty(int(self._store.get(key)), dtype=torch.uint8)
         dist.broadcast(text, 0)
-        order: dict[str, Any] = json.loads(bytes(text.tolist()))
+        order: dict[str, Any] = json.loads(text.numpy().tobytes())
         self._tell(order["do"])
         return order
 
@@ -275,7 +280,8 @@ class Ranks:
                 # Rank 0 says why.
                 raise SystemExit(0) from error
             # Its connections close before its process is gone.
-            deadline = time.monotonic() + 5.0
+            is_far = any(peer.is_elsewhere for peer in self._peers)
+            deadline = time.monotonic() + (SILENCE_S + BEAT_S if is_far else 5.0)
             while time.monotonic() < deadline:
                 try:
                     self.check()
@@ -334,6 +340,14 @@ def _end_with_torchrun() -> None:
         # Rank 0 has tools to end; the others hold nothing.
         number = signal.SIGTERM if os.environ["RANK"] == "0" else signal.SIGKILL
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def _process_space() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _versions() -> str:

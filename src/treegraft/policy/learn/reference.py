@@ -43,6 +43,12 @@ class Reference:
                 local.data.copy_(local_rows(kept)[0])
                 local_rows(kept)[0].copy_(now)
 
+    @staticmethod
+    def clear(folder: Path) -> None:
+        """Deletes what another number of ranks may have left: `load` reads every file."""
+        for old in folder.glob(f"{STEM}*"):
+            old.unlink()
+
     def save(self, folder: Path, suffix: str = "", *, is_first: bool = True) -> None:
         """Writes the weights, for a resumed run; see `write_rows`."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from treegraft.policy.head import base_model, decoder
 from treegraft.policy.hook import install_attention
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.ranks import Ranks
-from treegraft.policy.learn.reference import STEM, Reference
+from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scored import Scored
 from treegraft.policy.learn.sequence import SharedScored
 from treegraft.policy.load import DTYPES, with_adapters
@@ -186,7 +186,7 @@ class ShardedLearner(Learner):
             facts[name] = (str(value.dtype), tuple(tensor.shape))
             width = tensor.shape[1:].numel() if first else 0
             total = bit_sum(value, first * width)
-            sums.append(total.to(self._ranks.device) if is_counted else torch.zeros_like(total))
+            sums.append((total if is_counted else torch.zeros_like(total)).to(self._ranks.device))
         totals = torch.stack(sums)
         dist.all_reduce(totals)
         pairs = zip(facts.items(), totals.tolist(), strict=True)
@@ -206,8 +206,7 @@ class ShardedLearner(Learner):
     def keep_reference(self, folder: Path, *, is_new: bool) -> None:
         """As `Learner.keep_reference`; each rank writes its rows."""
         if is_new and self._ranks.rank == 0:
-            for old in folder.glob(f"{STEM}*"):
-                old.unlink()
+            Reference.clear(folder)
         self._ranks.barrier()
         self._reference = Reference(self.model)
         if is_new:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -13,9 +14,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import torch
+from safetensors import SafetensorError
 
 import treegraft
 from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Tokenizer
 from treegraft.core.listener import is_loopback
 from treegraft.core.locate import locate
@@ -26,6 +29,7 @@ from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
 from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server, free_port
 from treegraft.policy.head import base_model, end_token_ids, max_context
+from treegraft.policy.load import DTYPES
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config
@@ -33,6 +37,10 @@ from treegraft.settings.policy import VllmSettings
 
 MODEL_NAME = "policy"
 _WEIGHTS = "treegraft-weights-"
+_OF_TORCHRUN = re.compile(
+    r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
+)
+"""Variables by which a server would join the learner's ranks instead of its own processes."""
 
 
 def build_engine(
@@ -62,7 +70,9 @@ def build_engine(
     work = Path(tempfile.mkdtemp(prefix=".servers-", dir=runs))
     folders = [work]
     try:
-        weights = _folder_for_weights(config, work, urls)
+        num_weights = sum(weight.numel() for weight in base_model(model).parameters())
+        num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
+        weights = _folder_for_weights(config, work, urls, num_bytes)
         folders.append(weights)
         if python is None:
             servers = [Server(url, http) for url in urls]
@@ -168,11 +178,14 @@ def _address(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _folder_for_weights(config: Config, work: Path, urls: list[str]) -> Path:
-    """Where published weights go."""
+def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: int) -> Path:
+    """Where published weights go, which take up `num_bytes`."""
     settings = config.publish
     is_local = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     has_memory = os.access(SHARED_MEMORY, os.W_OK)
+    if settings.kind == "auto" and has_memory:
+        # A publish writes the new copy beside the former one.
+        has_memory = shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes
     if settings.kind == "shared" and not (is_local and has_memory):
         fault = f"{SHARED_MEMORY} cannot be written to"
         if not is_local:
@@ -189,7 +202,7 @@ def _folder_for_weights(config: Config, work: Path, urls: list[str]) -> Path:
         except OSError as error:
             raise SettingError(
                 f"publish.folder: '{parent}' cannot be written to ({error.strerror}); expected a"
-                " folder for one copy of the weights, which the servers see too."
+                " folder for two copies of the weights, which the servers see too."
             ) from error
     for left in SHARED_MEMORY.glob(f"{_WEIGHTS}*"):
         pid = left.name.removeprefix(_WEIGHTS).partition("-")[0]
@@ -211,10 +224,11 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     try:
         inner.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(
             f"model '{inner.config.name_or_path}' could not be written to {folder} for the servers"
-            f" ({error.strerror}); expected room for one copy of its weights in run.dir."
+            f" ({storage_fault(error) or error}); expected room for one copy of its weights"
+            " in run.dir."
         ) from error
     return folder
 
@@ -266,7 +280,11 @@ def options(config: Config, port: int) -> list[str]:
 def _environment(
     settings: VllmSettings, number: int, packages: Path, sockets: Path
 ) -> Mapping[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME",)}
+    kept = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
+    kept.pop("PYTHONHOME", None)
+    if "TORCHELASTIC_RUN_ID" in os.environ and kept.get("OMP_NUM_THREADS") == "1":
+        # torchrun's default for ranks, which share the cores.
+        del kept["OMP_NUM_THREADS"]
     kept |= {
         "PYTHONPATH": str(packages),
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -87,7 +87,7 @@ async def _identity(server: Server) -> dict[str, Any]:
     try:
         results = await server.call("treegraft_identity", timeout_s=CONTROL_TIMEOUT_S)
         return results[0]
-    except EngineError as error:
+    except (EngineError, ValueError, KeyError, TypeError, IndexError) as error:
         fault = str(error)
     except Unreachable as error:
         if not await server.is_healthy():

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from safetensors import SafetensorError
 
 from treegraft.core.errors import DeadlineExceeded, EngineError
+from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
 from treegraft.policy.engine.stops import StopFinder
@@ -203,11 +205,12 @@ class VllmEngine:
         path = self._weights / f"weights-{self._num_published}"
         try:
             folder = await asyncio.to_thread(write_folder, path, source)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(path, ignore_errors=True)
             raise EngineError(
-                f"engine: the weights could not be written to {path} ({error.strerror}); expected"
-                ' room for one copy of the model. Free some, or set publish.kind = "disk" and'
+                f"engine: the weights could not be written to {path}"
+                f" ({storage_fault(error) or error}); expected room for two copies of the model,"
+                ' the former one and this. Free some, or set publish.kind = "disk" and'
                 " publish.folder."
             ) from error
         return Due(label, folder, source.fingerprint)

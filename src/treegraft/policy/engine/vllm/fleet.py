@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from treegraft.core.errors import EngineError
+from treegraft.core.errors import EngineError, SettingError
 from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
@@ -239,6 +239,13 @@ class Fleet:
             ) from error
         except Unreachable as error:
             raise EngineError(f"engine: {error}.{self._log_of(member)}") from error
+        except SettingError:
+            raise
+        except _UNREADABLE as error:
+            raise EngineError(
+                f"engine.vllm: {member.server} is not a vLLM server, by its answers ({error!r});"
+                " expected one that docs/serving.md describes. Correct the address."
+            ) from error
         self._go_live(member)
 
     async def close(self) -> None:
@@ -249,7 +256,7 @@ class Fleet:
         for member in self.members:
             if member.server.process is not None:
                 continue
-            with suppress(Unreachable, EngineError):
+            with suppress(Unreachable, EngineError, *_UNREADABLE):
                 await member.server.call("treegraft_release", self.owner, timeout_s=5.0)
         ours = [one.server.process for one in self.members if one.server.process is not None]
         await asyncio.gather(*(asyncio.to_thread(process.stop) for process in ours))
@@ -394,7 +401,7 @@ class Fleet:
         async def load(member: Member) -> float | None:
             try:
                 return await self.load(member)
-            except (Unreachable, EngineError) as error:
+            except (Unreachable, EngineError, *_UNREADABLE) as error:
                 self.lost(member, str(error))
                 return None
 

@@ -63,10 +63,10 @@ class Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it. Raises EngineError where there is no such program."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            try:
+        """Starts it. Raises EngineError where the program or its log cannot be opened."""
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,  # its end tells the launcher that we have ended
@@ -75,8 +75,8 @@ class Process:
                     env=self._environment,
                     start_new_session=True,  # Ctrl-C is ours to handle
                 )
-            except OSError as error:
-                raise EngineError(f"engine: '{self._command[0]}' did not start: {error}") from error
+        except OSError as error:
+            raise EngineError(f"engine: '{self._command[0]}' did not start: {error}") from error
 
     @property
     def exit_status(self) -> int | None:
