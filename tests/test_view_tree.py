@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.grown import BRANCH, SHAPES, Grown, considered, flat, grafted, search
+from tests.grown import BRANCH, GRAFT, SHAPES, Grown, considered, flat, grafted, search
 from tests.test_view_browser import browser, pytestmark, show, until  # noqa: F401
 from tests.viewed import served, write_run
 from typer.testing import CliRunner
@@ -324,17 +324,24 @@ def test_a_legend_has_what_occurs_and_nothing_else(page: Any, address: str) -> N
 
 def test_equal_leaves_of_different_ways_stand_apart(page: Any, tmp_path: Path) -> None:
     tree = Grown()
-    for _ in range(3):
-        start = tree.add("0", search("e1 r1"), same=1)
-        tree.answer(start, "e4", same=2)
-        tree.answer(start, "e4", same=2, cause=BRANCH)
+    for _ in range(16):
+        start = tree.add("0", search("e36 r1"), same=1)
+        after = tree.add(start, search("e12 r2"), GRAFT, same=2)
+        tree.answer(after, "e4", same=3)
+        tree.answer(after, "e4", same=3, cause=BRANCH)
     path = write_run(tmp_path / "ways", num_updates=1, with_buffer=False)
     write_trees(RunFolder(path).trees_path(1), [tree.done()])
     with served(path) as found:
         show(page, found, "#/r/ways/t/update-000001/0")
-        rows = page.locator(".leaf")
-        assert rows.locator(".times").all_inner_texts() == ["\u00d73", "\u00d73"]
-        assert [rows.nth(n).locator(".icon.branch").count() for n in (0, 1)] == [0, 1]
+        for width in (LAPTOP, PHONE):
+            resize(page, width)
+            counts = page.locator(".times:visible").all_inner_texts()
+            # A search, a graft and two leaves, each sixteen times.
+            assert counts.count("\u00d716") == 4, width
+            assert page.evaluate(MEASURE) == NOTHING, width
+        resize(page, LAPTOP)
+        icons = page.locator(".leaf .ends .via")
+        assert [icons.nth(n).locator(".icon.branch").count() for n in (0, 1)] == [0, 1]
         page.goto("about:blank")
 
 

@@ -10,7 +10,7 @@ const LEAST_LABEL = 44;
 const [BAR, WIDE_BAR] = [52, 76];
 const [NARROW, NARROW_LINES] = [54, 3]; // a box that holds a word, or less
 const NARROW_WINDOW = 600;
-const DOT_SIZE = 12; // letters in a box without words, as tree.css has them
+const [SMALL, CLOSER] = [12, 0.5]; // letters of the number of equal steps in a narrow box, and how much closer they stand, as tree.css has them
 
 // Widths of texts as the browser will draw them.
 function measure(size) {
@@ -133,17 +133,17 @@ export class Drawing {
     node.times = node.ids.length > 1 && node.children.length ? `×${node.ids.length}` : "";
   }
 
-  // Of the marks of a node, with the number of equal steps; `isFull`: and with their own numbers.
-  marksWidth(node, isFull) {
+  // Of the marks of a node, with the number of equal steps; `isFull`: and with their own numbers; `isSmall`: as in a narrow box.
+  marksWidth(node, isFull, isSmall = false) {
     const numbers = node.marks.reduce((sum, mark) => sum + (mark.text ? this.width(mark.text) + 3 : 0), 0);
     const icons = (ICON + SPACE) * (node.marks.length + (node.after ? 1 : 0));
-    return icons + (isFull ? numbers : 0) + (node.times ? this.timesWidth(node) + SPACE : 0);
+    return icons + (isFull ? numbers : 0) + (node.times ? (isSmall ? this.smallTimes(node) : this.width(node.times, 600) + 8) + SPACE : 0);
   }
 
   // 1 where the number of equal steps needs a line of its own below the marks.
-  isStacked = (node, inside) => (node.times && node.marks.length && this.marksWidth(node, false) - SPACE > inside ? 1 : 0);
+  isStacked = (node, inside) => (node.times && node.marks.length && this.marksWidth(node, false, true) - SPACE > inside ? 1 : 0);
 
-  timesWidth = (node) => this.width(node.times, 600) + 8;
+  smallTimes = (node) => Math.ceil((SMALL / this.size) * (this.width(node.times) - 1) - CLOSER * node.times.length);
 
   full(node) {
     return this.marksWidth(node, true) + Math.max(this.width(node.text), Math.min(this.width(node.second), 150));
@@ -159,7 +159,7 @@ export class Drawing {
 
   // What a box without words has to show, in a width: "beside", "both" (one below the other), "mark", "times" or nothing.
   inDot(node, width) {
-    const needed = Math.ceil((DOT_SIZE / this.size) * (this.width(node.times, 600) - 1));
+    const needed = this.smallTimes(node);
     const [mark, times] = [node.marks.length > 0 && width >= ICON, node.times !== "" && width >= needed];
     if (!mark || !times) return mark ? "mark" : times ? "times" : "";
     return width >= ICON + 2 + needed ? "beside" : "both";
@@ -242,7 +242,8 @@ export class Drawing {
     const { step } = node;
     const props = { class: `node ${node.look}`, "data-step": step.id, role: "button", tabindex: 0, "aria-label": this.stepTip(node).map((row) => row.join(": ")).join("; ") };
     if (node.depth === 0) return put(h("div", props), { ...common, top: at.y - 6, height: 12 });
-    const times = node.times && h("span", { class: "times", "data-unfold": step.id, title: "unfold the equal steps" }, node.times);
+    const isNarrow = laid.isDots || at.inside < NARROW;
+    const times = node.times && h("span", { class: isNarrow ? "times small" : "times", "data-unfold": step.id, title: "unfold the equal steps" }, node.times);
     if (laid.isDots) {
       const shown = this.inDot(node, at.width - 4);
       const isTall = laid.row >= ICON + this.line + 10;
@@ -250,8 +251,7 @@ export class Drawing {
       return put(h("div", props, (shown === "mark" || shown === "beside" || (shown === "both" && isTall)) && icon(node.marks[0].name), shown !== "mark" && shown && times),
         { ...common, top: at.y - height / 2, height, "flex-direction": shown === "beside" ? "row" : "column" });
     }
-    const isNarrow = at.inside < NARROW;
-    const room = (isFull) => Math.max(0, at.inside - this.marksWidth(node, isFull));
+    const room = (isFull) => Math.max(0, at.inside - this.marksWidth(node, isFull, isNarrow));
     const isFull = !isNarrow && room(true) >= Math.min(LEAST_LABEL, this.width(node.brief));
     const lines = isNarrow ? this.narrowLines(node, room(false), at.inside) : this.lines(node, room(isFull), at.inside);
     const most = Math.max(1e-9, ...this.tree.steps.map((one) => Math.abs(one.entropy_change?.change ?? 0)));

@@ -84,7 +84,7 @@ export function place({ nodes, num }, { room, side, head, line, widthOf, linesOf
   const space = Math.max(0, room.width - LEFT - ROOT - side);
   const most = evenly(wanted, space);
   const isDots = most < LABELLED;
-  const [gap, pad] = isDots ? [3, 0] : most < CLOSE ? [CLOSE_GAP, CLOSE_PAD] : [GAP, PAD];
+  const [gap, pad] = isDots ? [2, 0] : most < CLOSE ? [CLOSE_GAP, CLOSE_PAD] : [GAP, PAD];
   const columns = isDots ? wanted.map(() => Math.max(DOT, Math.min(LABELLED, space / depth))) : wanted.map((width) => Math.min(width, most));
   const starts = [LEFT, LEFT + ROOT];
   for (const column of columns) starts.push(starts.at(-1) + column);
