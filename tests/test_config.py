@@ -288,6 +288,33 @@ def test_missing_files(tmp_path: Path) -> None:
             'expected "entropy" in the first place',
         ),
         (
+            {
+                "reward": {"funcs": ["f1", "overlong"], "overlong_tokens": 97},
+                "rollout": {"max_completion_tokens": 96},
+            },
+            "reward.overlong_tokens: got 97, expected at most rollout.max_completion_tokens",
+        ),
+        (
+            {"explore": {"explorers": ["independent", "tree_search"]}},
+            'expected "tree_search" in the first place',
+        ),
+        (
+            {"explore": {"explorers": ["graft", "tree_search"]}, "buffer": {"path": "b"}},
+            'expected "tree_search" in the first place',
+        ),
+        (
+            {"explore": {"explorers": ["tree_search", "entropy"]}},
+            'come from one of "entropy" and "tree_search"',
+        ),
+        (
+            {"explore": {"explorers": ["entropy", "tree_search"]}},
+            'come from one of "entropy" and "tree_search"',
+        ),
+        (
+            {"explore": {"explorers": ["tree_search"], "tree_search": {"num_starts": 40}}},
+            "explore.tree_search.num_starts: got 40, expected at most explore.num_leaves",
+        ),
+        (
             {"explore": {"explorers": ["entropy"], "entropy": {"num_starts": 0}}},
             "explore.entropy.num_starts",
         ),
@@ -298,6 +325,8 @@ def test_contradictions(data: dict, part: str) -> None:
 
 
 def test_what_only_looks_contradictory_loads() -> None:
+    searched = {"explorers": ["tree_search", "graft"], "num_leaves": 1}
+    load_config({"explore": searched, "buffer": {"path": "b"}})
     load_config({"tasks": {"kind": "arithmetic"}, "rollout": {"max_tool_calls": 0}})
     load_config({"tasks": {"kind": "mine:Source"}, "reward": {"funcs": ["my_rewards:brief"]}})
     load_config(
@@ -337,6 +366,19 @@ def test_an_override_without_effect_is_an_error(override: str, reason: str) -> N
     assert override.partition("=")[0] in message and reason in message
 
 
+@pytest.mark.parametrize(
+    ("objective", "limits"),
+    [("clip", (0.28, 0.28)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 0.28))],
+)
+def test_clipping_limits_follow_the_objective_unless_given(
+    objective: str, limits: tuple[float, float]
+) -> None:
+    overrides = [f"loss.objective={objective}", "learn.num_epochs=2"]
+    loss = load_config({}, overrides).loss
+    assert (loss.clip_low, loss.clip_high) == limits
+    assert load_config({}, [*overrides, "loss.clip_low=0.1"]).loss.clip_low == 0.1
+
+
 def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     presets = {
         "tasks": {"arithmetic": {"generator": "products"}},
@@ -362,6 +404,15 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     assert "random_prob is 1" in refused(graft, "buffer.random_prob=1", "buffer.min_similarity=0.5")
     assert "without 'entropy'" in refused(graft, "credit.attribution=hard")
     assert "without 'entropy'" in refused({}, "credit.leaf_weight=inverse_branching")
+    load_config({}, ['explorers=["tree_search"]', "credit.leaf_weight=inverse_branching"])
+    load_config(graft, ["credit.advantage=dr_grpo", "credit.eps=1e-4"])
+    no_help = ("credit.advantage=dr_grpo", "credit.retrieval_weight=0", "credit.eps=1e-4")
+    assert "credit.advantage is 'dr_grpo'" in refused(graft, *no_help)
+    by_state = ["credit.attribution=states", "credit.eps=1e-4"]
+    load_config({}, ["credit.advantage=reinforce++", *by_state])
+    assert "credit.advantage is 'rloo'" in refused({}, "credit.advantage=rloo", *by_state)
+    assert "ratio is exactly 1" in refused({}, "loss.objective=gppo", "loss.kept_low=0.25")
+    load_config({}, ["learn.num_epochs=2", "loss.objective=gppo", "loss.kept_low=0.25"])
     load_config(
         graft, ["loss.clip_high=0.01"]
     )  # a grafted trajectory's ratio is above 1 from the start

@@ -210,6 +210,9 @@ def test_csv_has_texts_below_a_line_of_names(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"cannot be read as CSV after . rows"):
             list(read_rows(str(path), "train"))
+    path.write_text("question,answer,answer\na,1,2\n")
+    with pytest.raises(DataError, match="several columns named 'answer'"):
+        list(read_rows(str(path), "train"))
 
 
 def test_variables_json_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -477,6 +477,10 @@ HERE = "tests.test_foreign_environments"
             {"environment": {"kind": f"{HERE}:Fixed"}, "explorers": "entropy"},
             "no branch can be opened: environment .*: fork: TypeError: cannot pickle 'generator'",
         ),
+        (
+            {"environment": {"kind": f"{HERE}:Fixed"}, "explorers": "tree_search"},
+            "no branch can be opened: environment .*: fork: TypeError: cannot pickle 'generator'",
+        ),
     ],
 )  # fmt: skip
 def test_what_would_fail_later_is_named_before_the_run(

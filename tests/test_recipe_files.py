@@ -50,7 +50,8 @@ def test_the_smoke_test_of_a_recipe_and_of_its_base(tmp_path: Path) -> None:
         ("[smoke.run]\nnum_update = 1\n", False, "unknown setting 'smoke.run.num_update'"),
         ("smoke = 3\n", False, "'smoke': got 3, expected a table"),
         ("base = 3\n", False, "'base': got 3, expected the path of a recipe"),
-        ('base = "other.toml"\n', False, "other.toml' does not exist"),
+        ('base = "other.toml"\n', False, "own.toml: 'base': got 'other.toml', which is neither"),
+        ('base = "demos.toml"\n', False, "Did you mean 'demo'?"),
         ('base = "own.toml"\n', False, "in a circle, or more than 4 deep: own.toml -> own.toml"),
     ],
 )
@@ -59,6 +60,25 @@ def test_what_is_refused(tmp_path: Path, text: str, smoke: bool, part: str) -> N
     with pytest.raises(SettingError) as error:
         load_config(tmp_path / "own.toml", smoke=smoke)
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize("base", ["demo", "demo.toml"])
+def test_a_base_may_be_a_shipped_recipe_unless_a_file_has_its_name(
+    tmp_path: Path, base: str
+) -> None:
+    write(tmp_path, own=f'base = "{base}"\n[learn]\nlr = 1e-5\n')
+    found = load_config(tmp_path / "own.toml")
+    assert found == load_config("demo", ["learn.lr=1e-5"])
+    (tmp_path / base).write_text("[run]\nnum_updates = 77\n")
+    assert load_config(tmp_path / "own.toml").run.num_updates == 77
+
+
+def test_the_example_of_the_documentation_loads_in_any_folder(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs/recipes.md").read_text()
+    write(tmp_path, my=page.partition("```toml\n")[2].partition("```")[0])
+    config = load_config(tmp_path / "my.toml", smoke=True)
+    assert config.buffer.path == f"{tmp_path}/traces.sqlite"
+    assert (config.run.num_updates, config.run.tasks_per_update) == (1, 2)
 
 
 def test_tables_are_merged_and_lists_replaced() -> None:

@@ -245,10 +245,13 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0")
     said = [found.inner_text().strip() for found in page.query_selector_all(".said")]
     assert said == [
-        "1 of 4 leaves right: 0, 1 truncated",
-        "1 graft from expert: right 1 of 1 with one, 0 of 3 without",
-        "1 branch: right 0 of 1 with one, 1 of 3 without",
-        "Advantage +1.5 on leaf 0; lowest \u22120.5 on leaves 1, 2 and 3",
+        "1 of 4 right: leaf 0",
+        "1 truncated: leaf 3",
+        "1 graft: e2 r2 from expert; helped: 1 of 1 right with one, 0 of 3 without",
+        "1 branch where entropy rose (+0.25 in the rule's unit; rule \u201cthreshold\u201d);"
+        " did not help: 0 of 1 right with one, 1 of 3 without",
+        "Right by way: graft only 1 of 1, branch only 0 of 1, both no leaf, neither 0 of 2",
+        "Advantage +1.50 on leaf 0; lowest \u22120.50 on leaves 1, 2, 3",
     ]
     # The first steps of two starts are equal, and drawn once.
     assert page.locator(".drawing .node").count() == 8 and page.locator(".edge.branch").count() == 1
@@ -257,10 +260,10 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     assert page.locator(".node[data-step='0.1.0'] .icon.refused").count() == 1
     rows = [found.inner_text().split() for found in page.query_selector_all(".leaf .ends")]
     assert rows == [
-        ["0", "\u2713", "right", "1", "+1.50"],
-        ["1", "\u2717", "wrong", "0", "\u22120.50"],
-        ["2", "\u2717", "wrong", "0", "\u22120.50"],
-        ["3", "\u22ef", "truncated", "0", "\u22120.50"],
+        ["0", "\u2713", "right", "1.00", "+1.50"],
+        ["1", "\u2717", "wrong", "0.00", "\u22120.50"],
+        ["2", "\u2717", "wrong", "0.00", "\u22120.50"],
+        ["3", "\u22ef", "truncated", "0.00", "\u22120.50"],
     ]
     graft = text(page, "article.step.graft")
     assert (
@@ -272,25 +275,23 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
         and "the policy itself went on 2 times, never with this step" in graft
         and "this very question" not in graft
     )
-    assert "Mean reward: 1 over 1 leaf below it, 0 over the 3 others of the group." in graft
+    assert "Mean reward: 1.00 over 1 leaf below it, 0.00 over the 3 others of the group." in graft
     assert "ratios \u00d7 1.0182 before clipping" in text(page, ".leaffacts")
     page.click(".leaf[data-leaf='1']")
     page.wait_for_selector(".pathpane[data-leaf='1']")
-    assert "entropy changed by +0.25" in text(page, "article.step.branch") and "leaf=1" in query(
-        page
-    )
+    assert "entropy rose by 0.25" in text(page, "article.step.branch") and "leaf=1" in query(page)
     page.keyboard.press("j")
     page.wait_for_selector(".pathpane[data-leaf='2']")
     assert "no such entity" in text(page, ".part.result.error")
     refused = (
-        "after the result of search the policy's entropy did not change against the start of the"
-        " trajectory (0.15 \u2192 0.15, mean of the first 2 tokens), and the probability 0.47 is"
-        " not above the threshold 0.50"
+        "after the result of search entropy did not change against the start of the trajectory"
+        " (0.15 \u2192 0.15, mean of the first 2 tokens), so P = 0.47 is not above the threshold"
+        " 0.50"
     )
     assert refused in text(page, "article[data-step='0.1.0'] .refused") and "shaping" not in text(
         page, ".leaffacts"
     )
-    page.click(".findings button >> text=1 of 4 leaves right")
+    page.click(".findings button >> text=1 of 4 right")
     page.wait_for_selector(".pathpane[data-leaf='0']")
     assert "\u2605 best" in text(page, ".pathhead")
     page.keyboard.press("ArrowRight")
@@ -349,18 +350,20 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
         page = browser.new_page(viewport={"width": 1280, "height": 330})
         page.set_default_timeout(60_000)
         show(page, address, "#/r/credited/t/update-000001/0")
-        said = [found.inner_text().strip() for found in page.query_selector_all(".findings button")]
-        assert said[0] == "2 of 4 leaves right: 0 and 1, 1 truncated"
+        said = [
+            found.inner_text().strip() for found in page.query_selector_all(".findings button.said")
+        ]
+        assert said[:2] == ["2 of 4 right: leaves 0, 1", "1 truncated: leaf 3"]
         assert (
             said[-1]
-            == "Advantage +0.9 on leaves 0 and 1; lowest \u22121.3 on leaf 3 (\u00d7 1.3 for"
-            " its retrieval reward +0.4)"
+            == "Advantage +0.90 on leaves 0, 1; lowest \u22121.30 on leaf 3 (\u00d7 1.30 for"
+            " its retrieval reward +0.40)"
         )
         # A leaf without a graft is shifted too, for retrieval rewards are compared within the
         # group.
         words = (
-            "+0.9 = +1 of the reward alone \u00d7 0.9: its retrieval reward 0 is below the group's"
-            " mean, 0.1"
+            "+0.90 = +1.00 of the reward alone \u00d7 0.9: its retrieval reward 0.00 is below the"
+            " group's mean, 0.10"
         )
         assert words in text(page, ".leaffacts")
         # A low window shows part of the drawing, and says so until one is there; the window itself
@@ -438,7 +441,7 @@ def test_side_by_side(page: Any, address: str) -> None:
     page.wait_for_selector(".versus[data-ready='0,1']")
     assert "They part after 9 tokens" in text(
         page, ".findings"
-    ) and "The left one earned 1, the right one 0" in text(page, ".findings")
+    ) and "The left one earned 1.00, the right one 0.00" in text(page, ".findings")
     assert (
         "common: 2 steps, 9 tokens" in text(page, "details.common summary")
         and page.locator(".step.parts").count() == 2

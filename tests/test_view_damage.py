@@ -195,7 +195,7 @@ def test_a_report_counts_the_lines_that_it_leaves_out(whole: Path, tmp_path: Pat
     after = read_run(run)
     assert after.lines == before.lines
     assert set(after.notes) - set(before.notes) == {
-        "2 damaged lines of metrics.jsonl were left out"
+        "damaged lines of metrics.jsonl were left out: 2"
     }
 
 
@@ -205,7 +205,7 @@ def test_a_comparison_leaves_out_the_same_lines(whole: Path, tmp_path: Path) -> 
     key, rows, notes = compare_runs([run])
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'garbage\n{"update": "x"}\n')
-    note = "run: 2 damaged lines of metrics.jsonl were left out"
+    note = "run: damaged lines of metrics.jsonl were left out: 2"
     assert compare_runs([run]) == (key, rows, [*notes, note])
     (run / "metrics.jsonl").write_bytes(b"garbage\n")
     with pytest.raises(DataError, match="no line of metrics yet"):

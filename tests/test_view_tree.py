@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.grown import BRANCH, SHAPES, Grown, considered, flat, grafted, search
+from tests.grown import BRANCH, GRAFT, SHAPES, Grown, considered, flat, grafted, search
 from tests.test_view_browser import browser, pytestmark, show, until  # noqa: F401
 from tests.viewed import served, write_run
+from typer.testing import CliRunner
 
-from treegraft.core.types import ToolCall, Tree
+from treegraft.cli.main import app as command_line
+from treegraft.core.types import BranchCause, ToolCall, Tree
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.traces.imports import read_messages
 from treegraft.view.branching import content_numbers, entropy_changes
+from treegraft.view.pages import draw
 
-WIDTHS = (390, 1280, 1920, 2560)
+PHONE, LAPTOP, MONITORS = 390, 1280, (1920, 2560)
 
 MEASURE = Path(__file__).with_name("measure.js").read_text(encoding="utf-8")
 
@@ -57,25 +60,39 @@ def resize(page: Any, width: int) -> None:
     page.evaluate(SETTLED)
 
 
+NOTHING: dict[str, list[str]] = {
+    "overlaps": [],
+    "clipped": [],
+    "crossed": [],
+    "small": [],
+    "wide": [],
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nothing_overlaps_or_is_cut(page: Any, address: str, shape: str) -> None:
     open_tree(page, address, shape)
-    nothing: dict[str, list[str]] = {
-        "overlaps": [],
-        "clipped": [],
-        "crossed": [],
-        "small": [],
-        "wide": [],
-    }
-    for width in WIDTHS:
+    resize(page, LAPTOP)
+    assert page.evaluate(MEASURE) == NOTHING
+    resize(page, PHONE)
+    assert page.evaluate(MEASURE) == NOTHING
+    # A phone shows the tree without scrolling.
+    assert page.evaluate("document.querySelector('.drawingpane').getBoundingClientRect().top") < 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "empty"])
+def test_nothing_overlaps_on_monitors_or_unfolded(page: Any, address: str, shape: str) -> None:
+    open_tree(page, address, shape)
+    for width in MONITORS:
         resize(page, width)
-        assert page.evaluate(MEASURE) == nothing, f"{shape} at {width}"
-    if shape != "empty":
-        page.keyboard.press("d")  # the other theme
-        page.keyboard.press("x")  # every equal step by itself
-        page.evaluate(SETTLED)
-        assert page.evaluate(MEASURE) == nothing, f"{shape} unfolded, the other theme"
-        page.keyboard.press("d")
+        assert page.evaluate(MEASURE) == NOTHING, f"{shape} at {width}"
+    page.keyboard.press("d")  # the other theme
+    page.keyboard.press("x")  # every equal step by itself
+    for width in (*MONITORS, LAPTOP, PHONE):
+        resize(page, width)
+        assert page.evaluate(MEASURE) == NOTHING, f"{shape} unfolded, the other theme, at {width}"
+    page.keyboard.press("d")
 
 
 def test_the_measure_finds_what_it_looks_for(page: Any, address: str) -> None:
@@ -88,11 +105,16 @@ def test_the_measure_finds_what_it_looks_for(page: Any, address: str) -> None:
           second.style.setProperty('top', first.style.top);
           document.querySelector('.leaf .verdict').style.setProperty('margin-left', '400px');
           document.querySelector('.edges').style.setProperty('left', '60px');
+          document.querySelector('.node.graft .icon').style.setProperty('margin-right', '-20px');
+          const narrow = document.querySelector('.node.branch');
+          narrow.style.setProperty('width', '50px');
+          narrow.querySelector('.words').textContent = 'e1';
           document.querySelector('.drawing').style.setProperty('width', '3000px');
         }"""
     )
     found = page.evaluate(MEASURE)
     assert found["overlaps"] and found["clipped"] and found["crossed"] and found["wide"]
+    assert "icon over e12 r2" in found["overlaps"] and "e1" in found["clipped"]
 
 
 def test_equal_steps_are_drawn_once_and_unfold(page: Any, address: str) -> None:
@@ -111,7 +133,7 @@ def test_equal_steps_are_drawn_once_and_unfold(page: Any, address: str) -> None:
     assert count() == 1 + 4 + 13 + 3
     page.keyboard.press("x")
     until(page, "document.querySelectorAll('.drawing .node').length === 33")
-    assert page.locator(".said").first.inner_text() == "2 of 16 leaves right: 3 and 9"
+    assert page.locator(".said").first.inner_text() == "2 of 16 right: leaves 3, 9"
 
 
 def test_an_empty_tree_and_one_without_variance_say_so(page: Any, address: str) -> None:
@@ -151,7 +173,7 @@ def test_a_copied_trajectory_can_be_imported(page: Any, address: str) -> None:
         assert (contents[-1].answer or "").strip() == (own[-1].answer or "").strip()
     page.click("text=copy text")
     until(page, "document.querySelector('.buttons').textContent.includes('copied')")
-    assert "(retrieved from expert)\nsearch: e12 r2\nResult: r1 of e1 is e2" in page.evaluate(
+    assert "(retrieved from expert)\nsearch: e12 r2\nResult: r2 of e12 is e9" in page.evaluate(
         "navigator.clipboard.readText()"
     )
 
@@ -204,3 +226,156 @@ def test_equal_tokens_have_one_number() -> None:
     # A graft with the tokens of a step of the policy is not that step.
     both = grafted()
     assert len(set(content_numbers(both).values())) > 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_shapes_agree_with_themselves(shape: str) -> None:
+    tree = SHAPES[shape]()
+    for leaf in tree.leaves:
+        if leaf.is_correct is not None:
+            words = set((leaf.answer or "").split())
+            assert bool(words & set(tree.task.reference)) is leaf.is_correct
+    for step in tree.steps:
+        if step.decision is not None:
+            seen = step.decision.seen
+            assert seen.bar is not None
+            assert (seen.probability > seen.bar) is (step.decision.num_wanted > 0)
+            assert (seen.entropy_change > 0) is (step.decision.num_wanted > 0)
+    changes = [one["change"] for one in entropy_changes(tree, {}).values()]
+    assert all(changes)
+
+
+def test_of_equal_rewards_the_highest_advantage_is_the_best() -> None:
+    tree = grafted()
+    # Leaves 1, 3, 5 and 7 are right; retrieval rewards set their advantages apart.
+    leaves = [
+        replace(leaf, advantage={3: 0.4, 5: 0.6}.get(n, leaf.advantage and 0.2))
+        for n, leaf in enumerate(tree.leaves)
+    ]
+    assert draw(replace(tree, leaves=tuple(leaves)))["best"] == 5
+
+
+def test_a_phone_folds_the_sentences_and_offers_a_list_of_colours(page: Any, address: str) -> None:
+    open_tree(page, address, "both")
+    resize(page, PHONE)
+    assert page.locator(".said:visible").all_inner_texts() == ["4 of 16 right: leaves 2, 6, 10, 14"]
+    page.click("text=5 more")
+    assert page.locator(".said:visible").count() == 6
+    page.select_option(".overlays select", "advantage")
+    assert page.locator(".chip:visible").all_inner_texts() == [
+        "\u22121.19",
+        "0",
+        "+1.19",
+        "no loss",
+    ]
+    resize(page, LAPTOP)
+    assert page.locator(".said:visible").count() == 6
+    assert page.locator(".unfold:visible, .overlays select:visible").count() == 0
+
+
+def sentences(page: Any, address: str, shape: str) -> str:
+    open_tree(page, address, shape)
+    return "\n".join(page.locator(".said").all_inner_texts())
+
+
+def test_sentences_name_what_the_drawing_shows(page: Any, address: str) -> None:
+    resize(page, LAPTOP)
+    both = sentences(page, address, "both")
+    # The odd starts were grafted and are right, and the branch beside each is wrong.
+    assert "4 grafts (all different)" not in both
+    assert "4 grafts: e12 r2 \u00d74 from expert; helped: 4 of 8 right with one, 0 of 8" in both
+    assert (
+        "Right by way: graft only 4 of 4, branch only 0 of 4, both 0 of 4, neither 0 of 4" in both
+    )
+    assert (
+        "8 branches after search where entropy rose (+0.05 to +0.35 nats a token; rule P > 0.50)"
+        in both
+    )
+    assert "1 truncated: leaf 5" in both and "Wrong but" not in both
+    branched = sentences(page, address, "branched")
+    assert "Wrong but above the group's mean: leaves 2, 4, 5, 10, 11" in branched
+    assert (
+        "2 truncated: leaves 0, 6; 2 in violation of the format: leaves 1, 7; 2 failed" in branched
+    )
+    assert "No branch: forks are rollouts that began alike" in sentences(page, address, "flat")
+    deep = sentences(page, address, "deep")
+    assert "no comparison: every leaf has one (1 of 6 right)" in deep
+    # As many grafts as the sentence counts, folded or not.
+    badges = page.locator(".node.graft").evaluate_all(
+        "all => all.map(one => Number(one.querySelector('.times')?.textContent.slice(1) ?? 1))"
+    )
+    assert f"{sum(badges)} grafts" in deep
+
+
+def test_a_legend_has_what_occurs_and_nothing_else(page: Any, address: str) -> None:
+    resize(page, LAPTOP)
+    open_tree(page, address, "flat")
+    shown = page.locator(".treelegend").inner_text()
+    assert "rollouts that began alike, drawn once" in shown and "fork without a mark" in shown
+    assert not {"branch,", "graft:", "loss:"} & set(shown.split())
+    open_tree(page, address, "wide")
+    shown = " ".join(page.locator(".treelegend").inner_text().split())
+    assert "P .50 branch, and the rule's probability" in shown and "alike" not in shown
+    assert page.locator(".node.noloss").count() == 0
+    open_tree(page, address, "grafted")
+    assert "no loss: not learned from" in page.locator(".treelegend").inner_text()
+    assert page.locator(".node.noloss").count() == page.locator(".node.graft").count() == 4
+
+
+def test_equal_leaves_of_different_ways_stand_apart(page: Any, tmp_path: Path) -> None:
+    tree = Grown()
+    for _ in range(16):
+        start = tree.add("0", search("e36 r1"), same=1)
+        after = tree.add(start, search("e12 r2"), GRAFT, same=2)
+        tree.answer(after, "e4", same=3)
+        tree.answer(after, "e4", same=3, cause=BRANCH)
+    path = write_run(tmp_path / "ways", num_updates=1, with_buffer=False)
+    write_trees(RunFolder(path).trees_path(1), [tree.done()])
+    with served(path) as found:
+        show(page, found, "#/r/ways/t/update-000001/0")
+        for width in (LAPTOP, PHONE):
+            resize(page, width)
+            counts = page.locator(".times:visible").all_inner_texts()
+            # A search, a graft and two leaves, each sixteen times.
+            assert counts.count("\u00d716") == 4, width
+            assert page.evaluate(MEASURE) == NOTHING, width
+        resize(page, LAPTOP)
+        icons = page.locator(".leaf .ends .via")
+        assert [icons.nth(n).locator(".icon.branch").count() for n in (0, 1)] == [0, 1]
+        page.goto("about:blank")
+
+
+def test_children_drawn_at_random_are_not_explained_by_entropy(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    grown, drawn = Grown(), BranchCause(entropy_change=0.0, probability=1.0, rule="random")
+    start = grown.add("0", search("e36 r1"))
+    grown.answer(start, "e12")
+    grown.answer(start, "e3", right=True, cause=drawn)
+    path = write_run(tmp_path / "run", num_updates=1, with_buffer=False)
+    write_trees(RunFolder(path).trees_path(1), [grown.done()])
+    arguments = ["view", str(path), "--text", "--update", "1", "--group", "0"]
+    shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"}).output
+    assert "branch: a further child of a finished step, drawn at random" in shown
+    assert "entropy change" not in shown
+    page = browser.new_page(viewport={"width": LAPTOP, "height": 900})
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    with served(path) as address:
+        # A leaf that is no number is the first one.
+        show(page, address, "#/r/run/t/update-000001/0?leaf=abc")
+        said = page.locator(".said.branch").inner_text()
+        assert said.strip().startswith("1 branch below finished steps, drawn at random; helped")
+        assert "drawn branch: a further child of a finished step" in " ".join(
+            page.locator(".treelegend").inner_text().split()
+        )
+        assert "Leaf 0" in page.locator("h2").first.inner_text()
+        assert "P 1" not in page.locator("#page").inner_text()
+        assert page.evaluate(MEASURE) == NOTHING
+        show(page, address, "#/r/run/t/update-000001/0/vs?a=abc&b=1.5")
+        assert page.evaluate("[...document.querySelectorAll('select')].map((one) => one.value)")[
+            -2:
+        ] == ["0", "1"]
+    page.close()
+    assert problems == []

@@ -83,7 +83,7 @@ class Setup:
             return None
         # Its kind alone matters, not the size of the vocabulary.
         explorers = self.config.explore
-        can_branch = build_explorer(explorers, vocab_size=2).probe_tokens is not None
+        can_branch = _branches(build_explorer(explorers, vocab_size=2))
         return await try_environment(
             self.kind,
             self.toolbox,
@@ -479,9 +479,14 @@ def _build_engine(
     return engine
 
 
+def _branches(explorer: Explorer) -> bool:
+    """Whether trees branch while they grow or after their leaves have ended."""
+    return explorer.probe_tokens is not None or getattr(explorer, "expands", False)
+
+
 def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
     """Refuses explorers that branch over a state which cannot be had again."""
-    if explorer.probe_tokens is None and not getattr(explorer, "expands", False):
+    if not _branches(explorer):
         return
     own = [tool for tool in tools if isinstance(tool, EnvironmentTool)]
     if own and own[0].capability is Capability.NONE:

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -51,9 +51,6 @@ from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.text import plain
 from treegraft.core.types import Status
-
-if TYPE_CHECKING:
-    pass
 
 _RETIRED = {
     "bench": " Benchmarks run in a clone: python -m benchmarks.speed engine. Of a recipe: treegraft"

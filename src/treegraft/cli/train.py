@@ -43,7 +43,7 @@ AcceptChanges = Annotated[
 
 def _settings(
     recipe: str | None,
-    overrides: list[str] | None,
+    overrides: list[str],
     resume: Path | None,
     command: str,
     smoke: bool | None = None,
@@ -51,30 +51,38 @@ def _settings(
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
     from treegraft.settings.load import load_config
 
-    typed = overrides or []
-    if resume is not None and (recipe is None or "=" in recipe):
+    if resume is not None and recipe is None:
         from treegraft.runs.start import own_config
 
-        # What stands in the recipe's place is the first override.
-        return own_config(resume, [*([recipe] if recipe else []), *typed])
+        return own_config(resume, overrides)
     if recipe is None:
         raise SettingError(
             f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
             f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
             f" --resume runs/NAME`."
         )
-    return load_config(recipe, typed, smoke=bool(smoke))
+    return load_config(recipe, overrides, smoke=bool(smoke))
+
+
+def _typed(
+    recipe: str | None, overrides: list[str] | None, resume: Path | None
+) -> tuple[str | None, list[str]]:
+    """Returns the recipe, None for that of the run to resume, and the overrides."""
+    if resume is not None and recipe is not None and "=" in recipe:
+        # What stands in the recipe's place is the first override.
+        return None, [recipe, *(overrides or [])]
+    return recipe, overrides or []
 
 
 @contextlib.contextmanager
-def _traced(recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
+def _traced(origin: str, overrides: list[str]) -> Iterator[None]:
     """Lets errors of data, models and parts say which setting they come from."""
     from treegraft.settings.load import traced
 
     try:
         yield
     except (SettingError, DataError, ModelError) as error:
-        said = traced(error, recipe or "settings", overrides or [])
+        said = traced(error, origin, overrides)
         raise type(error)(said, settings=error.settings) from error
 
 
@@ -94,11 +102,12 @@ def train(
         refuse_idle(context, "without --resume", "--accept-changes")
     else:
         refuse_idle(context, "with --resume", "--smoke")
-    config = _settings(recipe, overrides, resume, "train", smoke)
+    recipe, typed = _typed(recipe, overrides, resume)
+    config = _settings(recipe, typed, resume, "train", smoke)
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with _traced(recipe, overrides), display_on(None) as display:
+    with _traced(recipe or str(resume), typed), display_on(None) as display:
         run_training(
             config,
             recipe=recipe,
@@ -121,15 +130,16 @@ def sft(
         refuse_idle(context, "without --resume", "--accept-changes")
     else:
         refuse_idle(context, "with --resume", "--smoke")
-    config = _settings(recipe, overrides, resume, "sft", smoke)
+    recipe, typed = _typed(recipe, overrides, resume)
+    config = _settings(recipe, typed, resume, "sft", smoke)
     if config.warmup.num_steps == 0:
         raise SettingError(
-            f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
+            f"{recipe or resume}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
             " warmup.num_steps=300."
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with _traced(recipe, overrides), display_on(None) as display:
+    with _traced(recipe or str(resume), typed), display_on(None) as display:
         run_fine_tuning(
             config,
             recipe=recipe,

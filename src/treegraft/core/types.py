@@ -506,7 +506,7 @@ class Expand:
     """Opens further sampled children below a step of a tree whose leaves have all ended."""
 
     step_id: str
-    """A step that a tool's result or a graft follows, or that is one."""
+    """A step that the agent sampled and a tool's result follows."""
     num: int
     cause: BranchCause
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from treegraft.core.types import LEARNING_RULES, Task, Tree
 
+_SAME = 1e-9
+"""Rewards that differ by at most this count as equal."""
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -74,4 +77,5 @@ def _varies(tree: Tree, penalty: float) -> bool:
         for leaf in tree.leaves
         if LEARNING_RULES[leaf.status].in_group
     ]
-    return any(one != outcomes[0] for one in outcomes)
+    # The difference leaves rounding errors of the penalty behind.
+    return any(abs(one - outcomes[0]) > _SAME for one in outcomes)

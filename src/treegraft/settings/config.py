@@ -60,7 +60,9 @@ class RolloutSettings(Settings):
     """Longest life of one trajectory, in seconds; past it its leaf has failed."""
     max_rounds: int = setting(1, ge=1, ignored_by_eval=True)
     """Rounds of run.tasks_per_update tasks that an update may sample: groups whose rewards are all
-    equal are replaced by those of further tasks (DAPO's dynamic sampling); 1 samples once."""
+    equal are replaced by those of further tasks (DAPO's dynamic sampling); 1 samples once. This
+    also drops groups that credit.attribution = "states", credit.advantage = "reinforce++" or
+    loss.graft_coef would still learn from."""
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
 

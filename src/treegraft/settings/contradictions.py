@@ -134,6 +134,9 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
                     f"tasks.{name}: got {num}, expected at most {MAX_GENERATED:,} for tasks that"
                     f" are generated (tasks.kind is '{config.tasks.kind}').",
                 )
+    if "overlong" in config.reward.funcs:
+        whole = ": the penalty would act from the first token on"
+        yield from _above(config, "reward.overlong_tokens", "rollout.max_completion_tokens", whole)
     # Only for kinds that are known to bring no tools; another source may.
     brings_none = config.tasks.kind in ("arithmetic", "dataset")
     has_any = config.tools.use or config.tools.mcp or config.environment.kind
@@ -221,14 +224,23 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
-    if "entropy" in explore.explorers:
-        rest = ": starts are leaves, and branches take the others"
-        yield from _above(config, "explore.entropy.num_starts", "explore.num_leaves", rest)
-    if "entropy" in explore.explorers[1:]:
+    rest = ": starts are leaves, and branches take the others"
+    leading = [name for name in ("entropy", "tree_search") if name in explore.explorers]
+    for name in leading:
+        yield from _above(config, f"explore.{name}.num_starts", "explore.num_leaves", rest)
+    if leading and explore.explorers[0] not in leading:
         yield Contradiction(
             ("explore.explorers",),
-            f"explore.explorers: got {explore.explorers}, where the first one opens all leaves and"
-            ' leaves nothing to branch; expected "entropy" in the first place.',
+            f"explore.explorers: got {explore.explorers}, but the first one alone decides how many"
+            f' rollouts start and what becomes of the leaves that are left; expected "{leading[0]}"'
+            " in the first place.",
+        )
+    if len(leading) > 1:
+        yield Contradiction(
+            ("explore.explorers",),
+            f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
+            ' the remaining leaves come from one of "entropy" and "tree_search", the first; leave'
+            " the other out.",
         )
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")

@@ -77,9 +77,13 @@ class GraftSettings(Settings):
     trajectory (the ablation TO)."""
 
 
+def _two_at_most(config: Settings) -> int:
+    return min(2, int(value_of(config, "explore.num_leaves")))
+
+
 class TreeSearchSettings(Settings):
-    num_starts: int = setting(2, ge=1)
-    """First-level rollouts (Tree-GRPO's M trees of a prompt)."""
+    num_starts: int = setting(2, ge=1, default_of=_two_at_most)
+    """First-level rollouts (Tree-GRPO's M trees of a prompt), at most explore.num_leaves."""
     num_nodes: int = setting(2, ge=1)
     """Steps of each rollout that get a further child in a round (Tree-GRPO's N). Rounds go on until
     explore.num_leaves are used up."""

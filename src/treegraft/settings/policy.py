@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -36,12 +37,36 @@ def _clips(config: Settings) -> str:
     )
 
 
+def _by_objective(**values: float) -> Callable[[Any], float]:
+    """The papers' values; 0.28 for the other objectives."""
+    return lambda config: values.get(config.loss.objective, 0.28)
+
+
+def _branches(config: Settings) -> str:
+    if not with_entropy(config) or not with_tree_search(config):
+        return ""
+    return "explore.explorers is without 'entropy' and 'tree_search', so no step has two children"
+
+
 def _shares_steps(config: Settings) -> str:
     # States are compared between independent rollouts too.
-    is_by_state = value_of(config, "credit.attribution") == "states"
-    if is_by_state or not with_tree_search(config):
+    return "" if value_of(config, "credit.attribution") == "states" else _branches(config)
+
+
+_by_std = when("credit.advantage", "grpo", "tree_grpo")
+
+
+def _divides_by_std(config: Settings) -> str:
+    """The retrieval reward (RAPO, eq. 9) and GiGPO's states are divided by a deviation of their
+    own."""
+    advantage = value_of(config, "credit.advantage")
+    by_state = value_of(config, "credit.attribution") == "states"
+    if by_state and advantage not in ("dr_grpo", "rloo"):
         return ""
-    return with_entropy(config)
+    retrieval = value_of(config, "credit.retrieval_weight") and (
+        value_of(config, "credit.retrieval_reward") != "none"
+    )
+    return "" if retrieval and not with_graft(config) else _by_std(config)
 
 
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
@@ -186,10 +211,10 @@ class CreditSettings(Settings):
     reward - mean of the others; "tree_grpo": "grpo" over the task plus "grpo" below each start;
     "reinforce++": rewards whitened over all tokens of the update; "reinforce++-baseline": the same
     after the group's mean is taken off."""
-    eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo", "tree_grpo"))
-    """Added to the standard deviation."""
+    eps: float = setting(1e-6, gt=0, idle_unless=(_divides_by_std,))
+    """Added to the standard deviations of rewards, retrieval rewards and states."""
     leaf_weight: Literal["uniform", "inverse_branching"] = setting(
-        "uniform", idle_unless=with_entropy
+        "uniform", idle_unless=(_branches,)
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
@@ -237,20 +262,23 @@ class LossSettings(Settings):
         0.28,
         ge=0,
         le=1,
+        default_of=_by_objective(gspo=3e-4, cispo=1.0),
         idle_unless=(_clips,),
     )
-    """The ratio is clipped from below at 1 - clip_low. RAPO's value, as that of clip_high; PPO's,
-    GRPO's and ARPO's is 0.2."""
+    """The ratio is clipped from below at 1 - clip_low. By default 0.28, RAPO's value, as that of
+    clip_high (PPO's, GRPO's and ARPO's is 0.2); 3e-4 for "gspo", whose ratios are geometric means
+    over tokens, and 1, which is no limit, for "cispo"."""
     clip_high: float = setting(
         0.28,
         ge=0,
+        default_of=_by_objective(gspo=4e-4),
         idle_unless=(_clips,),
     )
-    """The ratio is clipped from above at 1 + clip_high."""
-    kept_low: float = setting(1.0, ge=0, idle_unless=when("loss.objective", "gppo"))
+    """The ratio is clipped from above at 1 + clip_high; by default 0.28, and 4e-4 for "gspo"."""
+    kept_low: float = setting(1.0, ge=0, idle_unless=(_clips, when("loss.objective", "gppo")))
     """Share of the gradient that "gppo" keeps below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
     AEPO."""
-    kept_high: float = setting(1.0, ge=0, idle_unless=when("loss.objective", "gppo"))
+    kept_high: float = setting(1.0, ge=0, idle_unless=(_clips, when("loss.objective", "gppo")))
     """The same above the clip; 1 in all three."""
     dual_clip: float | None = setting(
         None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import SettingError, nearest
 from treegraft.core.shipped import shipped_recipes
 from treegraft.settings.plain import read_tables, shown
 
@@ -18,9 +19,10 @@ MOST_BASES = 4
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Returns the settings of a recipe, and the overlay of its smoke test; None without one.
 
-    `base = "other.toml"` takes the tables of another recipe, named from the folder of this one,
-    and puts those of this one over them. `[smoke]` holds the settings that differ in a smoke test,
-    as tables of the same names. `$RECIPE_DIR` at the beginning of a text is the recipe's folder.
+    `base = "other.toml"` takes the tables of another recipe and puts those of this one over them: a
+    file named from the folder of this recipe, or else the name of a shipped one. `[smoke]` holds
+    the settings that differ in a smoke test, as tables of the same names. `$RECIPE_DIR` at the
+    beginning of a text is the recipe's folder.
 
     Raises:
         SettingError: no such file, one that cannot be read, or bases in a circle.
@@ -40,7 +42,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     if not isinstance(base, str):
         raise SettingError(f"{path}: '{BASE}': got {shown(base)}, expected the path of a recipe.")
     chain = (*below, place.resolve())
-    other = (place.parent / base).resolve()
+    other = _base_of(path, place.parent, base)
     if other in chain or len(chain) > MOST_BASES:
         names = " -> ".join(one.name for one in (*chain, other))
         raise SettingError(
@@ -50,6 +52,21 @@ def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     tables, other_smoke = _read(other, chain)
     overlays = [one for one in (other_smoke, smoke) if one is not None]
     return merged(tables, data), merged(*overlays) if overlays else None
+
+
+def _base_of(path: Path, folder: Path, base: str) -> Path:
+    """The file of a base."""
+    # Unlike Path.is_file it raises nothing for a name that is too long.
+    if os.path.isfile(folder / base):
+        return (folder / base).resolve()
+    shipped = shipped_recipes()
+    name = base.removesuffix(".toml")
+    if name not in shipped:
+        raise SettingError(
+            f"{path}: '{BASE}': got {shown(base)}, which is neither a file in '{folder}' nor the"
+            f" name of a shipped recipe ({', '.join(shipped)}).{nearest(name, shipped)}"
+        )
+    return shipped[name].resolve()
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             for cells in csv.reader(text, strict=True):
                 if not columns:
-                    columns = cells
+                    columns = _distinct(cells, path)
                 elif cells:  # an empty line has none
                     number += 1
                     if len(cells) == len(columns):
@@ -162,6 +162,17 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
                 f"'{path}' cannot be read as CSV after {number + 1} rows: {error}; expected UTF-8,"
                 " commas, and double quotes around cells that hold either"
             ) from error
+
+
+def _distinct(columns: list[str], path: Path) -> list[str]:
+    """The names of columns; refuses two of one name, one of which would be lost."""
+    # Spreadsheets write empty columns without a name.
+    if twice := [name for name, num in Counter(columns).items() if num > 1 and name]:
+        raise DataError(
+            f"'{path}' has several columns named {', '.join(map(repr, twice))}; expected each name"
+            " once. Rename or remove columns."
+        )
+    return columns
 
 
 def _row(number: int, values: Any, place: str) -> Row | BadRow:

@@ -41,9 +41,16 @@ def _num_tokens(steps: Sequence[Step]) -> int:
 
 def best_leaf(paths: Sequence[Trajectory]) -> int | None:
     """Returns the number of the path with the highest reward, of equals the correct one, then that
-    with the fewest tokens, then the first; None without rewards."""
+    with the highest advantage, then that with the fewest tokens, then the first; None without
+    rewards."""
     scored = [
-        (-path.reward, not path.leaf.is_correct, _num_tokens(path.steps), number)
+        (
+            -path.reward,
+            not path.leaf.is_correct,
+            -(path.advantage or 0.0),
+            _num_tokens(path.steps),
+            number,
+        )
         for number, path in enumerate(paths)
         if path.reward is not None
     ]

@@ -121,7 +121,7 @@ class Run:
         metrics.jsonl."""
         lines, notes = clean_lines(self.metrics()[1])
         if num_damaged := self.table()[0].num_damaged:
-            notes.append(f"{num_damaged} damaged lines of metrics.jsonl were left out")
+            notes.append(f"damaged lines of metrics.jsonl were left out: {num_damaged}")
         return lines, notes
 
     def state(self) -> dict[str, Any]:

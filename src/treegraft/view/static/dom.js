@@ -49,6 +49,8 @@ export const num = (value, digits = 3) => {
   return String(Number(value.toPrecision(digits)));
 };
 export const signed = (value, digits = 3) => (value === null || value === undefined ? "–" : (value > 0 ? "+" : "") + num(value, digits));
+// A reward or an advantage: two decimals, or one digit of what would read as 0.
+export const score = (value, isSigned = false) => (value === null || value === undefined ? "–" : (isSigned && value > 0 ? "+" : "") + (value !== 0 && Math.abs(value) < 0.005 ? num(value, 1) : value.toFixed(2)).replace(/^-/, "−"));
 export const percent = (value) => (typeof value === "number" ? `${num(100 * value, 3)} %` : "–");
 export const plural = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
 

@@ -11,13 +11,14 @@ const [LEFT, ROOT] = [6, 19];
 const leafKey = (leaf) => (leaf ? [leaf.status, leaf.reward, leaf.advantage, leaf.is_correct].join() : "");
 
 // The tree with equal siblings as one node each: {ids, step, depth, children, leaves}. `apart`: nodes, by their first step, that stay unfolded;
-// `isFolded` false unfolds all of them. Leaves are folded only if their results are equal too.
+// `isFolded` false unfolds all of them. A graft, a branch and an ordinary step are folded apart, so that equal leaves came the same way; leaves only if their
+// results are equal too.
 export function fold(tree, { isFolded = true, apart = new Set() } = {}) {
   const steps = new Map(tree.steps.map((step) => [step.id, step]));
   const numbers = new Map(tree.leaves.map((leaf, n) => [leaf.step_id, n]));
   const below = new Map();
   for (const step of tree.steps) if (step.parent !== null) below.set(step.parent, [...(below.get(step.parent) ?? []), step.id]);
-  const key = (id) => [steps.get(id).content_number, steps.get(id).cause?.kind === "graft", below.has(id), leafKey(tree.leaves[numbers.get(id)])].join("|");
+  const key = (id) => [steps.get(id).content_number, ["graft", "branch"].indexOf(steps.get(id).cause?.kind), below.has(id), leafKey(tree.leaves[numbers.get(id)])].join("|");
   const build = (ids) => {
     const groups = new Map();
     for (const child of ids.flatMap((id) => below.get(id) ?? [])) {
@@ -83,14 +84,14 @@ export function place({ nodes, num }, { room, side, head, line, widthOf, linesOf
   const space = Math.max(0, room.width - LEFT - ROOT - side);
   const most = evenly(wanted, space);
   const isDots = most < LABELLED;
-  const [gap, pad] = isDots ? [3, 0] : most < CLOSE ? [CLOSE_GAP, CLOSE_PAD] : [GAP, PAD];
+  const [gap, pad] = isDots ? [2, 0] : most < CLOSE ? [CLOSE_GAP, CLOSE_PAD] : [GAP, PAD];
   const columns = isDots ? wanted.map(() => Math.max(DOT, Math.min(LABELLED, space / depth))) : wanted.map((width) => Math.min(width, most));
   const starts = [LEFT, LEFT + ROOT];
   for (const column of columns) starts.push(starts.at(-1) + column);
   const width = Math.max(room.width, starts.at(-1) + side);
   const insideOf = (node) => Math.max(0, Math.floor((isDots || node.children.length ? starts[node.depth + 1] : width - side) - gap - starts[node.depth]) - 2 * pad);
   // Rows are as high as their words need, if the room has it.
-  const lines = isDots ? 1 : Math.min(MOST_LINES, Math.max(1, ...nodes.map((node) => (node.depth ? linesOf(node, insideOf(node)) : 1))));
+  const lines = Math.min(MOST_LINES, Math.max(1, ...nodes.map((node) => (node.depth ? linesOf(node, insideOf(node), isDots) : 1))));
   const row = Math.max(LEAST_ROW, line + 9, Math.min(lines * line + 14, (room.height - head - 6) / Math.max(1, num)));
   const at = new Map(nodes.map((node) => {
     const inside = insideOf(node);

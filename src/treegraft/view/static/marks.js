@@ -1,6 +1,6 @@
 // What a step, a token and a leaf look like: one place for colours, words and overlays.
 
-import { h, num, plain, plural, s, signed } from "./dom.js";
+import { h, num, plain, plural, s, score } from "./dom.js";
 
 export const ORIGINS = ["prompt", "policy", "tool", "retrieved", "forced"];
 export const ORIGIN_WORDS = { prompt: "prompt", policy: "the policy", tool: "a tool", retrieved: "another agent (retrieved)", forced: "Treegraft (forced)" };
@@ -23,6 +23,13 @@ export const PLAN = {
   loss: "Tokens that carry loss. All others are context.",
 };
 
+// What the words of the numbers mean, as hover text.
+export const WORDS = {
+  nats: "Entropy in nats: 0 where one token is certain, 0.69 where two are equally likely.",
+  ratio: "A token's probability after learning over that before it: 1 is unchanged.",
+  retrieval: "Retrieval reward (RAPO): positive where the policy's entropy fell after the graft. Above the group's mean it enlarges the advantage, below it shrinks it.",
+};
+
 const ramp = (value) => Math.max(0, Math.min(10, Math.round(value * 10)));
 
 // A class for a value: s0..s10 for amounts, p0..p10 and m0..m10 for signs, g1..g10 for shares of right leaves.
@@ -41,10 +48,10 @@ const sign = (value, most) => (value === 0 ? "zero" : `${value > 0 ? "p" : "m"}$
 export function scaleLegend(overlay, scale) {
   const chip = (name, text) => h("span", { class: `chip tok ${name}` }, text);
   if (overlay === "origin") return ORIGINS.map((name) => chip(`o-${name}`, name));
-  if (overlay === "outcome") return [chip("", "none right"), chip("g5", "half"), chip("g10", "all right")];
+  if (overlay === "outcome") return [chip("g0", "none right"), chip("g5", "half"), chip("g10", "all right")];
   if (overlay === "loss") return [chip("has-loss", "loss"), chip("no-loss", "no loss")];
   if (overlay === "entropy") return [chip("s0", "0"), chip("s5", num(scale.entropy / 2)), chip("s10", `${num(scale.entropy)} nats`)];
-  if (overlay === "advantage" || overlay === "ratio") return [chip("m10", num(-scale[overlay])), chip("zero", "0"), chip("p10", signed(scale[overlay])), chip("nothing", overlay === "ratio" ? "not recorded" : "no loss")];
+  if (overlay === "advantage" || overlay === "ratio") return [chip("m10", score(-scale[overlay])), chip("zero", "0"), chip("p10", score(scale[overlay], true)), chip("nothing", overlay === "ratio" ? "not recorded" : "no loss")];
   return [];
 }
 
@@ -52,6 +59,7 @@ export function scaleLegend(overlay, scale) {
 
 const ICONS = {
   branch: ["M3 11V1", "M3 8.5C3 5 9 6 9 1"],
+  fork: ["M1 2.5H11", "M4.5 2.5V9.5H11"],
   graft: ["M6 .8L11.2 6 6 11.2.8 6Z"],
   refused: ["M6 2.6a3.4 3.4 0 1 0 .01 0Z", "M3.6 8.4 8.4 3.6"],
   budget: ["M6 4.6a1.4 1.4 0 1 0 .01 0Z"],
@@ -84,23 +92,25 @@ export function leafChip(leaf) {
 // ---- steps
 
 // A change of entropy as it fits into a mark.
-export const brief = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value) >= 9.95 ? Math.round(Math.abs(value)) : Math.abs(value).toFixed(2).replace(/^0\./, ".")}`;
+export const brief = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value) >= 9.95 ? Math.round(Math.abs(value)) : Math.abs(value).toFixed(Math.abs(value) < 0.005 ? 3 : 2).replace(/^0\./, ".")}`;
 
-// The comparison that decided: p had to exceed a threshold or a random number. Shown with as many digits as tell the two apart.
+// The comparison that decided: P had to exceed a threshold or a random number. Shown with as many digits as tell the two apart.
 function decided(seen, holds) {
   const { probability, bar } = seen;
-  if (bar === null || bar === undefined) return `the rule “${plain(seen.rule)}” gave a probability of ${num(probability, 4)}`;
+  if (bar === null || bar === undefined) return `so the rule “${plain(seen.rule)}” gave P = ${num(probability, 4)}`;
   const digits = [2, 3, 4].find((one) => probability.toFixed(one) !== bar.toFixed(one)) ?? 6;
-  const limit = seen.rule === "bernoulli" ? `the number drawn, ${bar.toFixed(digits)}` : `the threshold ${bar.toFixed(digits)}`;
-  return `the probability ${probability.toFixed(digits)} is ${holds ? "above" : "not above"} ${limit} (rule “${plain(seen.rule)}”)`;
+  const limit = seen.rule === "bernoulli" ? `the random number ${bar.toFixed(digits)}` : `the threshold ${bar.toFixed(digits)}`;
+  return `so P = ${probability.toFixed(digits)} is ${holds ? "above" : "not above"} ${limit}`;
 }
 
+const went = (change, size) => (Math.abs(change) < 5e-7 ? "did not change" : `${change > 0 ? "rose" : "fell"} by ${size}`);
+
+// The visible cause: where, and how entropy went against the start of the trajectory.
 function changeWords(step, seen) {
   const found = step.entropy_change;
-  if (!found) return `entropy changed by ${signed(seen.entropy_change, 4)} (in the rule's own unit) against the start of the trajectory`;
-  const where = found.after_tool ? `after the result of ${plain(found.after_tool)}` : "here";
-  const way = Math.abs(found.change) < 5e-7 ? "did not change" : `${found.change > 0 ? "rose" : "fell"} by ${num(Math.abs(found.change), 3)} nats per token`;
-  return `${where} the policy's entropy ${way} against the start of the trajectory (${num(found.before, 3)} → ${num(found.after, 3)}, mean of the first ${plural(found.num, "token")})`;
+  if (!found) return `entropy ${went(seen.entropy_change, `${num(Math.abs(seen.entropy_change), 4)} in the rule's unit`)} against the start of the trajectory`;
+  const where = found.after_tool ? `after the result of ${plain(found.after_tool)} ` : "";
+  return `${where}entropy ${went(found.change, `${num(Math.abs(found.change), 3)} nats a token`)} against the start of the trajectory (${num(found.before, 3)} → ${num(found.after, 3)}, mean of the first ${plural(found.num, "token")})`;
 }
 
 // Whether a branch was considered beside a step and not, or not wholly, opened: "refused" by the rule, "budget" for want of leaves; or null.
@@ -114,17 +124,21 @@ export function refusalWords(step) {
   const why = refusal(step);
   if (!why) return null;
   const { seen, num_wanted, num_opened } = step.decision;
-  if (why === "refused") return `No branch beside it: ${changeWords(step, seen)}, and ${decided(seen, false)}.`;
-  return `${num_opened} of ${plural(num_wanted, "branch", "branches")} beside it, for the group's budget of leaves was spent: ${changeWords(step, seen)}, and ${decided(seen, true)}.`;
+  if (why === "refused") return `No branch beside it: ${changeWords(step, seen)}, ${decided(seen, false)}.`;
+  return `${num_opened} of ${plural(num_wanted, "branch", "branches")} beside it, for the group's budget of leaves was spent: ${changeWords(step, seen)}, ${decided(seen, true)}.`;
 }
+
+// A branch of Tree-GRPO, for which no entropies were compared.
+export const isDrawn = (step) => step.cause?.kind === "branch" && step.cause.rule === "random";
 
 export function causeWords(step) {
   const cause = step.cause;
   if (!cause) return "the prompt";
   if (cause.kind === "start") return "a start: a first-level rollout";
   if (cause.kind === "continuation") return "the ordinary next step of its parent";
-  if (cause.kind === "branch") return `a branch: ${changeWords(step, cause)}, and ${decided(cause, true)}`;
-  return `a graft: retrieved from “${plain(cause.source)}”, written on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${num(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
+  if (isDrawn(step)) return "a branch: a further child of a finished step, drawn at random";
+  if (cause.kind === "branch") return `a branch: ${changeWords(step, cause)}, ${decided(cause, true)}`;
+  return `a graft: retrieved from “${plain(cause.source)}”, written on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${score(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
 }
 
 // The values of a call's arguments, or its text.

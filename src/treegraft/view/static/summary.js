@@ -1,72 +1,117 @@
 // What a tree shows, in sentences made from its data: what was right, what grafts and branches brought, where the advantage fell.
 
-import { num, plain, plural, signed } from "./dom.js";
+import { flat, plain, plural, score } from "./dom.js";
+import { headline, isDrawn, WORDS } from "./marks.js";
 
 const MOST_NAMED = 6;
 
-// Leaf 3; leaves 3 and 9; 12 leaves.
+// Leaf 3; leaves 3, 9; 12 leaves.
 export function leafNames(numbers) {
   if (numbers.length === 1) return `leaf ${numbers[0]}`;
-  if (numbers.length > MOST_NAMED) return `${numbers.length} leaves`;
-  return `leaves ${numbers.slice(0, -1).join(", ")} and ${numbers.at(-1)}`;
+  return numbers.length > MOST_NAMED ? `${numbers.length} leaves` : `leaves ${numbers.join(", ")}`;
 }
 
 const where = (tree, holds) => [...tree.leaves.keys()].filter((n) => holds(tree.leaves[n]));
 const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
-const minus = (text) => text.replace(/^-/, "−");
+const change = (value) => score(value, true);
+const shownFirst = (tree, numbers) => (numbers.includes(tree.best) ? tree.best : numbers[0]);
+const isJudged = (tree) => tree.leaves.some((leaf) => leaf.is_correct !== null);
 
 function outcomes(tree) {
-  const { leaves } = tree;
+  const all = tree.leaves.length;
   const right = where(tree, (leaf) => leaf.is_correct);
-  const judged = where(tree, (leaf) => leaf.is_correct !== null);
-  const count = (status, word) => { const found = where(tree, (leaf) => leaf.status === status).length; return found ? `, ${found} ${word}` : ""; };
-  const ends = count("truncated", "truncated") + count("format_violation", "in violation of the format") + count("failed", "failed");
-  if (!judged.length) return { kind: "plain", words: `${plural(leaves.length, "leaf", "leaves")}, none judged right or wrong${ends}` };
-  const all = plural(leaves.length, "leaf", "leaves");
-  if (!right.length) return { kind: "none", words: leaves.length === 1 ? `The only leaf is not right${ends}` : `None of ${all} is right${ends}` };
-  if (right.length === leaves.length) return { kind: "right", leaf: right[0], words: leaves.length === 1 ? "The only leaf is right" : `All ${all} are right` };
+  if (!isJudged(tree)) return { kind: "plain", words: `${plural(all, "leaf", "leaves")}, none judged right or wrong` };
+  if (!right.length) return { kind: "none", words: all === 1 ? "The only leaf is not right" : `None of ${all} right` };
+  if (right.length === all) return { kind: "right", leaf: right[0], words: all === 1 ? "The only leaf is right" : `All ${all} right` };
   const others = where(tree, (leaf) => !leaf.is_correct);
-  const which = right.length <= MOST_NAMED && right.length <= others.length ? `: ${leafNames(right).replace(/^(leaf|leaves) /, "")}` : others.length <= 3 ? `, all but ${leafNames(others)}` : "";
-  return { kind: "right", leaf: right[0], words: `${right.length} of ${all} right${which}${ends}` };
+  const which = right.length <= MOST_NAMED && right.length <= others.length ? `: ${leafNames(right)}` : others.length <= 3 ? `: all but ${leafNames(others)}` : "";
+  return { kind: "right", leaf: shownFirst(tree, right), words: `${right.length} of ${all} right${which}` };
 }
 
-// How the leaves with something fared beside those without it: by right answers, or by reward where nothing was judged.
+// Leaves that ended before they had an answer to judge.
+function ends(tree) {
+  const found = [["truncated", "truncated"], ["format_violation", "in violation of the format"], ["failed", "failed"]].map(([status, word]) => [word, where(tree, (leaf) => leaf.status === status)]).filter(([, numbers]) => numbers.length);
+  if (!found.length) return null;
+  const named = (numbers) => (numbers.length === tree.leaves.length ? "" : numbers.length > MOST_NAMED ? "" : `: ${leafNames(numbers)}`);
+  return { kind: "ended", leaf: found[0][1][0], words: found.map(([word, numbers]) => `${numbers.length} ${word}${named(numbers)}`).join("; ") };
+}
+
+// How leaves fared: their right answers, or their mean reward where nothing was judged; null without one to count.
+function fared(tree, leaves) {
+  if (isJudged(tree)) return leaves.length ? { value: leaves.filter((leaf) => leaf.is_correct).length / leaves.length, words: `${leaves.filter((leaf) => leaf.is_correct).length} of ${leaves.length}` } : null;
+  const rewards = leaves.map((leaf) => leaf.reward).filter((reward) => reward !== null);
+  return rewards.length ? { value: mean(rewards), words: score(mean(rewards)) } : null;
+}
+
+// The leaves with something beside those without it.
 function compared(tree, name) {
-  const groups = [(leaf) => leaf[name] > 0, (leaf) => !(leaf[name] > 0)].map((has) => tree.leaves.filter((leaf) => has(leaf)));
-  const isJudged = tree.leaves.some((leaf) => leaf.is_correct !== null);
-  const [own, others] = groups.map((leaves) => {
-    if (isJudged) return leaves.length ? `${leaves.filter((leaf) => leaf.is_correct).length} of ${leaves.length}` : null;
-    const rewards = leaves.map((leaf) => leaf.reward).filter((reward) => reward !== null);
-    return rewards.length ? minus(num(mean(rewards))) : null;
-  });
-  const what = isJudged ? "right" : "mean reward";
+  const [own, others] = [(leaf) => leaf[name] > 0, (leaf) => !leaf[name]].map((has) => fared(tree, tree.leaves.filter(has)));
   if (own === null) return "";
-  return others === null ? `: ${what} ${own}, no leaf without one` : `: ${what} ${own} with one, ${others} without`;
+  const [before, after] = isJudged(tree) ? ["", " right"] : ["mean reward ", ""];
+  if (others === null) return `; no comparison: every leaf has one (${before}${own.words}${after})`;
+  const verdict = own.value > others.value + 1e-9 ? "helped" : own.value < others.value - 1e-9 ? "did not help" : "no difference";
+  return `; ${verdict}: ${before}${own.words}${after} with one, ${others.words} without`;
+}
+
+// Graft and branch at once: either may be what a difference comes from, so all four kinds of leaves are counted.
+function crosstab(tree) {
+  if (!["num_grafts", "num_branches"].every((name) => tree.leaves.some((leaf) => leaf[name]))) return null;
+  const kinds = [["graft only", true, false], ["branch only", false, true], ["both", true, true], ["neither", false, false]];
+  const found = kinds.map(([name, graft, branch]) => [name, fared(tree, tree.leaves.filter((leaf) => leaf.num_grafts > 0 === graft && leaf.num_branches > 0 === branch))]);
+  return { kind: "plain", words: `${isJudged(tree) ? "Right" : "Mean reward"} by way: ${found.map(([name, one]) => `${name} ${one?.words ?? "no leaf"}`).join(", ")}` };
 }
 
 function grafts(tree) {
   const found = tree.steps.filter((step) => step.cause?.kind === "graft");
   if (!found.length) return null;
   const sources = [...new Set(found.map((step) => plain(step.cause.source)))];
-  return { kind: "graft", leaf: where(tree, (leaf) => leaf.num_grafts > 0)[0], words: `${plural(found.length, "graft")} from ${sources.slice(0, 2).join(", ")}${sources.length > 2 ? ", …" : ""}${compared(tree, "num_grafts")}` };
+  const isOneTool = new Set(tree.steps.flatMap((step) => step.content.calls.map((call) => call.name))).size === 1;
+  const groups = [...Map.groupBy(found, (step) => flat(headline(step, isOneTool), 32))].sort((a, b) => b[1].length - a[1].length);
+  const named = groups.slice(0, 2).map(([words, group]) => `${words}${group.length > 1 ? ` ×${group.length}` : ""}`);
+  const different = groups.length > 1 ? ` (${groups.length === found.length ? "all different" : `${groups.length} different steps`})` : "";
+  return { kind: "graft", leaf: shownFirst(tree, where(tree, (leaf) => leaf.num_grafts > 0)), words: `${plural(found.length, "graft")}${different}: ${named.join(", ")}${groups.length > 2 ? ", …" : ""} from ${sources.slice(0, 2).join(", ")}${sources.length > 2 ? ", …" : ""}${compared(tree, "num_grafts")}` };
 }
+
+// The way that entropy went at all of these changes.
+function way(changes) {
+  const [low, high] = [Math.min(...changes), Math.max(...changes)];
+  if (low === 0 && high === 0) return "did not change";
+  return low >= 0 ? "rose" : high <= 0 ? "fell" : "changed";
+}
+
+// What the rule asked for, where all branches say so.
+function ruleWords(steps) {
+  const bars = new Set(steps.map((step) => step.cause.bar ?? null));
+  const rules = new Set(steps.map((step) => step.cause.rule));
+  if (rules.size > 1 || bars.has(null)) return `rule ${[...rules].map((one) => `“${plain(one)}”`).join(", ")}`;
+  return rules.has("bernoulli") ? "rule P > a random number" : bars.size === 1 ? `rule P > ${[...bars][0].toFixed(2)}` : `rule “${plain([...rules][0])}”`;
+}
+
+const spanned = (values) => [...new Set([Math.min(...values), Math.max(...values)].map(change))].join(" to ");
 
 function branches(tree) {
   const found = tree.steps.filter((step) => step.cause?.kind === "branch");
   const looked = tree.steps.filter((step) => step.decision);
   const spent = looked.filter((step) => step.decision.num_opened < step.decision.num_wanted).length;
-  if (!found.length && !looked.length) return null;
-  if (!found.length) return { kind: "plain", words: `No branch; considered ${plural(looked.length, "time")}${spent ? `, ${spent} without budget` : ""}` };
-  const changes = found.map((step) => step.entropy_change).filter(Boolean);
-  const tools = [...new Set(changes.map((one) => one.after_tool).filter(Boolean))];
-  let why = "";
-  if (changes.length) {
-    const [low, high] = [Math.min(...changes.map((one) => one.change)), Math.max(...changes.map((one) => one.change))];
-    const span = num(low, 2) === num(high, 2) ? minus(signed(high, 2)) : `${minus(signed(low, 2))} to ${minus(signed(high, 2))}`;
-    why = `${tools.length ? ` after ${tools.slice(0, 2).map((one) => plain(one)).join(" or ")}` : ""} where entropy ${low > 0 ? "rose by" : "changed by"} ${low > 0 ? span.replaceAll("+", "") : span} nats a token`;
-  }
+  if (!found.length && looked.length) return { kind: "plain", words: `No branch: considered ${looked.length === 1 ? "once" : `${looked.length} times`}${spent ? `, ${spent} without budget` : ""}` };
+  if (!found.length) return tree.leaves.length > 1 ? { kind: "plain", words: `No branch${tree.steps.some(isTwin(tree)) ? ": forks are rollouts that began alike" : ""}` } : null;
+  const measured = found.filter((step) => !isDrawn(step));
+  const nats = measured.map((step) => step.entropy_change).filter(Boolean);
+  const tools = [...new Set(nats.map((one) => one.after_tool).filter(Boolean))];
+  const changes = nats.length ? nats.map((one) => one.change) : measured.map((step) => step.cause.entropy_change);
+  const drawn = measured.length < found.length ? `${measured.length ? `; ${found.length - measured.length} of them` : ""} below finished steps, drawn at random` : "";
+  const entropies = measured.length ? `${tools.length ? ` after ${tools.slice(0, 2).map((one) => plain(one)).join(" or ")}` : ""} where entropy ${way(changes)} (${spanned(changes)} ${nats.length ? "nats a token" : "in the rule's unit"}; ${ruleWords(measured)})` : "";
+  const why = `${entropies}${drawn}`;
   const refused = spent ? `; ${spent} more found no budget` : "";
-  return { kind: "branch", leaf: where(tree, (leaf) => leaf.num_branches > 0)[0], words: `${plural(found.length, "branch", "branches")}${why}${compared(tree, "num_branches")}`, title: `${plural(looked.length, "step")} considered${refused}` };
+  return { kind: "branch", leaf: shownFirst(tree, where(tree, (leaf) => leaf.num_branches > 0)), words: `${plural(found.length, "branch", "branches")}${why}${compared(tree, "num_branches")}`, title: measured.length ? `${plural(looked.length, "step")} considered${refused}. ${WORDS.nats}` : "" };
+}
+
+// Whether a step has the tokens of another child of its parent, each of them no branch: rollouts that began alike.
+export function isTwin(tree) {
+  const key = (step) => `${step.parent} ${step.content_number}`;
+  const counts = new Map();
+  for (const step of tree.steps) if (step.cause?.kind === "start") counts.set(key(step), (counts.get(key(step)) ?? 0) + 1);
+  return (step) => step.cause?.kind === "start" && counts.get(key(step)) > 1;
 }
 
 // The factor that the retrieval reward puts on a leaf's advantage (RAPO, eq. 10); null without one.
@@ -80,21 +125,31 @@ function advantages(tree) {
   const scored = where(tree, (leaf) => leaf.advantage !== null && leaf.has_loss);
   const rewards = [...new Set(tree.leaves.map((leaf) => leaf.reward).filter((reward) => reward !== null))];
   const value = (n) => tree.leaves[n].advantage;
-  if (scored.length && scored.every((n) => value(n) === 0)) return { kind: "plain", words: rewards.length === 1 && tree.leaves.length > 1 ? `Every reward is ${minus(num(rewards[0]))}: no advantage, so nothing is learned here` : "No advantage, so nothing is learned here" };
+  if (scored.length && scored.every((n) => value(n) === 0)) return { kind: "plain", words: rewards.length === 1 && tree.leaves.length > 1 ? `Every reward is ${score(rewards[0])}: no advantage, so nothing is learned here` : "No advantage, so nothing is learned here" };
   if (!scored.length) return null;
   const at = (most) => scored.filter((n) => Math.abs(value(n) - most) < 1e-9);
   const [high, low] = [Math.max(...scored.map(value)), Math.min(...scored.map(value))];
   const said = (most) => {
-    const factor = most < 0 ? retrievalFactor(tree.leaves[at(most)[0]]) : null;
-    const why = factor !== null && factor > 1 && tree.leaves[at(most)[0]].retrieval_reward ? ` (× ${num(factor)} for its retrieval reward ${minus(signed(tree.leaves[at(most)[0]].retrieval_reward))})` : "";
-    return `${minus(signed(most))} on ${leafNames(at(most))}${why}`;
+    const leaf = tree.leaves[at(most)[0]];
+    const factor = most < 0 ? retrievalFactor(leaf) : null;
+    const why = factor !== null && factor > 1 && leaf.retrieval_reward ? ` (× ${score(factor)} for its retrieval reward ${change(leaf.retrieval_reward)})` : "";
+    return { words: `${change(most)} on ${leafNames(at(most))}${why}`, title: why ? WORDS.retrieval : "" };
   };
-  const parts = high === low ? said(high) : `${said(high)}; lowest ${said(low)}`;
-  return { kind: "advantage", leaf: at(high)[0], words: `Advantage ${parts}` };
+  const parts = high === low ? [said(high)] : [said(high), said(low)];
+  return { kind: "advantage", leaf: shownFirst(tree, at(high)), words: `Advantage ${parts.map((one) => one.words).join("; lowest ")}`, title: parts.map((one) => one.title).find(Boolean) };
+}
+
+// Leaves that learning pushes against their outcome.
+function odd(tree) {
+  const learned = (leaf) => leaf.has_loss && leaf.advantage !== null;
+  const wrong = where(tree, (leaf) => learned(leaf) && leaf.is_correct === false && leaf.advantage > 0);
+  const right = where(tree, (leaf) => learned(leaf) && leaf.is_correct && leaf.advantage < 0);
+  const found = [[wrong, "Wrong but above the group's mean"], [right, "Right but below the group's mean"]].filter(([numbers]) => numbers.length);
+  return found.length ? { kind: "odd", leaf: found[0][0][0], words: found.map(([numbers, words]) => `${words}: ${leafNames(numbers)}`).join("; ") } : null;
 }
 
 // Sentences on a tree: {kind, words, leaf?, title?}; `leaf` is one that shows it.
-export const summary = (tree) => (tree.leaves.length ? [outcomes(tree), grafts(tree), branches(tree), advantages(tree)].filter(Boolean) : [{ kind: "plain", words: "This tree has no leaf." }]);
+export const summary = (tree) => (tree.leaves.length ? [outcomes(tree), ends(tree), grafts(tree), branches(tree), crosstab(tree), advantages(tree), odd(tree)].filter(Boolean) : [{ kind: "plain", words: "This tree has no leaf." }]);
 
 // What the leaf with the highest reward is called; null where all earned the same.
 export function bestName(tree) {

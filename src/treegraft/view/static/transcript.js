@@ -1,8 +1,8 @@
 // A path to read: the author and the cause of each step, then its content; markup is folded away.
 
 import { to } from "./api.js";
-import { author, causeWords, icon, refusalWords, STATUS_WORDS } from "./marks.js";
-import { h, num, plain, plural, signed } from "./dom.js";
+import { author, causeWords, icon, refusalWords, STATUS_WORDS, WORDS } from "./marks.js";
+import { h, num, plain, plural, score, signed } from "./dom.js";
 import { retrievalFactor } from "./summary.js";
 
 const part = (name, label, text, ...marks) => h("div", { class: `part ${name}` }, h("span", { class: "label" }, label, marks), h("pre", { class: "foreign" }, plain(text)));
@@ -21,18 +21,21 @@ export function contentParts(content) {
   return found;
 }
 
+// A fact whose word is explained under the pointer.
+const explained = (words, title) => h("span", { class: "explained", title }, words);
+
 export function stepFacts(step, leaf, numBelow = 1) {
   const facts = [plural(step.num_tokens, "token")];
-  if (step.entropy_mean !== null) facts.push(`entropy ${num(step.entropy_mean)} (largest ${num(step.entropy_max)})`);
+  if (step.entropy_mean !== null) facts.push(explained(`entropy ${num(step.entropy_mean)} (largest ${num(step.entropy_max)})`, WORDS.nats));
   if (step.num_loss) {
     const advantage = step.is_hard ? step.advantage : leaf?.advantage;
     const isShared = numBelow > 1 && !step.is_hard && leaf && step.advantage !== null;
-    const shared = isShared ? ` on this path, ${signed(step.advantage)} in the mean of the ${numBelow} leaves below` : "";
-    facts.push(`${step.num_loss} with loss${advantage === null || advantage === undefined ? "" : `, advantage ${signed(advantage)}${shared}`}`);
+    const shared = isShared ? ` on this path, ${score(step.advantage, true)} in the mean of the ${numBelow} leaves below` : "";
+    facts.push(`${step.num_loss} with loss${advantage === null || advantage === undefined ? "" : `, advantage ${score(advantage, true)}${shared}`}`);
   } else if (step.cause) facts.push("no loss");
-  if (step.ratio_mean !== null && step.is_learned) facts.push(`ratio ${num(step.ratio_min, 5)} to ${num(step.ratio_max, 5)}`);
+  if (step.ratio_mean !== null && step.is_learned) facts.push(explained(`ratio ${num(step.ratio_min, 5)} to ${num(step.ratio_max, 5)}`, WORDS.ratio));
   if (step.num_lesson) facts.push(`${step.num_lesson} that learning from grafts would imitate`);
-  return facts.join(" · ");
+  return facts.flatMap((fact, n) => (n ? [" · ", fact] : [fact]));
 }
 
 const isBelow = (leaf, step) => leaf.step_id === step.id || leaf.step_id.startsWith(`${step.id}.`);
@@ -41,10 +44,10 @@ const isBelow = (leaf, step) => leaf.step_id === step.id || leaf.step_id.startsW
 function belowWords(step, tree) {
   const scored = tree.leaves.filter((leaf) => leaf.reward !== null);
   const [below, others] = [scored.filter((leaf) => isBelow(leaf, step)), scored.filter((leaf) => !isBelow(leaf, step))];
-  const mean = (leaves) => num(leaves.reduce((sum, leaf) => sum + leaf.reward, 0) / leaves.length);
+  const mean = (leaves) => score(leaves.reduce((sum, leaf) => sum + leaf.reward, 0) / leaves.length);
   if (!below.length || !others.length) return null;
   const own = tree.peers[step.id]?.rewards ?? [];
-  const itself = own.length ? `${num(own.reduce((sum, one) => sum + one, 0) / own.length)} over the ${plural(own.length, "ungrafted leaf", "ungrafted leaves")} where the policy took this very step itself, ` : "";
+  const itself = own.length ? `${score(own.reduce((sum, one) => sum + one, 0) / own.length)} over the ${plural(own.length, "ungrafted leaf", "ungrafted leaves")} where the policy took this very step itself, ` : "";
   return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${itself}${mean(others)} over the ${others.length} others of the group.`;
 }
 
@@ -92,10 +95,10 @@ export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
 // Eq. 10 of RAPO in words: retrieval rewards are compared within the group, so one leaf's graft shifts all.
 function advantageWords(leaf, tree) {
   const factor = retrievalFactor(leaf);
-  if (factor === null) return signed(leaf.advantage, 4);
+  if (factor === null) return score(leaf.advantage, true);
   const scored = tree.leaves.filter((one) => one.advantage !== null);
   const mean = scored.reduce((sum, one) => sum + one.retrieval_reward, 0) / scored.length;
-  return `${signed(leaf.advantage, 4)} = ${signed(leaf.outcome_advantage, 4)} of the reward alone × ${num(factor, 4)}: its retrieval reward ${leaf.retrieval_reward ? signed(leaf.retrieval_reward, 3) : "0"} is ${factor > 1 ? "above" : "below"} the group's mean, ${num(mean, 3)}`;
+  return explained(`${score(leaf.advantage, true)} = ${score(leaf.outcome_advantage, true)} of the reward alone × ${num(factor, 4)}: its retrieval reward ${score(leaf.retrieval_reward, true)} is ${factor > 1 ? "above" : "below"} the group's mean, ${score(mean)}`, WORDS.retrieval);
 }
 
 export function leafFacts(leaf, { task, leaves }) {
@@ -103,9 +106,9 @@ export function leafFacts(leaf, { task, leaves }) {
   const expected = task.reference.length ? task.reference.map((one) => plain(one)).join(" or ") : null;
   rows.push(["ended", `${STATUS_WORDS[leaf.status]}${leaf.error ? `: ${plain(leaf.error)}` : ""}`]);
   rows.push(["answer", h("span", { class: "foreign" }, leaf.answer === null ? "none" : plain(leaf.answer), leaf.is_correct === null ? "" : leaf.is_correct ? " ✓ correct" : ` ✗ wrong${expected ? `, expected ${expected}` : ""}`)]);
-  const parts = Object.entries(leaf.reward_parts).map(([name, value]) => `${name} ${num(value)}`).join(", ");
-  rows.push(["reward", `${num(leaf.reward)}${parts ? ` = ${parts}` : ""}`]);
-  rows.push(["advantage", `${advantageWords(leaf, { leaves })}${leaf.has_loss ? "" : "; no loss on this path"}`]);
+  const parts = Object.entries(leaf.reward_parts).map(([name, value]) => `${name} ${score(value)}`).join(", ");
+  rows.push(["reward", `${score(leaf.reward)}${parts ? ` = ${parts}` : ""}`]);
+  rows.push(["advantage", [advantageWords(leaf, { leaves }), leaf.has_loss ? "" : "; no loss on this path"]]);
   const factor = leaf.shaping_factor;
   if (factor !== null && factor !== undefined && (factor !== 1 || leaf.num_grafts)) rows.push(["shaping", `ratios × ${num(factor, 5)} before clipping (retrieval importance shaping: 1 + weight × ${num(100 * leaf.retrieved_frac, 3)} % retrieved)`]);
   rows.push(["length", `${plural(leaf.num_tokens, "token")}, ${plural(leaf.num_steps, "step")}, ${plural(leaf.num_calls, "tool call")}${leaf.retrieved_frac ? `, ${num(100 * leaf.retrieved_frac)} % retrieved` : ""}`]);

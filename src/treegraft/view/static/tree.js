@@ -4,7 +4,8 @@ import { fileTitle, get, note, runPath, to } from "./api.js";
 import { copy, messagesOf, textOf } from "./copy.js";
 import { h, plain, replace } from "./dom.js";
 import { Drawing } from "./drawing.js";
-import { icon, leafChip, ORIGINS, OVERLAYS, PLAN, scaleLegend } from "./marks.js";
+import { fold, rows } from "./layout.js";
+import { brief, icon, isDrawn, leafChip, ORIGINS, OVERLAYS, PLAN, scaleLegend } from "./marks.js";
 import { bestName, leafNames, summary } from "./summary.js";
 import { leafFacts, stepCard } from "./transcript.js";
 import { records, scaleOf, TokenView } from "./tokens.js";
@@ -13,15 +14,25 @@ import { records, scaleOf, TokenView } from "./tokens.js";
 function drawingLegend(tree) {
   const has = (test) => tree.steps.some(test);
   const item = (mark, words, name) => h("span", { class: `item ${name ?? ""}` }, mark, " ", words);
+  const branches = tree.steps.filter((one) => one.cause?.kind === "branch");
+  const [measured, bare] = [branches.find((one) => one.entropy_change), branches.find((one) => !one.entropy_change && !isDrawn(one))];
+  // Which steps stand for several, and where such a one forks although nothing was branched or grafted.
+  const twins = rows(fold(tree)).nodes.filter((node) => node.ids.length > 1);
+  const isFork = (node) => node.children.filter((one) => !["branch", "graft"].includes(one.step.cause.kind)).length > 1;
+  const alike = twins.some((node) => node.depth === 1) ? "rollouts that began alike" : "equal steps";
   const origins = ORIGINS.filter((name) => name !== "prompt" && has((step) => step.origin === name));
   return h("div", { class: "treelegend" },
     origins.map((name) => item(h("i", { class: `stripe by-${name}` }), name === "policy" ? "by the policy" : name)),
     has((one) => one.cause?.kind === "graft") && item(icon("graft"), "graft: a step of another agent", "graft"),
-    has((one) => one.cause?.kind === "branch") && item(icon("branch"), [h("b", null, "+.21"), " branch, where entropy rose by .21 nats a token"], "branch"),
+    measured && item(icon("branch"), [h("b", null, brief(measured.entropy_change.change)), " branch, and the change of entropy before it in nats a token"], "branch"),
+    bare && item(icon("branch"), [h("b", null, `P ${brief(bare.cause.probability).slice(1)}`), " branch, and the rule's probability"], "branch"),
+    has(isDrawn) && item(icon("branch"), [h("b", null, "drawn"), " branch: a further child of a finished step, drawn at random"], "branch"),
+    twins.some(isFork) && item(icon("fork"), `fork without a mark: ${alike}, then parted`),
     has((one) => one.decision && !one.decision.num_wanted) && item(icon("refused"), "considered, no branch", "refused"),
     has((one) => one.decision && one.decision.num_opened < one.decision.num_wanted) && item(icon("budget"), "no budget left for one", "budget"),
     has((one) => one.content.observations.some((seen) => seen.is_error)) && item(icon("error"), "tool error", "error"),
-    new Set(tree.steps.map((one) => one.content_number)).size < tree.steps.length && item(h("span", { class: "times" }, "×2"), "equal steps, drawn once (x unfolds)"));
+    has((one) => one.num_loss) && has((one) => one.cause && !one.num_loss) && item(h("i", { class: "hatch" }), "no loss: not learned from"),
+    twins.length > 0 && item(h("span", { class: "times" }, "×2"), `${alike}, drawn once (x unfolds)`));
 }
 
 // What stands where there is no leaf to read.
@@ -33,7 +44,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   const steps = new Map(tree.steps.map((step) => [step.id, step]));
   const isEmpty = tree.leaves.length === 0;
   const usual = tree.leaves.some((one) => one.is_correct !== null) ? "outcome" : "advantage";
-  let leaf = Math.min(tree.leaves.length - 1, Math.max(0, Number(query.leaf ?? tree.best ?? 0)));
+  let leaf = Math.min(tree.leaves.length - 1, Math.max(0, Math.trunc(Number(query.leaf ?? tree.best ?? 0)) || 0));
   let step = steps.has(query.step) ? query.step : null;
   if (step && query.leaf === undefined) leaf = Math.max(0, leafBelow(step));
   let overlay = OVERLAYS.some((one) => one.id === query.over) ? query.over : usual;
@@ -59,6 +70,7 @@ export async function treePage(page, { run, query, go }, file, n) {
 
   // ---- the frame
   const overlayButtons = OVERLAYS.map((one) => h("button", { "data-overlay": one.id, title: `${PLAN[one.id]} (key o: the next)`, onclick: () => setOverlay(one.id) }, one.label));
+  const overlayChoice = h("select", { "aria-label": "colour by", onchange: (event) => setOverlay(event.target.value) }, OVERLAYS.map((one) => h("option", { value: one.id }, one.label)));
   const legend = h("span", { class: "scale" });
   const scroller = h("div", { class: "scroller", onscroll: () => hint() });
   const more = h("button", { class: "more", hidden: true, onclick: () => scroller.scrollBy(0, Math.max(80, 0.8 * scroller.clientHeight)) });
@@ -66,16 +78,19 @@ export async function treePage(page, { run, query, go }, file, n) {
   const right = h("div", { class: "pane pathpane", tabindex: -1 });
   const neighbour = (by) => { const next = n + by; if (next >= 0 && next < tree.num_trees) go(to.tree(run, file, next, { over: overlay === usual ? "" : overlay, mode: mode === "read" ? "" : mode })); };
   const panes = h("div", { class: "panes" }, left, right);
-  const sentence = (one) => (one.leaf === undefined ? h("span", { class: `said ${one.kind}`, title: one.title ?? null }, one.words) : h("button", { class: `said ${one.kind}`, title: one.title ?? null, onclick: () => choose(one.leaf, null) }, one.kind === "graft" || one.kind === "branch" ? [icon(one.kind), " "] : null, one.words));
+  const sentence = (one) => (one.leaf === undefined ? h("span", { class: `said ${one.kind}`, title: one.title }, one.words) : h("button", { class: `said ${one.kind}`, title: one.title, onclick: () => choose(one.leaf, null) }, one.kind === "graft" || one.kind === "branch" ? [icon(one.kind), " "] : null, one.words));
+  const sentences = summary(tree).map(sentence);
+  // Shown on a narrow window alone, where the sentences would push the tree out of sight.
+  const unfold = h("button", { class: "unfold", "aria-expanded": "false", onclick: () => { const isOpen = unfold.parentElement.classList.toggle("open"); unfold.setAttribute("aria-expanded", String(isOpen)); unfold.textContent = isOpen ? "less ▴" : `${sentences.length - 1} more ▾`; } }, `${sentences.length - 1} more ▾`);
   page.className = "fixed treepage";
   replace(page,
     h("div", { class: "title" },
       h("h1", null, `${fileTitle(file)}, group ${n}`), h("button", { disabled: n === 0, onclick: () => neighbour(-1), title: "group before (key p)", "aria-label": "group before" }, "‹"), h("button", { disabled: n + 1 >= tree.num_trees, onclick: () => neighbour(1), title: "next group (key n)", "aria-label": "next group" }, "›"),
-      h("a", { href: to.task(run, tree.task.id) }, "this task across updates"),
-      tree.task.category && h("span", { class: "dim" }, plain(tree.task.category)),
-      h("div", { class: "overlays" }, h("span", { class: "dim" }, "colour by"), overlayButtons, legend)),
+      h("a", { href: to.task(run, tree.task.id) }, h("span", { class: "roomy" }, "this task "), "across updates"),
+      tree.task.category && h("span", { class: "dim roomy" }, plain(tree.task.category)),
+      h("div", { class: "overlays" }, h("span", { class: "dim" }, "colour by"), overlayChoice, overlayButtons, legend)),
     h("p", { class: "question foreign" }, h("b", null, "Question "), plain(tree.task.question), tree.task.reference.length > 0 && [h("b", null, "  Expected "), tree.task.reference.map((one) => plain(one)).join(" or ")]),
-    h("p", { class: "findings" }, summary(tree).map(sentence)),
+    h("p", { class: "findings" }, sentences[0], sentences.length > 1 && unfold, sentences.slice(1)),
     panes);
 
   // ---- the drawing
@@ -190,6 +205,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     overlay = id;
     note({ over: overlay === usual ? "" : overlay });
     overlayButtons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.overlay === overlay)));
+    overlayChoice.value = overlay;
     replace(legend, scaleLegend(overlay, scale));
     legend.title = PLAN[overlay];
     drawing?.paint(overlay);

@@ -1,7 +1,7 @@
 // Two leaves of a group side by side: common steps folded, the first difference marked.
 
 import { fileTitle, get, note, runPath, to } from "./api.js";
-import { h, num, plain, plural, replace, signed } from "./dom.js";
+import { h, plain, plural, replace, score } from "./dom.js";
 import { headline, leafChip, outcome, OVERLAYS, scaleLegend } from "./marks.js";
 import { leafFacts, stepCard } from "./transcript.js";
 import { records, scaleOf, TokenView } from "./tokens.js";
@@ -25,16 +25,16 @@ export function parting(one, two) {
 
 function verdict(a, b, left, right, cut, steps) {
   const first = (path) => (path[cut.steps] ? `“${headline(steps.get(path[cut.steps].id)).slice(0, 60)}”` : "nothing more");
-  const difference = a.reward !== null && b.reward !== null ? `The left one earned ${num(a.reward)}, the right one ${num(b.reward)}` : "One of them has no reward";
+  const difference = a.reward !== null && b.reward !== null ? `The left one earned ${score(a.reward)}, the right one ${score(b.reward)}` : "One of them has no reward";
   const twins = cut.steps - cut.shared;
-  return `${difference} (advantage ${signed(a.advantage)} against ${signed(b.advantage)}). They part after ${plural(cut.tokens, "token")}: left goes on with ${first(left)}, right with ${first(right)}.${twins > 0 ? ` ${plural(twins, "step was", "steps were")} written twice with the same tokens.` : ""}`;
+  return `${difference} (advantage ${score(a.advantage, true)} against ${score(b.advantage, true)}). They part after ${plural(cut.tokens, "token")}: left goes on with ${first(left)}, right with ${first(right)}.${twins > 0 ? ` ${plural(twins, "step was", "steps were")} written twice with the same tokens.` : ""}`;
 }
 
 export async function versus(page, { run, query, go }, file, n) {
   const tree = await get(runPath(run, `/trees/${encodeURIComponent(file)}/${n}`));
   const steps = new Map(tree.steps.map((step) => [step.id, step]));
   const scale = scaleOf(tree);
-  const inside = (value, fallback) => Math.min(tree.leaves.length - 1, Math.max(0, Number(value ?? fallback)));
+  const inside = (value, fallback) => Math.min(tree.leaves.length - 1, Math.max(0, Math.trunc(Number(value ?? fallback)) || 0));
   let pair = [inside(query.a, 0), inside(query.b, 1)];
   let mode = query.mode === "tokens" ? "tokens" : "read";
   let overlay = OVERLAYS.some((one) => one.id === query.over) ? query.over : "origin";
@@ -44,7 +44,7 @@ export async function versus(page, { run, query, go }, file, n) {
   const legend = h("span", { class: "scale" });
   const chooser = (side) => {
     const made = h("select", { id: side ? "leaf-b" : "leaf-a", "aria-label": side ? "right leaf" : "left leaf", onchange: (event) => { pair[side] = Number(event.target.value); draw(); } },
-      tree.leaves.map((leaf, k) => h("option", { value: k }, `leaf ${k}: ${outcome(leaf).glyph} ${outcome(leaf).word}, reward ${num(leaf.reward)}${leaf.num_grafts ? ", graft" : ""}${leaf.num_branches ? ", branch" : ""}`)));
+      tree.leaves.map((leaf, k) => h("option", { value: k }, `leaf ${k}: ${outcome(leaf).glyph} ${outcome(leaf).word}, reward ${score(leaf.reward)}${leaf.num_grafts ? ", graft" : ""}${leaf.num_branches ? ", branch" : ""}`)));
     return made;
   };
   const choosers = [chooser(0), chooser(1)];
@@ -67,7 +67,7 @@ export async function versus(page, { run, query, go }, file, n) {
     views = [];
     const side = (k) => {
       const rest = paths[k].slice(cut.steps);
-      const head = h("div", { class: "pathhead" }, h("h2", null, `Leaf ${now[k]}`), leafChip(leaves[k]), h("span", { class: "dim" }, `reward ${num(leaves[k].reward)}`));
+      const head = h("div", { class: "pathhead" }, h("h2", null, `Leaf ${now[k]}`), leafChip(leaves[k]), h("span", { class: "dim" }, `reward ${score(leaves[k].reward)}`));
       let body;
       if (mode === "tokens") {
         const view = new TokenView(records(rest, leaves[k].is_correct), { scale, overlay, differs: cut.within, head: (id) => h("p", { class: "tokhead" }, `${id} ${steps.get(id).cause?.kind ?? ""}`) });
