@@ -85,6 +85,30 @@ def test_a_pool_that_cannot_grow_evicts(monkeypatch: pytest.MonkeyPatch) -> None
         cache.extend(alone, 65 * BLOCK)
 
 
+def test_a_row_that_finds_no_memory_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A path of all blocks is under way, and another one begins like it: the block in which they
+    part would have to be copied."""
+    cache = make_cache()
+    path = [1] * (64 * BLOCK)
+    first = open_and_feed(cache, path)
+    monkeypatch.setattr(cache, "_has_room", lambda *_: True)
+
+    def full(needed: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert cache.pool.num_blocks == 64
+    monkeypatch.setattr(cache.pool, "grow", full)
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.open([1] * (BLOCK + 3) + [2] * 9, 2 * BLOCK)
+    assert cache.rows == [first] and [node.num_users for node in first.nodes] == [1] * 64
+    cache.close(first)
+    second = open_and_feed(cache, [1] * (BLOCK + 3) + [2] * 9)
+    assert stored(cache, second) == [1] * (BLOCK + 3) + [2] * 9
+
+
 def feed(cache: PathCache, row: Row, count: int) -> None:
     """Stores token ids where keys and values would go."""
     cache.extend(row, count)

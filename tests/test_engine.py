@@ -27,6 +27,7 @@ from tests.trees import VOCABULARY
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.core.interfaces import Engine
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.policy.engine.blocks import PathCache, Row
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
 from treegraft.policy.engine.ragged import usable_rows
@@ -789,6 +790,34 @@ def out_of_memory(engine: NativeEngine, name: str, calls: set[int]) -> None:
         return original(*args)
 
     setattr(engine, name, failing)
+
+
+def test_no_memory_for_a_row_lets_it_wait_and_then_fails_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened, open_row, is_over = [0], PathCache.open, False
+
+    def full(cache: PathCache, *args: Any) -> Row | None:
+        opened[0] += 1
+        if opened[0] in (2, 3) or is_over:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return open_row(cache, *args)
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        found = await asyncio.gather(
+            *(engine.complete(ids_of(5, n), greedy(9), noise_key=(n,)) for n in range(3))
+        )
+        nonlocal is_over
+        is_over = opened[0] > 0
+        if is_over:
+            with pytest.raises(EngineError, match="no memory left"):
+                await engine.complete(ids_of(5, 3), greedy(9), noise_key=(3,))
+        return found
+
+    plain = run(make_engine(), work)
+    monkeypatch.setattr(PathCache, "open", full)
+    found = run(make_engine(), work)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
 
 
 @pytest.mark.parametrize("name", ["_run", "_sample"])

@@ -105,6 +105,35 @@ def test_recordings_that_fail_or_differ_are_not_used(
     assert caplog.text.count("run without CUDA graphs") == 1 and notice in caplog.text
 
 
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_memory_that_runs_out_ends_one_recording_until_the_weights_change(
+    is_hidden: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of a recording may hide the error behind another one."""
+    num_tried = 0
+
+    def record(run: Run) -> Run:
+        nonlocal num_tried
+        num_tried += 1
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except torch.OutOfMemoryError:
+            if is_hidden:
+                raise RuntimeError("operation failed during capture") from None
+            raise
+
+    expected = complete_one(make_engine(compile_kernels=False), ids_of(9, 1), greedy(8))
+    use(monkeypatch, record)
+    engine = make_engine(compile_kernels=False)
+    forward = engine._forward
+    assert isinstance(forward, RecordedForward)
+    found = complete_one(engine, ids_of(9, 1), greedy(8))
+    assert found.token_ids == expected.token_ids
+    assert num_tried == 1 and forward._too_large and "without CUDA graphs" not in caplog.text
+    forward.refresh()
+    assert not forward._too_large
+
+
 def test_large_steps_are_not_recorded(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of four blocks is one more than there may be."""
     monkeypatch.setattr(graphs, "MAX_COPIED", 3)

@@ -26,7 +26,7 @@ from treegraft.core.errors import SettingError
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.view.bundle import join_modules, write_bundle
 from treegraft.view.runs import open_runs
-from treegraft.view.server import static_files
+from treegraft.view.server import Api, static_files
 
 __all__ = ["browser"]
 needs_chromium = pytest.mark.skipif(
@@ -68,6 +68,23 @@ def test_a_bundle_holds_the_trees_that_were_chosen(home: Path, tmp_path: Path) -
     assert [place["file"] for place in grafts[expert_hash()]] == ["update-000001", "update-000003"]
     index = held(made.path, "index")
     assert index["runs"][0]["path"] == "first" and str(home) not in json.dumps(index["runs"])
+
+
+def test_a_run_that_appears_meanwhile_is_not_listed(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(home, tmp_path / "runs"))
+    monkeypatch.setattr("treegraft.view.runs._LOOK_S", 0.0)
+    begun = Api.metrics
+
+    def late(self: Api, request: Any) -> Any:
+        if not (folder / "third").exists():
+            shutil.copytree(folder / "second", folder / "third")
+        return begun(self, request)
+
+    monkeypatch.setattr(Api, "metrics", late)
+    made = write_bundle(open_runs([folder]), tmp_path / "copy", updates="1")
+    assert [run["name"] for run in held(made.path, "index")["runs"]] == ["first", "second"]
 
 
 def test_many_updates_are_spread_and_a_zip_holds_the_same(tmp_path: Path) -> None:

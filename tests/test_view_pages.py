@@ -110,6 +110,31 @@ def test_runs_are_chosen_filtered_and_compared(page: Any, address: str) -> None:
     assert pressed == ["true", "false"]
 
 
+def test_a_run_with_a_comma_is_chosen_and_a_click_opens_the_run_that_has_the_update(
+    browser: Any, tmp_path: Path
+) -> None:
+    short, long = write_run(tmp_path / "a", num_updates=1), write_run(tmp_path / "a,b%2C")
+    lines_of(short, 1, 1.0)
+    lines_of(long, 2, 1.0)
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    with served(tmp_path) as address:
+        show(page, address, "#/?runs=a,a%252Cb%25252C")
+        page.wait_for_selector("section.card")
+        pressed = page.locator("button.run").evaluate_all("(all) => all.map((b) => b.ariaPressed)")
+        assert pressed == ["true", "true"]
+        page.route("**/metrics*", lambda route: route.fulfill(status=409, body='{"error": "torn"}'))
+        lines_of(long, 3, 1.0)
+        until(page, "document.getElementById('live').innerText.includes('not up to date: torn')")
+        assert not page.evaluate("document.body.classList.contains('gone')")
+        page.click("button.run >> nth=0")
+        page.click("button.run >> nth=0")
+        until(page, "location.hash.includes('runs=a%252Cb%25252C%2Ca')")
+        box = page.query_selector("[data-card='Reward'] .u-over").bounding_box()
+        page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 20)
+        until(page, "location.hash.startsWith('#/r/a%2Cb%252C/t/update-000002')")
+    page.close()
+
+
 def test_settings_that_differ_come_first(page: Any, address: str) -> None:
     show(page, address, "#/settings")
     differing = page.locator("#differing tbody tr")

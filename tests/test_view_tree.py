@@ -13,8 +13,10 @@ import pytest
 from tests.grown import BRANCH, GRAFT, SHAPES, Grown, considered, flat, grafted, search
 from tests.test_view_browser import browser, pytestmark, show, until  # noqa: F401
 from tests.viewed import served, write_run
+from typer.testing import CliRunner
 
-from treegraft.core.types import ToolCall, Tree
+from treegraft.cli.main import app as command_line
+from treegraft.core.types import BranchCause, ToolCall, Tree
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.traces.imports import read_messages
 from treegraft.view.branching import content_numbers, entropy_changes
@@ -341,3 +343,39 @@ def test_equal_leaves_of_different_ways_stand_apart(page: Any, tmp_path: Path) -
         icons = page.locator(".leaf .ends .via")
         assert [icons.nth(n).locator(".icon.branch").count() for n in (0, 1)] == [0, 1]
         page.goto("about:blank")
+
+
+def test_children_drawn_at_random_are_not_explained_by_entropy(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    grown, drawn = Grown(), BranchCause(entropy_change=0.0, probability=1.0, rule="random")
+    start = grown.add("0", search("e36 r1"))
+    grown.answer(start, "e12")
+    grown.answer(start, "e3", right=True, cause=drawn)
+    path = write_run(tmp_path / "run", num_updates=1, with_buffer=False)
+    write_trees(RunFolder(path).trees_path(1), [grown.done()])
+    arguments = ["view", str(path), "--text", "--update", "1", "--group", "0"]
+    shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"}).output
+    assert "branch: a further child of a finished step, drawn at random" in shown
+    assert "entropy change" not in shown
+    page = browser.new_page(viewport={"width": LAPTOP, "height": 900})
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    with served(path) as address:
+        # A leaf that is no number is the first one.
+        show(page, address, "#/r/run/t/update-000001/0?leaf=abc")
+        said = page.locator(".said.branch").inner_text()
+        assert said.strip().startswith("1 branch below finished steps, drawn at random; helped")
+        assert "drawn branch: a further child of a finished step" in " ".join(
+            page.locator(".treelegend").inner_text().split()
+        )
+        assert "Leaf 0" in page.locator("h2").first.inner_text()
+        assert "P 1" not in page.locator("#page").inner_text()
+        assert page.evaluate(MEASURE) == NOTHING
+        show(page, address, "#/r/run/t/update-000001/0/vs?a=abc&b=1.5")
+        assert page.evaluate("[...document.querySelectorAll('select')].map((one) => one.value)")[
+            -2:
+        ] == ["0", "1"]
+    page.close()
+    assert problems == []

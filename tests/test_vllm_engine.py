@@ -37,7 +37,7 @@ from treegraft.policy.engine.vllm.build import (
     find_python,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
-from treegraft.policy.engine.vllm.folder import write_folder
+from treegraft.policy.engine.vllm.folder import held_folder, write_folder
 from treegraft.policy.engine.vllm.server import Process
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.settings.config import Config
@@ -461,6 +461,21 @@ def test_folders_of_weights_give_back_every_tensor_and_its_checksum(tmp_path: Pa
     assert weights_fingerprint(read) == weights_fingerprint(weights)
     index = json.loads((folder.path / "weights.json").read_text())
     assert index["twins"] == {"model.embed_tokens.weight": ["tied"]}
+
+
+def test_only_folders_that_nobody_holds_are_swept(tmp_path: Path) -> None:
+    """Those of a process with a number that means nothing here, as of another container."""
+    config = config_of([], tmp_path)
+    left = launch.SHARED_MEMORY / f"treegraft-weights-999999999-{os.getpid()}"
+    left.mkdir()
+    try:
+        with held_folder(left):
+            _folder_for_weights(config, tmp_path, [], 1).rmdir()
+            assert left.exists()
+        _folder_for_weights(config, tmp_path, [], 1).rmdir()
+        assert not left.exists()
+    finally:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def test_a_full_shared_memory_is_told_and_not_chosen(

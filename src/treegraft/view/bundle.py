@@ -126,7 +126,9 @@ class _Writer:
     def write(self, wanted: Callable[[TreeFile], bool] | None) -> None:
         for name, body in _pages().items():
             self._put(name, body)
-        for number, run in enumerate(self._runs.values()):
+        # One that appears meanwhile is not in this copy.
+        runs = dict(self._runs)
+        for number, run in enumerate(runs.values()):
             files = run.files()
             fits = wanted or _spread(files)
             chosen = [file for file in files if fits(file)]
@@ -135,7 +137,9 @@ class _Writer:
         index = {name: self._ask(getattr(self._api, name)) for name in ("meanings", "settings")}
         # The name says enough; the place on this machine is no one else's matter.
         index["runs"] = [
-            one | {"path": one["name"], "is_live": False} for one in self._ask(self._api.runs)
+            one | {"path": one["name"], "is_live": False}
+            for one in self._ask(self._api.runs)
+            if one["name"] in runs
         ]
         index["made"] = time.strftime("%Y-%m-%d %H:%M")
         self._data("index", index)

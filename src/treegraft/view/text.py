@@ -125,11 +125,11 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
         f" {plain(' '.join(' '.join(said).split()) or step.content.thought, 60)}"
     )
     if isinstance(step.cause, BranchCause):
-        text.append(
-            f"  branch: entropy change {step.cause.entropy_change:+.4g}, p"
-            f" {step.cause.probability:.3f}",
-            style="yellow",
-        )
+        numbers = f"entropy change {step.cause.entropy_change:+.4g}, p {step.cause.probability:.3f}"
+        # Tree-GRPO's rule compares no entropies.
+        is_drawn = step.cause.rule == "random"
+        why = "a further child of a finished step, drawn at random" if is_drawn else numbers
+        text.append(f"  branch: {why}", style="yellow")
     if (decision := step.decision) is not None and decision.num_opened < max(
         1, decision.num_wanted
     ):

@@ -165,7 +165,11 @@ class PathCache:
         self.table[row.slot, : len(chain)] = blocks
         self.rows.append(row)
         if tail is not None and common:
-            self._continue(row, tail, common)
+            try:
+                self._continue(row, tail, common)
+            except torch.OutOfMemoryError:
+                self.close(row)
+                raise
             row.fed += common
         return row
 
@@ -273,11 +277,13 @@ class PathCache:
         # The copy needs a block, and the oldest idle one, dropped for it, may be this very tail.
         tail.num_users += 1
         was_idle = self._idle.pop(tail, 0) is None
-        own = Node(self._take_block(), parent, tail.token_ids[:common])
-        tail.num_users -= 1
-        # Not taken any more: the block that was dropped may have been its last child's.
-        if was_idle or not _is_taken(tail):
-            self._idle[tail] = None
+        try:
+            own = Node(self._take_block(), parent, tail.token_ids[:common])
+        finally:
+            tail.num_users -= 1
+            # Not taken any more: the block that was dropped may have been its last child's.
+            if was_idle or not _is_taken(tail):
+                self._idle[tail] = None
         self.pool.copy(tail.block, own.block, common)
         self._append(row, own)
 

@@ -97,6 +97,8 @@ class RecordedForward:
         self._forward, self._make_recorder = forward, make_recorder
         self._record = make_recorder()
         self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._too_large: set[tuple[int, int]] = set()
+        """What there was no memory to record, with the present weights."""
         self._num_blocks = 0
         self._is_off = False
 
@@ -107,7 +109,8 @@ class RecordedForward:
         rows = next(bucket for bucket in ROWS if bucket >= len(used))
         # Powers of two: a recording for every length would take as long as it saves.
         blocks = max(FIRST_BLOCKS, 1 << (used.shape[1] - 1).bit_length())
-        if rows * blocks > (MAX_COPIED if makes_copies(ids.device) else MAX_BLOCKS):
+        most = MAX_COPIED if makes_copies(ids.device) else MAX_BLOCKS
+        if rows * blocks > most or (rows, blocks) in self._too_large:
             return self._forward(ids, positions, plan)
         if plan.pool.num_blocks != self._num_blocks:  # it has moved
             self._recordings.clear()
@@ -133,7 +136,12 @@ class RecordedForward:
                 played = recording.play()[: len(used)].clone()
         except RuntimeError as error:
             played = None
-            self._turn_off(f"a recording failed with {first_line(error)}")
+            if is_out_of_memory(error):
+                # The learner may need less later; recordings in use take memory too.
+                self._too_large.add((rows, blocks))
+                self.release()
+            else:
+                self._turn_off(f"a recording failed with {first_line(error)}")
         # The step itself comes last, so that its keys and values stay.
         states = self._forward(ids, positions, plan)
         if recording is not None and played is not None:
@@ -145,6 +153,7 @@ class RecordedForward:
 
     def refresh(self) -> None:
         """Takes over weights that have changed in place, as recordings do."""
+        self._too_large.clear()
         self._forward.refresh()
 
     def release(self) -> None:
@@ -156,6 +165,13 @@ class RecordedForward:
         self._is_off = True
         self._recordings.clear()
         _log.warning("engine: decoding steps run without CUDA graphs, which is slower: %s", reason)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Returns whether memory ran out; the end of a recording may raise another error after it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def recorder_maker(device: torch.device) -> Callable[[], Recorder] | None:

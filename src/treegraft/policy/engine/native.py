@@ -279,13 +279,13 @@ class NativeEngine:
                 else:
                     order.settle(None)
             self._orders.clear()
-        if not self._orders:
-            self._admit()
-        if self._running:
-            try:
+        try:
+            if not self._orders:
+                self._admit()
+            if self._running:
                 self._step()
-            except torch.OutOfMemoryError as error:
-                self._make_room(error)
+        except torch.OutOfMemoryError as error:
+            self._make_room(error)
         return True
 
     def _admit(self) -> None:
@@ -294,21 +294,27 @@ class NativeEngine:
         One that begins like a path which is just being taken in waits for it, and shares its
         blocks.
         """
-        left: list[Request] = []
-        for number, request in enumerate(self._waiting):
+        waiting, self._waiting = self._waiting, []
+        for number, request in enumerate(waiting):
             if self._is_being_fed(request.prefix_ids):
-                left.append(request)
+                self._waiting.append(request)
                 continue
             longest = len(request.prefix_ids) + request.sampling.max_new_tokens
-            request.row = self._cache.open(
-                request.prefix_ids.copy(), min(longest, self.max_context or longest)
-            )
+            try:
+                request.row = self._cache.open(
+                    request.prefix_ids.copy(), min(longest, self.max_context or longest)
+                )
+            except torch.OutOfMemoryError:
+                self._waiting.extend(waiting[number:])
+                # The end of a running one makes room.
+                if self._running:
+                    return
+                raise
             if request.row is None:
                 # Shorter ones behind it would fit, but then a long path might wait for ever.
-                left.extend(self._waiting[number:])
-                break
+                self._waiting.extend(waiting[number:])
+                return
             self._running.append(request)
-        self._waiting = left
 
     def _is_being_fed(self, prefix_ids: list[int]) -> bool:
         # Group members ask for one prompt at the same time; each would compute it by itself.
@@ -367,6 +373,8 @@ class NativeEngine:
             f" ({first_line(error)}); lower engine.native.cache_gb, learn.max_pack_tokens or"
             " rollout.max_completion_tokens"
         )
+        if not self._running:
+            self._waiting.pop(0).settle(reason)
         for request in self._running.copy():
             self._leave(request)
             request.settle(reason)

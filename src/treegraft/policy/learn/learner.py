@@ -471,10 +471,10 @@ class Learner:
         if terms.ratios.numel():
             tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()))
         # Over unique tokens, each once: it compares two implementations, not trajectories. Where
-        # the engine's own are the old ones, the learner's are those of the first step alone, whose
-        # weights still are the engine's.
+        # the engine's own are the old ones, the learner's are those of the first step that has
+        # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
-        if own is old or not tally.grad_norms:
+        if own is old or not any(tally.grad_norms):
             tally.add("learn/engine_gap", (own - batch.sampling_logprobs).abs())
         return (factors[owners] * losses).sum()
 

@@ -185,24 +185,37 @@ async function followNewest() {
   if (newest && newest.name !== parts[3]) location.hash = parts[4] === undefined ? to.groups(parts[1], newest.name) : to.tree(parts[1], newest.name, parts[4]);
 }
 
-async function watch() {
-  if (!document.hidden) {
+const statesOf = () => JSON.stringify(runs.map((r) => [r.era, r.num_lines, r.num_files, r.newest]));
+
+function showFault(text) {
+  const place = document.getElementById("live");
+  if (place) replace(place, h("b", { class: "bad" }, text));
+}
+
+async function lookAgain() {
+  const before = statesOf();
+  try {
+    runs.splice(0, runs.length, ...(await get("runs")));
+  } catch {
+    document.body.classList.add("gone");
+    showFault("the viewer has ended");
+    return;
+  }
+  const wasGone = document.body.classList.contains("gone");
+  document.body.classList.remove("gone");
+  if (wasGone || before !== statesOf()) {
+    refreshLive();
     try {
-      const fresh = await get("runs");
-      document.body.classList.remove("gone");
-      const before = JSON.stringify(runs.map((r) => [r.era, r.num_lines, r.num_files, r.newest]));
-      runs.splice(0, runs.length, ...fresh);
-      if (before !== JSON.stringify(runs.map((r) => [r.era, r.num_lines, r.num_files, r.newest]))) {
-        refreshLive();
-        await current?.refresh?.();
-        if (following) await followNewest();
-      }
-    } catch {
-      document.body.classList.add("gone");
-      const place = document.getElementById("live");
-      if (place) replace(place, h("b", { class: "bad" }, "the viewer has ended"));
+      await current?.refresh?.();
+      if (following) await followNewest();
+    } catch (error) {
+      showFault(`this page is not up to date: ${error.message}`);
     }
   }
+}
+
+async function watch() {
+  if (!document.hidden) await lookAgain();
   setTimeout(watch, 2000);
 }
 

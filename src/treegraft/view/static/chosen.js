@@ -7,10 +7,14 @@ const HUES = 8;
 let names = null;
 const slots = new Map();
 
+// Names in an address: one may hold a comma.
+export const joined = (names) => names.map((name) => name.replace(/[%,]/g, encodeURIComponent)).join(",");
+const split = (text) => text.split(",").map((name) => name.replace(/%25|%2C/g, decodeURIComponent));
+
 // The runs of an address; else those chosen before; else the newest few.
 export function chosenRuns(runs, query) {
   const known = (some) => some.filter((name) => runs.some((run) => run.name === name));
-  if (query.runs !== undefined) names = known(query.runs.split(","));
+  if (query.runs !== undefined) names = known(split(query.runs));
   else if (names === null) {
     const readable = runs.filter((run) => !run.error);
     const written = readable.filter((run) => run.num_lines > 0);

@@ -2,7 +2,7 @@
 
 import { flat, h, hideTip, num, plain, plural, s, score, showTip } from "./dom.js";
 import { edge, fold, place, rows, wish } from "./layout.js";
-import { author, brief, causeWords, headline, icon, ORIGINS, outcome, refusal, refusalWords, shade, STATUS_WORDS } from "./marks.js";
+import { author, brief, causeWords, headline, icon, isDrawn, ORIGINS, outcome, refusal, refusalWords, shade, STATUS_WORDS } from "./marks.js";
 
 const HEAD = 28;
 const [ICON, SPACE] = [12, 5];
@@ -124,7 +124,7 @@ export class Drawing {
     node.brief = answer === null || answer === undefined ? node.text : flat(answer, 400);
     node.second = flat(observations.length ? observations.map((seen) => seen.text).join(" ") : node.text.includes(flat(thought, 60)) ? "" : thought, 400);
     node.marks = [
-      node.kind === "branch" && { name: "branch", text: step.entropy_change ? brief(step.entropy_change.change) : `P ${brief(step.cause.probability).slice(1)}`, change: step.entropy_change?.change },
+      node.kind === "branch" && { name: "branch", text: step.entropy_change ? brief(step.entropy_change.change) : isDrawn(step) ? "drawn" : `P ${brief(step.cause.probability).slice(1)}`, change: step.entropy_change?.change },
       node.kind === "graft" && { name: "graft" },
       step.content.observations.some((seen) => seen.is_error) && node.kind !== "graft" && { name: "error" },
     ].filter(Boolean);

@@ -128,11 +128,15 @@ export function refusalWords(step) {
   return `${num_opened} of ${plural(num_wanted, "branch", "branches")} beside it, for the group's budget of leaves was spent: ${changeWords(step, seen)}, ${decided(seen, true)}.`;
 }
 
+// A branch of Tree-GRPO, for which no entropies were compared.
+export const isDrawn = (step) => step.cause?.kind === "branch" && step.cause.rule === "random";
+
 export function causeWords(step) {
   const cause = step.cause;
   if (!cause) return "the prompt";
   if (cause.kind === "start") return "a start: a first-level rollout";
   if (cause.kind === "continuation") return "the ordinary next step of its parent";
+  if (isDrawn(step)) return "a branch: a further child of a finished step, drawn at random";
   if (cause.kind === "branch") return `a branch: ${changeWords(step, cause)}, ${decided(cause, true)}`;
   return `a graft: retrieved from “${plain(cause.source)}”, written on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${score(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
 }

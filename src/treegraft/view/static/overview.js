@@ -2,7 +2,7 @@
 
 import { get, note, runPath, to } from "./api.js";
 import { AXES, chart, css, duration, smooth, wilson } from "./charts.js";
-import { chosenRuns, colourOf } from "./chosen.js";
+import { chosenRuns, colourOf, joined } from "./chosen.js";
 import { h, num, plain, replace } from "./dom.js";
 
 const share = (value, digits) => `${num(100 * value, digits)} %`;
@@ -87,8 +87,8 @@ export async function overview(page, { runs, query, go }) {
 
   function toggle(name) {
     const names = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name];
-    chosen = chosenRuns(runs, { runs: names.join(",") });
-    note({ runs: chosen.join(",") || "," });
+    chosen = chosenRuns(runs, { runs: joined(names) });
+    note({ runs: joined(chosen) || "," });
     update();
   }
 
@@ -111,8 +111,10 @@ export async function overview(page, { runs, query, go }) {
   // Every place on the x axis, with the lines there and their names in the tooltip.
   function placesOf(shown) {
     if (axis === "update") {
-      const x = [...new Set(shown.flatMap((run) => run.lines.map((line) => line.update)))].sort((a, b) => a - b);
-      return { x, names: null, owners: x.map((update) => [shown[0].name, update]) };
+      // A click opens the first run that has the update.
+      const first = new Map([...shown].reverse().flatMap((run) => run.lines.map((line) => [line.update, run.name])));
+      const x = [...first.keys()].sort((a, b) => a - b);
+      return { x, names: null, owners: x.map((update) => [first.get(update), update]) };
     }
     // One run's place is no other's: each has its own, and two at one place are one after the other.
     const all = shown.flatMap((run) => run.lines.filter((line) => line.at[axis] !== undefined).map((line) => [line.at[axis], run.name, line.update]));

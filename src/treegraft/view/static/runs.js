@@ -2,7 +2,7 @@
 
 import { note, to } from "./api.js";
 import { duration, short } from "./charts.js";
-import { chosenRuns, colourOf } from "./chosen.js";
+import { chosenRuns, colourOf, joined } from "./chosen.js";
 import { h, percent, plain, plural, replace } from "./dom.js";
 import { makeList } from "./table.js";
 
@@ -20,13 +20,13 @@ export async function runsPage(page, { runs, query, go }) {
   const count = h("span", { class: "dim", id: "count" });
   const field = h("input", { type: "search", id: "run-filter", placeholder: "folder, name, model, explorer   /", "aria-label": "filter", oninput: (event) => { words = event.target.value; note({ q: words }); draw(true); } });
   field.value = words;
-  const compare = h("button", { id: "compare", onclick: () => go(to.overview({ runs: chosen.join(",") })) });
-  const differ = h("button", { onclick: () => go(to.settings({ runs: chosen.join(",") })) }, "their settings");
+  const compare = h("button", { id: "compare", onclick: () => go(to.overview({ runs: joined(chosen) })) });
+  const differ = h("button", { onclick: () => go(to.settings({ runs: joined(chosen) })) }, "their settings");
 
   const toggle = (name, is) => {
     chosen = is ? [...chosen, name] : chosen.filter((one) => one !== name);
-    chosenRuns(runs, { runs: chosen.join(",") });
-    note({ runs: chosen.join(",") || "," });
+    chosenRuns(runs, { runs: joined(chosen) });
+    note({ runs: joined(chosen) || "," });
     draw();
   };
   const columns = [

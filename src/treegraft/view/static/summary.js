@@ -1,7 +1,7 @@
 // What a tree shows, in sentences made from its data: what was right, what grafts and branches brought, where the advantage fell.
 
 import { flat, plain, plural, score } from "./dom.js";
-import { headline, WORDS } from "./marks.js";
+import { headline, isDrawn, WORDS } from "./marks.js";
 
 const MOST_NAMED = 6;
 
@@ -95,12 +95,15 @@ function branches(tree) {
   const spent = looked.filter((step) => step.decision.num_opened < step.decision.num_wanted).length;
   if (!found.length && looked.length) return { kind: "plain", words: `No branch: considered ${looked.length === 1 ? "once" : `${looked.length} times`}${spent ? `, ${spent} without budget` : ""}` };
   if (!found.length) return tree.leaves.length > 1 ? { kind: "plain", words: `No branch${tree.steps.some(isTwin(tree)) ? ": forks are rollouts that began alike" : ""}` } : null;
-  const nats = found.map((step) => step.entropy_change).filter(Boolean);
+  const measured = found.filter((step) => !isDrawn(step));
+  const nats = measured.map((step) => step.entropy_change).filter(Boolean);
   const tools = [...new Set(nats.map((one) => one.after_tool).filter(Boolean))];
-  const changes = nats.length ? nats.map((one) => one.change) : found.map((step) => step.cause.entropy_change);
-  const why = `${tools.length ? ` after ${tools.slice(0, 2).map((one) => plain(one)).join(" or ")}` : ""} where entropy ${way(changes)} (${spanned(changes)} ${nats.length ? "nats a token" : "in the rule's unit"}; ${ruleWords(found)})`;
+  const changes = nats.length ? nats.map((one) => one.change) : measured.map((step) => step.cause.entropy_change);
+  const drawn = measured.length < found.length ? `${measured.length ? `; ${found.length - measured.length} of them` : ""} below finished steps, drawn at random` : "";
+  const entropies = measured.length ? `${tools.length ? ` after ${tools.slice(0, 2).map((one) => plain(one)).join(" or ")}` : ""} where entropy ${way(changes)} (${spanned(changes)} ${nats.length ? "nats a token" : "in the rule's unit"}; ${ruleWords(measured)})` : "";
+  const why = `${entropies}${drawn}`;
   const refused = spent ? `; ${spent} more found no budget` : "";
-  return { kind: "branch", leaf: shownFirst(tree, where(tree, (leaf) => leaf.num_branches > 0)), words: `${plural(found.length, "branch", "branches")}${why}${compared(tree, "num_branches")}`, title: `${plural(looked.length, "step")} considered${refused}. ${WORDS.nats}` };
+  return { kind: "branch", leaf: shownFirst(tree, where(tree, (leaf) => leaf.num_branches > 0)), words: `${plural(found.length, "branch", "branches")}${why}${compared(tree, "num_branches")}`, title: measured.length ? `${plural(looked.length, "step")} considered${refused}. ${WORDS.nats}` : "" };
 }
 
 // Whether a step has the tokens of another child of its parent, each of them no branch: rollouts that began alike.

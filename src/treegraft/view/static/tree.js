@@ -5,7 +5,7 @@ import { copy, messagesOf, textOf } from "./copy.js";
 import { h, plain, replace } from "./dom.js";
 import { Drawing } from "./drawing.js";
 import { fold, rows } from "./layout.js";
-import { brief, icon, leafChip, ORIGINS, OVERLAYS, PLAN, scaleLegend } from "./marks.js";
+import { brief, icon, isDrawn, leafChip, ORIGINS, OVERLAYS, PLAN, scaleLegend } from "./marks.js";
 import { bestName, leafNames, summary } from "./summary.js";
 import { leafFacts, stepCard } from "./transcript.js";
 import { records, scaleOf, TokenView } from "./tokens.js";
@@ -15,7 +15,7 @@ function drawingLegend(tree) {
   const has = (test) => tree.steps.some(test);
   const item = (mark, words, name) => h("span", { class: `item ${name ?? ""}` }, mark, " ", words);
   const branches = tree.steps.filter((one) => one.cause?.kind === "branch");
-  const [measured, bare] = [branches.find((one) => one.entropy_change), branches.find((one) => !one.entropy_change)];
+  const [measured, bare] = [branches.find((one) => one.entropy_change), branches.find((one) => !one.entropy_change && !isDrawn(one))];
   // Which steps stand for several, and where such a one forks although nothing was branched or grafted.
   const twins = rows(fold(tree)).nodes.filter((node) => node.ids.length > 1);
   const isFork = (node) => node.children.filter((one) => !["branch", "graft"].includes(one.step.cause.kind)).length > 1;
@@ -26,6 +26,7 @@ function drawingLegend(tree) {
     has((one) => one.cause?.kind === "graft") && item(icon("graft"), "graft: a step of another agent", "graft"),
     measured && item(icon("branch"), [h("b", null, brief(measured.entropy_change.change)), " branch, and the change of entropy before it in nats a token"], "branch"),
     bare && item(icon("branch"), [h("b", null, `P ${brief(bare.cause.probability).slice(1)}`), " branch, and the rule's probability"], "branch"),
+    has(isDrawn) && item(icon("branch"), [h("b", null, "drawn"), " branch: a further child of a finished step, drawn at random"], "branch"),
     twins.some(isFork) && item(icon("fork"), `fork without a mark: ${alike}, then parted`),
     has((one) => one.decision && !one.decision.num_wanted) && item(icon("refused"), "considered, no branch", "refused"),
     has((one) => one.decision && one.decision.num_opened < one.decision.num_wanted) && item(icon("budget"), "no budget left for one", "budget"),
@@ -43,7 +44,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   const steps = new Map(tree.steps.map((step) => [step.id, step]));
   const isEmpty = tree.leaves.length === 0;
   const usual = tree.leaves.some((one) => one.is_correct !== null) ? "outcome" : "advantage";
-  let leaf = Math.min(tree.leaves.length - 1, Math.max(0, Number(query.leaf ?? tree.best ?? 0)));
+  let leaf = Math.min(tree.leaves.length - 1, Math.max(0, Math.trunc(Number(query.leaf ?? tree.best ?? 0)) || 0));
   let step = steps.has(query.step) ? query.step : null;
   if (step && query.leaf === undefined) leaf = Math.max(0, leafBelow(step));
   let overlay = OVERLAYS.some((one) => one.id === query.over) ? query.over : usual;

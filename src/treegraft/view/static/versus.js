@@ -34,7 +34,7 @@ export async function versus(page, { run, query, go }, file, n) {
   const tree = await get(runPath(run, `/trees/${encodeURIComponent(file)}/${n}`));
   const steps = new Map(tree.steps.map((step) => [step.id, step]));
   const scale = scaleOf(tree);
-  const inside = (value, fallback) => Math.min(tree.leaves.length - 1, Math.max(0, Number(value ?? fallback)));
+  const inside = (value, fallback) => Math.min(tree.leaves.length - 1, Math.max(0, Math.trunc(Number(value ?? fallback)) || 0));
   let pair = [inside(query.a, 0), inside(query.b, 1)];
   let mode = query.mode === "tokens" ? "tokens" : "read";
   let overlay = OVERLAYS.some((one) => one.id === query.over) ? query.over : "origin";

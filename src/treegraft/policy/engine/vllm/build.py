@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from treegraft.core.locate import locate
 from treegraft.policy.checkpoint import ADAPTER
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.engine import VllmEngine
+from treegraft.policy.engine.vllm.folder import held_folder
 from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
 from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server, free_port
@@ -206,9 +208,11 @@ def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: 
             ) from error
     for left in SHARED_MEMORY.glob(f"{_WEIGHTS}*"):
         pid = left.name.removeprefix(_WEIGHTS).partition("-")[0]
-        # Of a run that was killed.
+        # Of a run that was killed: one in another container, whose numbers mean nothing here, would
+        # hold its lock.
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError), held_folder(left):
+                shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{_WEIGHTS}{os.getpid()}-", dir=SHARED_MEMORY))
 
 

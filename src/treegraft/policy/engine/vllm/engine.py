@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.engine.vllm.fleet import Due, Fleet
-from treegraft.policy.engine.vllm.folder import write_folder
+from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
 from treegraft.policy.noise import NoiseKind
@@ -69,6 +70,12 @@ class VllmEngine:
         self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
         self._num_bytes = 0
+        self._lock = ExitStack()
+        with suppress(OSError):
+            # Not every file system knows locks.
+            self._lock.enter_context(held_folder(weights))
+        self._former: list[WeightsFolder] = []
+        """Of earlier publishes, to be removed."""
 
     async def open(self) -> None:
         """Starts the servers and waits until they can be sampled from.
@@ -190,8 +197,12 @@ class VllmEngine:
             before = self._fleet.due.folder
             due = await self._written(source, version)
             await self._fleet.publish(due, self.settings.vllm.start_timeout_s)
-            if before is not None:
-                before.remove()
+            self._former += [before] if before is not None else []
+            # A server that is being started anew may still read one; the next publish removes it.
+            if not any(member.loading.locked() for member in self._fleet.members):
+                for former in self._former:
+                    former.remove()
+                self._former.clear()
             await self._compare_servers()
             self.policy_version, self.fingerprint = version, due.fingerprint
             assert due.folder is not None
@@ -275,6 +286,7 @@ class VllmEngine:
             await self._fleet.close()
         finally:
             await self._http.aclose()
+            self._lock.close()
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
 

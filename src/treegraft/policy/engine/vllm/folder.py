@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +47,18 @@ class WeightsFolder:
     def remove(self) -> None:
         """Deletes the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextmanager
+def held_folder(path: Path) -> Iterator[None]:
+    """Holds a lock on a folder for the time of the block, which ends with the process at the
+    latest. Raises OSError where another process holds it."""
+    held = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(held)
 
 
 def write_folder(path: Path, source: WeightSource) -> WeightsFolder:
