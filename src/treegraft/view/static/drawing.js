@@ -7,7 +7,8 @@ import { author, brief, causeWords, headline, icon, isDrawn, ORIGINS, outcome, r
 const HEAD = 28;
 const [ICON, SPACE] = [12, 5];
 const LEAST_LABEL = 44;
-const [BAR, WIDE_BAR] = [52, 76];
+const [TIGHT_BAR, BAR, WIDE_BAR] = [40, 52, 76];
+const DEEP = 9; // steps
 const [NARROW, NARROW_LINES] = [54, 3]; // a box that holds a word, or less
 const NARROW_WINDOW = 600;
 const [SMALL, CLOSER] = [12, 0.5]; // letters of the number of equal steps in a narrow box, and how much closer they stand, as tree.css has them
@@ -102,7 +103,7 @@ export class Drawing {
     const isNarrow = innerWidth < NARROW_WINDOW;
     this.side = this.columns(isNarrow);
     this.sideWidth = this.side.reduce((sum, one) => sum + one.width, 0) + (isNarrow ? 6 : 14);
-    const sizes = { side: this.sideWidth, head: HEAD, line: this.line, widthOf: (node) => this.full(node), linesOf: (node, inside, isDots) => this.wanted(node, inside, isDots) };
+    const sizes = { side: this.sideWidth, head: HEAD, line: this.line, narrow: NARROW, widthOf: (node) => this.full(node), linesOf: (node, inside, isDots) => this.wanted(node, inside, isDots) };
     this.laid = place({ nodes, num }, { room: room(wish(nodes, sizes)), ...sizes });
     this.element = this.build();
     this.listen({ onLeaf, onStep, onUnfold });
@@ -178,9 +179,11 @@ export class Drawing {
     const many = Math.max(0, ...this.ends.map((node) => (times(node) ? this.width(times(node), 600) + (isNarrow ? 4 : 12) : 0)));
     const verdict = (leaf) => `${outcome(leaf).glyph} ${isNarrow ? outcome(leaf).short ?? outcome(leaf).word : outcome(leaf).word}`;
     const advantage = (leaf) => score(leaf.advantage, true);
-    const bar = isNarrow ? 0 : innerWidth >= 1800 ? WIDE_BAR : BAR;
+    // Where many steps share little room, it goes to them.
+    const isTight = innerWidth < 1800 && Math.max(0, ...this.nodes.map((node) => node.depth)) >= DEEP;
+    const bar = isNarrow ? 0 : innerWidth >= 1800 ? WIDE_BAR : isTight ? TIGHT_BAR : BAR;
     const numbers = Math.max(0, ...leaves.map((leaf) => this.width(advantage(leaf), 600)));
-    const short = isNarrow ? "adv." : "advantage";
+    const short = isNarrow || isTight ? "adv." : "advantage";
     const [figures, signs] = [Math.max(numbers, this.width(short)), bar > 0 && h("i", { class: "signs", title: "left: less likely; right: more likely" }, h("b", null, "−"), h("b", null, "+"))];
     signs && signs.style.setProperty("width", `${bar - 4}px`);
     const right = (element) => { element.style.setProperty("width", `${figures}px`); return element; };

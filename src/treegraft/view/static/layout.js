@@ -5,7 +5,7 @@
 const [GAP, PAD] = [18, 8];
 const [CLOSE_GAP, CLOSE_PAD] = [8, 2];
 const [DOT, LABELLED, CLOSE, WIDEST] = [10, 36, 80, 520]; // columns: without words, the narrowest with words, narrow ones, the widest
-const [LEAST_ROW, MOST_LINES] = [26, 6];
+const [LEAST_ROW, MOST_LINES, MOST_BROKEN] = [26, 6, 3];
 const [LEFT, ROOT] = [6, 19];
 
 const leafKey = (leaf) => (leaf ? [leaf.status, leaf.reward, leaf.advantage, leaf.is_correct].join() : "");
@@ -77,8 +77,8 @@ const deepest = (nodes) => Math.max(0, ...nodes.map((node) => node.depth));
 // The width with which every word could be read.
 export const wish = (nodes, { side, widthOf }) => LEFT + ROOT + side + wishes(nodes, deepest(nodes), widthOf).reduce((sum, one) => sum + one, 0);
 
-// widthOf: of a node's words and marks. linesOf: how many lines a node has something to say in, in a width. side: width of the leaves' columns at the right; head, line: heights of the head and of a line. Returns places in pixels.
-export function place({ nodes, num }, { room, side, head, line, widthOf, linesOf }) {
+// widthOf: of a node's words and marks. linesOf: how many lines a node has something to say in, in a width. side: width of the leaves' columns at the right; head, line: heights of the head and of a line. narrow: the width below which a box breaks its words. Returns places in pixels.
+export function place({ nodes, num }, { room, side, head, line, narrow, widthOf, linesOf }) {
   const depth = deepest(nodes);
   const wanted = wishes(nodes, depth, widthOf);
   const space = Math.max(0, room.width - LEFT - ROOT - side);
@@ -92,7 +92,9 @@ export function place({ nodes, num }, { room, side, head, line, widthOf, linesOf
   const insideOf = (node) => Math.max(0, Math.floor((isDots || node.children.length ? starts[node.depth + 1] : width - side) - gap - starts[node.depth]) - 2 * pad);
   // Rows are as high as their words need, if the room has it.
   const lines = Math.min(MOST_LINES, Math.max(1, ...nodes.map((node) => (node.depth ? linesOf(node, insideOf(node), isDots) : 1))));
-  const row = Math.max(LEAST_ROW, line + 9, Math.min(lines * line + 14, (room.height - head - 6) / Math.max(1, num)));
+  // Narrow boxes break their words into lines, so their rows are high enough for them even if the drawing then scrolls.
+  const broken = Math.max(0, ...nodes.map((node) => (node.depth && !isDots && insideOf(node) < narrow ? linesOf(node, insideOf(node), false) : 0)));
+  const row = Math.max(LEAST_ROW, line + 9, Math.min(MOST_BROKEN, broken) * line + 11, Math.min(lines * line + 14, (room.height - head - 6) / Math.max(1, num)));
   const at = new Map(nodes.map((node) => {
     const inside = insideOf(node);
     const own = !isDots && widthOf(node) + 2 * PAD < inside ? PAD : pad; // an answer may have room to spare
