@@ -11,12 +11,14 @@ VLLM_ENV := .vllm-env
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
 demo: install
-	@stamp=$$(date +%Y%m%d-%H%M%S); own=grpo-$$stamp; shown=rapo-$$stamp; \
-	echo; echo "1 of 2: GRPO, an agent that explores by itself"; \
-	echo "        The warning no_variance is expected: where all attempts at a question fare alike, it learns nothing."; \
-	$(BIN)/treegraft train recipes/demo.toml run.name=$$own || exit; \
-	echo; echo "2 of 2: RAPO + learning from grafts, the same agent, now and then shown a step of an expert"; \
+	@mkdir -p runs; stamp=$$(date +%Y%m%d-%H%M%S); own=grpo-$$stamp; shown=rapo-$$stamp; \
+	echo; echo "Two agents train at the same time, one processor core each."; \
+	echo "  GRPO explores by itself; its output goes to runs/$$own.log."; \
+	echo "  RAPO + learning from grafts, the same agent, is now and then shown a step of an expert:"; \
+	$(BIN)/treegraft train recipes/demo.toml run.name=$$own >runs/$$own.log 2>&1 & other=$$!; \
+	trap 'kill $$other 2>/dev/null; wait $$other' EXIT; trap 'exit 130' INT TERM HUP; \
 	$(BIN)/treegraft train recipes/demo.toml explorers='["graft"]' run.name=$$shown || exit; \
+	wait $$other || { tail -n 5 runs/$$own.log; exit 1; }; \
 	echo; \
 	$(BIN)/treegraft compare runs/$$own runs/$$shown; \
 	echo; \
