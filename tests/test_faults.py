@@ -25,6 +25,7 @@ def campaign(folder: Path, *arguments: object) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit and mounts are Linux's")
+@pytest.mark.slow  # the campaign in miniature; tests/test_resume.py kills and resumes by default
 def test_a_few_faults(tmp_path: Path) -> None:
     printed = campaign(tmp_path, "--num", 2, "--only", "full", "read-only")
     assert "2 faults in 1 runs, 0 wrong" in printed and "1 runs with equal bytes" in printed
