@@ -91,6 +91,11 @@ class StudyFile(_Table):
     """Arm that the others' differences are taken from; None for the first."""
     primary: str | None = None
     """Arm that is compared with each of the others; None for no such tests."""
+    at_calls: list[float] = []
+    """Executed calls at which tables compare arms; empty takes, pair by pair, the total of the arm
+    that makes the fewest."""
+    at_cpu_s: list[float] = []
+    """The same in CPU seconds."""
     keep: Literal["none", "last", "all"] = "none"
     """What stays of a run's folder once its line is written: nothing, its settings, metrics and
     last checkpoint, or everything."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,11 @@ from treegraft.study.plan import RunPlan
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
+
+CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
+SHOWN = "rollout/num_shown_calls"
+"""Executed calls, and grafted or replayed ones."""
+COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
 
 
 def read_results(path: Path) -> list[Line]:
@@ -99,3 +104,37 @@ def _without_own(line: Line) -> Line:
         "settings",
     )
     return {name: value for name, value in line.items() if name not in own}
+
+
+def curve(lines: Sequence[Mapping[str, float]]) -> list[Line]:
+    """Returns the accuracy at each evaluation, sampled where that was measured, with the costs so
+    far.
+
+    Args:
+        lines: of metrics.jsonl; the costs in it are those of each update.
+
+    Raises:
+        DataError: no evaluation.
+    """
+    spent, points = dict.fromkeys(COSTS, 0.0), []
+    for line in lines:
+        spent = {cost: total + _spent(line, cost) for cost, total in spent.items()}
+        measured = {
+            name: value
+            for name, value in line.items()
+            if name in ("eval/accuracy", "eval/accuracy_sampled") or "eval/pass_at_" in name
+        }
+        accuracy = measured.pop("eval/accuracy_sampled", None)
+        if accuracy is None:
+            accuracy = measured.pop("eval/accuracy", None)
+        if accuracy is not None:
+            points.append({"update": line["update"], "accuracy": accuracy, **measured, **spent})
+    if not points:
+        raise DataError("the run has no evaluation; expected eval.at_end = true.")
+    return points
+
+
+def _spent(line: Mapping[str, float], cost: str) -> float:
+    if cost == SHOWN and cost not in line:
+        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0)
+    return line.get(cost, 0.0)

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,7 @@ from treegraft.settings.load import load_config
 from treegraft.settings.recipe import merged
 from treegraft.study.calibration import calibrate
 from treegraft.study.plan import BufferPlan, RunPlan, WarmupPlan
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.fill import AgentChoice, BufferBuild
-
-Line = dict[str, Any]
-CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
-SHOWN = "rollout/num_shown_calls"
-"""Executed calls, and grafted or replayed ones."""
-COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
+from treegraft.study.results import Line, curve
 
 
 def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
@@ -101,6 +94,9 @@ def _warm_up(job: WarmupPlan, out: Path) -> Line:
 
 
 def _build(job: BufferPlan, out: Path) -> Line:
+    from treegraft.traces.buffer import TraceBuffer
+    from treegraft.traces.fill import AgentChoice, BufferBuild
+
     place = out / job.file
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = place.with_name(f".{place.name}.partial")
@@ -152,37 +148,3 @@ def _run(job: RunPlan, out: Path) -> Line:
         "curve": curve(read_metrics(place)),
         **costs,
     }
-
-
-def curve(lines: Sequence[Mapping[str, float]]) -> list[Line]:
-    """Returns the accuracy at each evaluation, sampled where that was measured, with the costs so
-    far.
-
-    Args:
-        lines: of metrics.jsonl; the costs in it are those of each update.
-
-    Raises:
-        DataError: no evaluation.
-    """
-    spent, points = dict.fromkeys(COSTS, 0.0), []
-    for line in lines:
-        spent = {cost: total + _spent(line, cost) for cost, total in spent.items()}
-        measured = {
-            name: value
-            for name, value in line.items()
-            if name in ("eval/accuracy", "eval/accuracy_sampled") or "eval/pass_at_" in name
-        }
-        accuracy = measured.pop("eval/accuracy_sampled", None)
-        if accuracy is None:
-            accuracy = measured.pop("eval/accuracy", None)
-        if accuracy is not None:
-            points.append({"update": line["update"], "accuracy": accuracy, **measured, **spent})
-    if not points:
-        raise DataError("the run has no evaluation; expected eval.at_end = true.")
-    return points
-
-
-def _spent(line: Mapping[str, float], cost: str) -> float:
-    if cost == SHOWN and cost not in line:
-        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0)
-    return line.get(cost, 0.0)
