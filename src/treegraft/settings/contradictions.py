@@ -9,6 +9,7 @@ from typing import NamedTuple
 from treegraft.core.errors import nearest
 from treegraft.core.plugins import unknown_name
 from treegraft.settings.config import Config, known_settings
+from treegraft.settings.explore import takes_warmup_of_buffer
 from treegraft.settings.plain import shown
 from treegraft.settings.table import value_of
 
@@ -244,6 +245,7 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         )
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
+    if "graft" in explore.explorers or takes_warmup_of_buffer(config):
         yield from _buffer_wrong(config)
 
 
@@ -265,11 +267,14 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
             ' add "self", or set buffer.grow.num_best to 0.',
         )
     if not settings.path:
+        grafts = "graft" in config.explore.explorers
+        other = "explore.explorers" if grafts else "warmup.traces"
+        use = 'has "graft", which retrieves from a' if grafts else 'is "buffer", which means this'
         yield Contradiction(
-            ("buffer.path", "explore.explorers"),
-            'buffer.path: got none, but explore.explorers has "graft", which retrieves from a'
-            " Step-Trace Buffer. Make one with `treegraft buffer build RECIPE` and name its file,"
-            ' or take "expert" where the tasks have a scripted expert.',
+            ("buffer.path", other),
+            f"buffer.path: got none, but {other} {use} Step-Trace Buffer. Make one with"
+            ' `treegraft buffer build RECIPE` and name its file, or take "expert" where the tasks'
+            " have a scripted expert.",
         )
 
 

@@ -11,6 +11,22 @@ with_graft = has("explore.explorers", "graft", or_own=True)
 with_tree_search = has("explore.explorers", "tree_search")
 
 
+_grafts = (with_graft, when("explore.graft.num_hybrid"), when("explore.graft.probability"))
+
+
+def takes_warmup_of_buffer(config: Settings) -> bool:
+    """Returns whether the warm-up imitates the buffer of [buffer]."""
+    num_steps, traces = value_of(config, "warmup.num_steps"), value_of(config, "warmup.traces")
+    return bool(num_steps) and traces == "buffer"
+
+
+def reads_buffer(config: Settings) -> str:
+    """Returns why the buffer has no effect; "" where grafts or the warm-up come from it."""
+    if takes_warmup_of_buffer(config):
+        return ""
+    return next(filter(None, (condition(config) for condition in _grafts)), "")
+
+
 def _size_of_rise_counts(config: Settings) -> str:
     own: EntropySettings = value_of(config, "explore.entropy")
     # base_prob + entropy_weight * change > threshold = base_prob: the sign of the change decides.
