@@ -243,6 +243,8 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             ' the remaining leaves come from one of "entropy" and "tree_search", the first; leave'
             " the other out.",
         )
+    if explore.num_first is not None:
+        yield from _above(config, "explore.num_first", "explore.num_leaves")
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
     if "graft" in explore.explorers or takes_warmup_of_buffer(config):
