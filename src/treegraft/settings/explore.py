@@ -11,6 +11,22 @@ with_graft = has("explore.explorers", "graft", or_own=True)
 with_tree_search = has("explore.explorers", "tree_search")
 
 
+_grafts = (with_graft, when("explore.graft.num_hybrid"), when("explore.graft.probability"))
+
+
+def takes_warmup_of_buffer(config: Settings) -> bool:
+    """Returns whether the warm-up imitates the buffer of [buffer]."""
+    num_steps, traces = value_of(config, "warmup.num_steps"), value_of(config, "warmup.traces")
+    return bool(num_steps) and traces == "buffer"
+
+
+def reads_buffer(config: Settings) -> str:
+    """Returns why the buffer has no effect; "" where grafts or the warm-up come from it."""
+    if takes_warmup_of_buffer(config):
+        return ""
+    return next(filter(None, (condition(config) for condition in _grafts)), "")
+
+
 def _size_of_rise_counts(config: Settings) -> str:
     own: EntropySettings = value_of(config, "explore.entropy")
     # base_prob + entropy_weight * change > threshold = base_prob: the sign of the change decides.
@@ -89,6 +105,13 @@ class TreeSearchSettings(Settings):
     explore.num_leaves are used up."""
 
 
+def _has_stages(config: Settings) -> str:
+    first = value_of(config, "explore.explorers")[0]
+    if first in ("independent", "graft"):
+        return ""
+    return f"the first of explore.explorers is '{first}', which has a rule of its own for that"
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
         ["independent"], min_length=1, built_in=("independent", "entropy", "graft", "tree_search")
@@ -99,6 +122,13 @@ class ExploreSettings(Settings):
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
+    num_first: int | None = setting(None, ge=2, idle_unless=(_has_stages,))
+    """Leaves that a tree of "independent" or "graft" begins with. They are scored, and the others
+    follow only where their rewards differ; None opens all at once."""
+    fill_from: float | None = setting(
+        None, idle_unless=(Condition("explore.num_first", bool), _has_stages)
+    )
+    """Mean reward of the first leaves from which the others follow; None for any."""
     entropy: EntropySettings = setting(EntropySettings(), idle_unless=with_entropy)
     """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
     tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)

@@ -375,14 +375,14 @@ class TraceBuffer:
 
     def trajectories(self) -> Iterator[tuple[Trace, ...]]:
         """Gives each trajectory's steps in order, by source, task and name; a step that several
-        share comes in each."""
+        share comes in each, with the reward and the policy's version of that one."""
         rows = self._file.query(
-            f"SELECT m.source, m.task_id, m.trajectory, {_PREFIXED} FROM members m JOIN traces t ON"
-            " t.id = m.trace WHERE t.evicted_at IS NULL ORDER BY m.source, m.task_id,"
-            " m.trajectory, m.position, t.id"
+            "SELECT t.key, t.value, m.reward, m.source, m.task_id, m.position, t.terminal,"
+            " m.trajectory, m.policy_version FROM members m JOIN traces t ON t.id = m.trace WHERE"
+            " t.evicted_at IS NULL ORDER BY m.source, m.task_id, m.trajectory, m.position, t.id"
         )
-        for _, group in groupby(rows, key=lambda row: row[:3]):
-            yield tuple(self._file.to_trace(row[3:]) for row in group)
+        for _, group in groupby(rows, key=lambda row: (row[3], row[4], row[7])):
+            yield tuple(map(self._file.to_trace, group))
 
     @property
     def num_keys_cut(self) -> int:
