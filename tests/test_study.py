@@ -156,6 +156,27 @@ def test_costs_add_up_to_each_evaluation() -> None:
         curve(lines[1:2])
 
 
+def test_imitation_before_the_first_update_counts() -> None:
+    warmup = [
+        {"update": 0, "eval/accuracy": 0.25},
+        {"update": 0, "eval/accuracy": 0.5, "warmup/num_steps": 4, "time/warmup_cpu_s": 3.0},
+        {"update": 0, "eval/accuracy": 0.75, "warmup/num_steps": 6, "time/warmup_cpu_s": 5.0},
+    ]
+    alone = curve([{"update": 0, "time/warmup_cpu_s": 5.0}], warmup)
+    assert [(one["update"], one["accuracy"], one[SECONDS]) for one in alone] == [
+        (-6, 0.25, 0),
+        (-2, 0.5, 3),
+        (0, 0.75, 5),
+    ]
+    lines = [
+        {"update": 0, "eval/accuracy": 0.75, "time/warmup_cpu_s": 5.0},
+        {"update": 1, "eval/accuracy": 1.0, SECONDS: 2.0, CALLS: 7.0},
+    ]
+    after = curve(lines, warmup)
+    assert [one["update"] for one in after] == [-6, -2, 0, 1]
+    assert [one[SECONDS] for one in after] == [0, 3, 5, 7] and after[-1][CALLS] == 7
+
+
 def test_results_survive_a_cut_line_and_equal_runs_get_their_own(tmp_path: Path) -> None:
     path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
     found = {"curve": [{"update": 0, "accuracy": 0.5}]}

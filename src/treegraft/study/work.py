@@ -24,6 +24,8 @@ from treegraft.study.calibration import calibrate
 from treegraft.study.plan import BufferPlan, RunPlan, WarmupPlan
 from treegraft.study.results import Line, curve
 
+WARMUP = "warmup.jsonl"
+
 
 def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
     """Does one job in the study's folder `out`, goes on with it, or finds it done.
@@ -136,6 +138,8 @@ def _run(job: RunPlan, out: Path) -> Line:
         more["buffer"] = {"path": str(out / job.buffer.file)}
     calibration_s = calibrate()
     _trained(job.command, _placed(job.config, place, more), place)
+    has_warmup = (place / WARMUP).is_file()
+    warmup = read_metrics(place, WARMUP) if has_warmup else []
     costs = {
         kind: read_note(note_of(one, out))
         for kind, one in (("warmup", job.warmup), ("buffer", job.buffer))
@@ -145,6 +149,6 @@ def _run(job: RunPlan, out: Path) -> Line:
         "command": job.command,
         "calibration_s": calibration_s,
         "num_eval": job.config.tasks.num_eval,
-        "curve": curve(read_metrics(place)),
+        "curve": curve(read_metrics(place), warmup),
         **costs,
     }
