@@ -114,6 +114,7 @@ def _print_tables(lines: Sequence[Line], study: StudyFile | None, *, as_json: bo
         question = Question(
             baseline=study.baseline or next(iter(study.arms)),
             primary=study.primary,
+            goes_on=study.after_end == "last",
             at={CALLS: study.at_calls, SECONDS: study.at_cpu_s},
         )
     runs = Runs(lines)

@@ -39,6 +39,8 @@ class Question:
     at: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Budgets at which arms are compared, by cost; a cost without one takes, pair by pair, the
     total of the arm that spends least of it."""
+    goes_on: bool = False
+    """Whether a run that ended before a budget counts with its last accuracy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,7 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
         gains = [a - b for a, b in zip(last[arm], reference, strict=True)]
         at = {
             name: [
-                accuracy_at(*runs.curve(line, cost), limit)
+                accuracy_at(*runs.curve(line, cost), limit, goes_on=question.goes_on)
                 for line, limit in zip(lines, limits, strict=True)
             ]
             for name, cost, limits in budgets
@@ -195,7 +197,7 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
         areas = {
             name: _mean(
                 [
-                    area(*runs.curve(line, cost), limit)
+                    area(*runs.curve(line, cost), limit, goes_on=question.goes_on)
                     for line, limit in zip(lines, limits, strict=True)
                 ]
             )
