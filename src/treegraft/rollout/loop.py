@@ -170,11 +170,19 @@ class Grower:
             await growth.run_starts(granted)
             # Only now is it known which leaves will never be branched off; fresh starts or
             # children of finished steps take them, so that every group has as many.
-            while await growth.fill(self.explorer.fill(tree.close(), budget.max_leaves)):
-                pass
+            wants_rewards = getattr(self.explorer, "wants_rewards", False)
+            closed = await self._closed(tree, is_scored=wants_rewards)
+            while await growth.fill(self.explorer.fill(closed, budget.max_leaves)):
+                closed = await self._closed(tree, is_scored=wants_rewards)
             # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)
         # Outside the sessions, so that environments are closed while rewards are computed.
+        return closed if wants_rewards else await self._closed(tree, is_scored=True)
+
+    async def _closed(self, tree: OpenTree, *, is_scored: bool) -> Tree:
+        """The tree as it stands between two stages, or at its end."""
+        if not is_scored:
+            return tree.close()
         with self.watch.waiting("rewards"):
             return await self.scorer(tree.close())
 

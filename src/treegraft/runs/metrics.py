@@ -25,6 +25,8 @@ METRICS: Mapping[str, str] = {
     "rollout/num_rounds": "rounds of tasks that were sampled (rollout.max_rounds)",
     "rollout/num_dropped_groups": "groups sampled and not learned from: without variance of reward,"
     " or more than run.tasks_per_update",
+    "rollout/second_stage_frac": "share of trees that grew on after their first leaves were scored"
+    " (explore.num_first)",
     "rollout/num_trajectories": "trajectories grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
     "rollout/num_tool_calls": "executed tool calls",

@@ -127,7 +127,7 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
-    if config.tasks.kind in ("search_world", "arithmetic"):
+    if config.tasks.kind in ("search_world", "sokoban", "arithmetic"):
         for name in ("num_train", "num_eval"):
             if (num := getattr(config.tasks, name)) > MAX_GENERATED:
                 yield Contradiction(
@@ -148,6 +148,8 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
             " has none: rollout.max_tool_calls = 0.",
         )
+    if config.tasks.kind == "sokoban":
+        yield from _sokoban_wrong(config)
     if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
         yield Contradiction(
             ("tools.replay", "tools.cache", "tools.cache_path"),
@@ -162,6 +164,23 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             ("reward.weights", "reward.funcs"),
             f"reward.weights: got {len(weights)} ({weights}), expected one for each of"
             f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs}).",
+        )
+
+
+def _sokoban_wrong(config: Config) -> Iterator[Contradiction]:
+    if not config.environment.kind:
+        yield Contradiction(
+            ("environment.kind", "tasks.kind"),
+            "environment.kind: got none, but tasks of kind 'sokoban' are played in an environment;"
+            ' expected environment.kind = "sokoban".',
+        )
+    own = config.tasks.sokoban
+    # Goals, boxes elsewhere, and the player.
+    if own.num_walls + 2 * own.num_boxes + 1 > own.size**2:
+        yield Contradiction(
+            ("tasks.sokoban.num_walls", "tasks.sokoban.num_boxes", "tasks.sokoban.size"),
+            f"tasks.sokoban.num_walls: got {own.num_walls}, which with {own.num_boxes} boxes and"
+            f" goals and a player do not fit on {own.size} x {own.size} squares.",
         )
 
 
@@ -243,6 +262,8 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             ' the remaining leaves come from one of "entropy" and "tree_search", the first; leave'
             " the other out.",
         )
+    if explore.num_first is not None:
+        yield from _above(config, "explore.num_first", "explore.num_leaves")
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
     if "graft" in explore.explorers or takes_warmup_of_buffer(config):

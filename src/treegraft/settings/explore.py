@@ -105,6 +105,13 @@ class TreeSearchSettings(Settings):
     explore.num_leaves are used up."""
 
 
+def _has_stages(config: Settings) -> str:
+    first = value_of(config, "explore.explorers")[0]
+    if first in ("independent", "graft"):
+        return ""
+    return f"the first of explore.explorers is '{first}', which has a rule of its own for that"
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
         ["independent"], min_length=1, built_in=("independent", "entropy", "graft", "tree_search")
@@ -115,6 +122,13 @@ class ExploreSettings(Settings):
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
+    num_first: int | None = setting(None, ge=2, idle_unless=(_has_stages,))
+    """Leaves that a tree of "independent" or "graft" begins with. They are scored, and the others
+    follow only where their rewards differ; None opens all at once."""
+    fill_from: float | None = setting(
+        None, idle_unless=(Condition("explore.num_first", bool), _has_stages)
+    )
+    """Mean reward of the first leaves from which the others follow; None for any."""
     entropy: EntropySettings = setting(EntropySettings(), idle_unless=with_entropy)
     """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
     tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)
