@@ -123,6 +123,7 @@ METRICS: Mapping[str, str] = {
     "time/engine_requests": "requests to servers; a completion with a probe takes two",
     "time/engine_moved": "requests that were asked again, of another server or after a restart",
     "time/engine_stale": "replies by other weights than those that were due; they were asked again",
+    "time/engine_drained": "times that a slow server's requests went to others until a publish",
     "time/engine_restarts": "times that a server was started again or waited for",
     "time/engine_cached_frac": "share of the requests' tokens that servers had in their caches",
     "time/publish_bytes": "size of the weights given to servers, in bytes",
