@@ -397,8 +397,9 @@ class WarmupSettings(Settings):
     """Stored trajectories of each question that are imitated, the best by reward, of these those
     with the fewest steps; None for all."""
     eval_every: int = setting(0, ge=0)
-    """Warm-up steps between evaluations on the held-out tasks, which also come after the last step;
-    written with the costs so far to warmup.jsonl of the run folder. 0 for none."""
+    """Warm-up steps between evaluations on the held-out tasks, which also come after the last step
+    and, with eval.at_start, before the first; written with the costs so far to warmup.jsonl of the
+    run folder. 0 for none."""
     batch_size: int = setting(48, ge=1, default_of=by_model(tiny=48, full=8))
     """Demonstrations per optimiser step; by default 48 for the "tiny" model, 8 for a language
     model."""
