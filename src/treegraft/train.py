@@ -25,6 +25,7 @@ from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
+from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower, Watch
@@ -230,6 +231,9 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     trees = kept + dropped
     with clock("publish"):
         await publisher.publish(number)
+    every = config.health.symptoms_every
+    with clock("symptoms"):
+        shown_late = symptoms(learner, kept) if every and number % every == 0 else {}
     # After learning, so that traces of this update are never retrieved within it.
     buffer.grow(trees, number)
     # The one place where the metrics of an update come together.
@@ -238,6 +242,7 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
         | sampled.metrics
         | learned
+        | shown_late
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
     # Taken once an update: each call starts counting anew.

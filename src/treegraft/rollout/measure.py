@@ -10,7 +10,7 @@ import numpy as np
 
 from treegraft.core.interfaces import Explorer
 from treegraft.core.types import BranchCause, GraftCause, Origin, Status, Step, Trajectory, Tree
-from treegraft.rollout.copied import copied_metrics
+from treegraft.rollout.copied import copied_metrics, found_metrics
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -54,7 +54,7 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
             sum(isinstance(step.cause, BranchCause) for step in after_prompt)
         ),
     }
-    metrics |= _graft_metrics(trees, paths)
+    metrics |= _graft_metrics(trees, paths) | found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
     for name in sorted({name for leaf in scored for name in leaf.reward_parts}):
         values = [leaf.reward_parts[name] for leaf in scored if name in leaf.reward_parts]
