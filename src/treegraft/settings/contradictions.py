@@ -245,8 +245,8 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    leading = [name for name in ("entropy", "tree_search") if name in explore.explorers]
-    for name in leading:
+    leading = [name for name in ("entropy", "balanced", "tree_search") if name in explore.explorers]
+    for name in set(leading) - {"balanced"}:
         yield from _above(config, f"explore.{name}.num_starts", "explore.num_leaves", rest)
     if leading and explore.explorers[0] not in leading:
         yield Contradiction(
@@ -259,8 +259,14 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield Contradiction(
             ("explore.explorers",),
             f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
-            ' the remaining leaves come from one of "entropy" and "tree_search", the first; leave'
-            " the other out.",
+            f" the remaining leaves come from one of {', '.join(leading)}, the first; leave the"
+            " others out.",
+        )
+    if "balanced" in leading and explore.entropy.allocation == "shares":
+        yield Contradiction(
+            ("explore.entropy.allocation", "explore.explorers"),
+            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
+            " starts there will be to share the leaves; take 'round'.",
         )
     if explore.num_first is not None:
         yield from _above(config, "explore.num_first", "explore.num_leaves")
