@@ -14,7 +14,7 @@ from treegraft.core.types import Tree, ids_to
 
 def standardised(values: Floats, counts: Floats) -> Floats:
     """Returns [values] (x - μ) / σ, with the mean and the population standard deviation over values
-    that occur `counts` times each; 0 where they do not spread.
+    that occur `counts` times each; 0 where they do not spread (the z of AEPO, arXiv 2510.14545).
 
     Args:
         counts: [values] 0 or more; those with 0 get a number and count for nothing.

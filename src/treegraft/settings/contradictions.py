@@ -255,11 +255,12 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             f' rollouts start and what becomes of the leaves that are left; expected "{leading[0]}"'
             " in the first place.",
         )
+    named = " and ".join(f'"{name}"' for name in leading)
     if len(leading) > 1:
         yield Contradiction(
             ("explore.explorers",),
             f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
-            f" the remaining leaves come from one of {', '.join(leading)}, the first; leave the"
+            f" the remaining leaves come from one of {named}, the first; leave the"
             " others out.",
         )
     if "balanced" in leading and explore.entropy.allocation == "shares":
