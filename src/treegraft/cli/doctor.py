@@ -28,6 +28,7 @@ from treegraft.core.interrupt import run_to_end
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
+from treegraft.settings.explore import retrieves
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -105,7 +106,7 @@ def data_files(config: Config) -> Iterator[Finding]:
         wanted.append(("tools.search.corpus", config.tools.search.corpus))
     if config.warmup.num_steps and config.warmup.traces != "expert":
         wanted.append(("warmup.traces", config.warmup.traces))
-    if "graft" in config.explore.explorers and config.buffer.path != "expert":
+    if retrieves(config.explore.explorers) and config.buffer.path != "expert":
         wanted.append(("buffer.path", config.buffer.path))
     for setting, name in wanted:
         if name.startswith("hub:"):

@@ -39,11 +39,13 @@ from treegraft.core.types import (
     GraftCause,
     Leaf,
     Origin,
+    RestartCause,
     StartCause,
     Status,
     Step,
     StepContent,
     StopReason,
+    StoredCause,
     Task,
     ToolCall,
     Trajectory,
@@ -55,6 +57,8 @@ CAUSES: Mapping[str, type[Any]] = {
     "continuation": ContinuationCause,
     "branch": BranchCause,
     "graft": GraftCause,
+    "stored": StoredCause,
+    "restart": RestartCause,
 }
 _KINDS = {cause: kind for kind, cause in CAUSES.items()}
 SAMPLED_COLUMNS: Mapping[str, float] = {

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from treegraft.settings.explore import BufferSettings, ExploreSettings, with_graft
+from treegraft.settings.explore import BufferSettings, ExploreSettings, with_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
     CreditSettings,
@@ -135,11 +135,7 @@ class Config(Settings):
     explore: ExploreSettings = setting(ExploreSettings(), ignored_by_eval=True)
     buffer: BufferSettings = setting(
         BufferSettings(),
-        idle_unless=(
-            with_graft,
-            when("explore.graft.num_hybrid"),
-            when("explore.graft.probability"),
-        ),
+        idle_unless=(with_buffer,),
         ignored_by_eval=True,
     )
     rollout: RolloutSettings = RolloutSettings()

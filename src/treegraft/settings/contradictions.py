@@ -9,6 +9,7 @@ from typing import NamedTuple
 from treegraft.core.errors import nearest
 from treegraft.core.plugins import unknown_name
 from treegraft.settings.config import Config, known_settings
+from treegraft.settings.explore import retrieves
 from treegraft.settings.plain import shown
 from treegraft.settings.table import value_of
 
@@ -225,9 +226,10 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    leading = [name for name in ("entropy", "tree_search") if name in explore.explorers]
+    leading = [name for name in ("entropy", "tree_search", "prefix") if name in explore.explorers]
     for name in leading:
-        yield from _above(config, f"explore.{name}.num_starts", "explore.num_leaves", rest)
+        count = "num_restarts" if name == "prefix" else "num_starts"
+        yield from _above(config, f"explore.{name}.{count}", "explore.num_leaves", rest)
     if leading and explore.explorers[0] not in leading:
         yield Contradiction(
             ("explore.explorers",),
@@ -236,14 +238,22 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             " in the first place.",
         )
     if len(leading) > 1:
+        named = " and ".join(f'"{name}"' for name in leading)
         yield Contradiction(
             ("explore.explorers",),
             f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
-            ' the remaining leaves come from one of "entropy" and "tree_search", the first; leave'
-            " the other out.",
+            f" the remaining leaves come from one of {named}, the first; leave the others out.",
+        )
+    if {"graft", "prefix"} <= {*explore.explorers}:
+        yield Contradiction(
+            ("explore.explorers",),
+            f'explore.explorers: got {explore.explorers}; expected one of "graft" and "prefix":'
+            " no paper says how a stored step that is history and one that is a graft share their"
+            " credit.",
         )
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
+    if retrieves(explore.explorers):
         yield from _buffer_wrong(config)
 
 
@@ -267,8 +277,9 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     if not settings.path:
         yield Contradiction(
             ("buffer.path", "explore.explorers"),
-            'buffer.path: got none, but explore.explorers has "graft", which retrieves from a'
-            " Step-Trace Buffer. Make one with `treegraft buffer build RECIPE` and name its file,"
+            f"buffer.path: got none, but explore.explorers is {config.explore.explorers}, which"
+            " takes steps from a Step-Trace Buffer. Make one with `treegraft buffer build RECIPE`"
+            " and name its file,"
             ' or take "expert" where the tasks have a scripted expert.',
         )
 

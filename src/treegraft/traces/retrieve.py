@@ -3,6 +3,7 @@ from the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -61,6 +62,31 @@ class BufferRetriever:
         self._counts["asked"] += 1
         self._counts["nothing"] += found is None
         return found
+
+    async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
+        """Returns the task's own stored trajectories that are whole, of the sources that the
+        recipe names: the best rewarded first, of these those with the fewest steps."""
+        if not self._settings.allow_same_task:
+            return []
+        return await asyncio.to_thread(self._trajectories, task.id)
+
+    def _trajectories(self, task_id: str) -> list[tuple[Trace, ...]]:
+        sources = self._settings.sources
+        whole = [
+            path
+            for path in self._buffer.trajectories(task_id)
+            # A step that another trajectory has too carries the place and reward that it has there.
+            if [trace.terminal for trace in path] == [False] * (len(path) - 1) + [True]
+            if not sources or path[0].source in sources
+        ]
+        return sorted(
+            whole,
+            key=lambda path: (
+                -path[-1].reward,
+                len(path),
+                [trace.content_hash for trace in path],
+            ),
+        )
 
     def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
         """Returns the answers to a batch; runs in the thread of retrievals."""
