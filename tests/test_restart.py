@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tests.families import build_model, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
 from tests.test_growth import OneTrace, grow, make
-from tests.test_loop import ANSWER
+from tests.test_loop import ANSWER, TASKS
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
@@ -42,9 +43,11 @@ from treegraft.explore.prefix import ShortestPrefix, UniformPrefix, WholeTraject
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.rollout.rounds import sample_rounds
 from treegraft.runs.record import tree_from_json, tree_to_json
-from treegraft.settings.explore import PrefixSettings
+from treegraft.settings.explore import BufferSettings, PrefixSettings
 from treegraft.settings.policy import LossSettings
+from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
+from treegraft.traces.retrieve import BufferRetriever
 
 
 def path_of(*words: str, answer: str | None = "w9", reward: float = 1.0) -> tuple[Trace, ...]:
@@ -471,3 +474,27 @@ def test_a_whole_trajectory_teaches_where_all_rollouts_fail() -> None:
     learner, _ = make_learner(build_model("llama"), LossSettings(graft_coef=1.0))
     _, metrics = learner.learn([credited])
     assert metrics["learn/skipped_groups_frac"] == 0 and metrics["learn/loss"] > 0
+
+
+# ---------------------------------------------------------------------- where they come from
+
+
+def test_trajectories_of_a_task_best_first(tmp_path: Path) -> None:
+    """Of the task itself, without gaps, by reward and then by length."""
+    short, long = path_of("w3"), path_of("w4", "w5")
+    poor = path_of("w6", reward=0.5)
+    gap = path_of("w7", "w8")[1:]
+    other = tuple(replace(trace, task_id="t/1") for trace in short)
+    elsewhere = tuple(
+        split_steps(
+            "t/0", "w8", [trace.value for trace in short], reward=1.0, source="x", trajectory="a"
+        )
+    )
+    with TraceBuffer(tmp_path / "b.sqlite", "hashing") as buffer:
+        for path in (poor, long, short, gap, other, elsewhere):
+            buffer.add(path)
+        retriever = BufferRetriever(buffer, BufferSettings())
+        assert asyncio.run(retriever.trajectories(TASKS[0])) == [short, long, poor]
+        for settings_ in (BufferSettings(sources=["x"]), BufferSettings(allow_same_task=False)):
+            assert asyncio.run(BufferRetriever(buffer, settings_).trajectories(TASKS[0])) == []
+        retriever.close()

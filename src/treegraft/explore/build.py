@@ -42,9 +42,12 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
     if found is EntropyBranching:
         return EntropyBranching(settings.entropy, vocab_size=vocab_size)
     if found is HybridRollout:
-        return HybridRollout(
+        hybrid = HybridRollout(
             settings.graft, num_leaves=settings.num_leaves, num_starts=num_starts(settings)
         )
+        return hybrid.in_stages(settings.num_first, settings.fill_from)
+    if found is Independent:
+        return Independent().in_stages(settings.num_first, settings.fill_from)
     if found is TreeSearch:
         return TreeSearch(settings.tree_search)
     if found is UniformPrefix:

@@ -148,14 +148,17 @@ def _is_hybrid(steps: Sequence[Step]) -> bool:
 
 def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -> dict[str, float]:
     """Returns branch/unused_frac and graft/unused_frac, the shares of planned branches and grafts
-    that were never made, each only where the explorer plans for them.
+    that were never made, and rollout/second_stage_frac, the share of trees that grew on after
+    their first leaves were scored; each only where the explorer plans for it.
 
     Args:
         num_leaves: of a tree, at most.
     """
     metrics: dict[str, float] = {}
     num_starts = explorer.starts(num_leaves).num
-    if trees and num_starts < num_leaves and not isinstance(explorer, Restarting):
+    if trees and getattr(explorer, "wants_rewards", False):
+        metrics["rollout/second_stage_frac"] = _mean(len(t.leaves) > num_starts for t in trees)
+    elif trees and num_starts < num_leaves and not isinstance(explorer, Restarting):
         # Leaves that no branch took became fresh starts.
         back_fill = [sum(step.depth == 1 for step in tree.steps) - num_starts for tree in trees]
         num_planned = len(trees) * (num_leaves - num_starts)

@@ -25,6 +25,8 @@ METRICS: Mapping[str, str] = {
     "rollout/num_rounds": "rounds of tasks that were sampled (rollout.max_rounds)",
     "rollout/num_dropped_groups": "groups sampled and not learned from: without variance of reward,"
     " or more than run.tasks_per_update",
+    "rollout/second_stage_frac": "share of trees that grew on after their first leaves were scored"
+    " (explore.num_first)",
     "rollout/num_trajectories": "trajectories grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
     "rollout/num_tool_calls": "executed tool calls",
@@ -97,7 +99,8 @@ METRICS: Mapping[str, str] = {
     "eval/gain_sampled_low": "lower end of its 95 % paired bootstrap interval",
     "eval/gain_sampled_high": "upper end of its 95 % paired bootstrap interval",
     "time/rollout_s": "seconds to grow all trees, scores included",
-    "time/warmup_s": "seconds of the warm-up",
+    "time/warmup_s": "seconds of the warm-up, without evaluations",
+    "time/warmup_cpu_s": "CPU seconds of all threads of this process in the same",
     "time/learn_s": "seconds to learn",
     "time/publish_s": "seconds to publish the weights to the engine",
     "time/eval_s": "seconds of evaluation in this update",
@@ -123,6 +126,8 @@ METRICS: Mapping[str, str] = {
     "eval/environment_reward": "mean environment reward of held-out trajectories that have one",
     "health/{name}": "number that caused this warning, active after this update (docs/warnings.md)",
     "warmup/loss": "supervised loss per token that carries loss, in nats",
+    "warmup/num_steps": "optimiser steps of the warm-up so far",
+    "warmup/num_loss_tokens": "tokens imitated in the warm-up so far, counted at each draw",
     "warmup/skill": "share of teacher-forced steps predicted exactly in call or answer, 0..1",
     "time/engine_servers": "servers that answer at the end of the update",
     "time/engine_requests": "requests to servers; a completion with a probe takes two",

@@ -19,23 +19,28 @@ def retrieves(explorers: list[str]) -> bool:
     return any(name in explorers for name in RETRIEVING)
 
 
-def with_buffer(config: Settings) -> str:
-    """Returns why no explorer takes anything from the buffer, "" where one does."""
-    if not with_prefix(config):
-        return ""
-    why = [
-        with_graft(config),
-        when("explore.graft.num_hybrid")(config),
-        when("explore.graft.probability")(config),
-    ]
-    return next(filter(None, why), "")
-
-
 def teaches(config: Settings) -> str:
     """Returns why nothing of another agent is learned, "" where it can be: grafts, and whole stored
     trajectories."""
     is_whole = value_of(config, "explore.prefix.rule") == "whole"
     return "" if is_whole and not with_prefix(config) else with_graft(config)
+
+
+_grafts = (with_graft, when("explore.graft.num_hybrid"), when("explore.graft.probability"))
+
+
+def takes_warmup_of_buffer(config: Settings) -> bool:
+    """Returns whether the warm-up imitates the buffer of [buffer]."""
+    num_steps, traces = value_of(config, "warmup.num_steps"), value_of(config, "warmup.traces")
+    return bool(num_steps) and traces == "buffer"
+
+
+def reads_buffer(config: Settings) -> str:
+    """Returns why the buffer has no effect; "" where grafts, stored steps or the warm-up come from
+    it."""
+    if takes_warmup_of_buffer(config) or not with_prefix(config):
+        return ""
+    return next(filter(None, (condition(config) for condition in _grafts)), "")
 
 
 def _size_of_rise_counts(config: Settings) -> str:
@@ -116,6 +121,13 @@ class TreeSearchSettings(Settings):
     explore.num_leaves are used up."""
 
 
+def _has_stages(config: Settings) -> str:
+    first = value_of(config, "explore.explorers")[0]
+    if first in ("independent", "graft"):
+        return ""
+    return f"the first of explore.explorers is '{first}', which has a rule of its own for that"
+
+
 def _restarts(config: Settings) -> int:
     if value_of(config, "explore.prefix.rule") == "whole":
         return 1
@@ -152,6 +164,13 @@ class ExploreSettings(Settings):
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
+    num_first: int | None = setting(None, ge=2, idle_unless=(_has_stages,))
+    """Leaves that a tree of "independent" or "graft" begins with. They are scored, and the others
+    follow only where their rewards differ; None opens all at once."""
+    fill_from: float | None = setting(
+        None, idle_unless=(Condition("explore.num_first", bool), _has_stages)
+    )
+    """Mean reward of the first leaves from which the others follow; None for any."""
     entropy: EntropySettings = setting(EntropySettings(), idle_unless=with_entropy)
     """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
     tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)

@@ -75,6 +75,7 @@ def _divides_by_std(config: Settings) -> str:
     return "" if retrieval and not with_graft(config) else _by_std(config)
 
 
+_stored = Condition("warmup.traces", lambda traces: traces != "expert")
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 
@@ -397,8 +398,18 @@ class WarmupSettings(Settings):
     num_steps: int = setting(0, ge=0)
     """Optimiser steps of supervised fine-tuning before the first update; 0 for none."""
     traces: str = "expert"
-    """"expert" (the tasks' scripted expert) or a JSONL file of {"question", "steps"} (see
-    `treegraft sft`)."""
+    """The demonstrations: "expert" (the tasks' scripted expert), a Step-Trace Buffer, "buffer" for
+    the one of [buffer], or a JSONL file of {"question", "steps", "reward"}. Of a buffer, complete
+    trajectories on the training tasks count."""
+    min_reward: float | None = setting(None, idle_unless=(_stored,))
+    """Reward from which a stored trajectory is imitated (reward-filtered fine-tuning); None for
+    all."""
+    num_best: int | None = setting(None, ge=1, idle_unless=(_stored,))
+    """Stored trajectories of each question that are imitated, the best by reward, of these those
+    with the fewest steps; None for all."""
+    eval_every: int = setting(0, ge=0)
+    """Warm-up steps between evaluations on the held-out tasks, which also come after the last step;
+    written with the costs so far to warmup.jsonl of the run folder. 0 for none."""
     batch_size: int = setting(48, ge=1, default_of=by_model(tiny=48, full=8))
     """Demonstrations per optimiser step; by default 48 for the "tiny" model, 8 for a language
     model."""
