@@ -12,6 +12,7 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
+from treegraft.explore.prefix import PREFIX_RULES, UniformPrefix
 from treegraft.explore.tree_search import TreeSearch
 from treegraft.settings.explore import ExploreSettings
 
@@ -21,6 +22,7 @@ EXPLORERS: Mapping[str, type[Explorer]] = {
     "graft": HybridRollout,
     "tree_search": TreeSearch,
     "balanced": BalancedBranching,
+    "prefix": UniformPrefix,
 }
 
 
@@ -52,6 +54,8 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
         return Independent().in_stages(settings.num_first, settings.fill_from)
     if found is TreeSearch:
         return TreeSearch(settings.tree_search)
+    if found is UniformPrefix:
+        return PREFIX_RULES[settings.prefix.rule](settings.prefix)
     explorer: Explorer = make(found, Explorer, name, "explore.explorers")
     return explorer
 
