@@ -25,6 +25,7 @@ from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
+from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower, Watch
@@ -230,6 +231,9 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     trees = kept + dropped
     with clock("publish"):
         await publisher.publish(number)
+    every = config.health.symptoms_every
+    with clock("symptoms"):
+        shown_late = symptoms(learner, kept) if every and number % every == 0 else {}
     # After learning, so that traces of this update are never retrieved within it.
     buffer.grow(trees, number)
     # The one place where the metrics of an update come together.
@@ -238,6 +242,7 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
         | sampled.metrics
         | learned
+        | shown_late
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
     # Taken once an update: each call starts counting anew.
@@ -434,9 +439,8 @@ async def held_out_skill(run: Run, parts: TrainingParts) -> dict[str, float]:
 async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) -> None:
     """Evaluates after a warm-up step where that is due and not done; the trees are not kept."""
     settings, done = run.config.warmup, run.state.warmup_steps
-    is_due = settings.eval_every and (
-        done == settings.num_steps or (done and done % settings.eval_every == 0)
-    )
+    is_due = settings.eval_every and (done == settings.num_steps or done % settings.eval_every == 0)
+    is_due = is_due and (done or run.config.eval.at_start)
     if not (is_due and parts.eval_tasks) or run.is_warmup_evaluated():
         return
     await publisher.publish(0)

@@ -11,7 +11,7 @@ from typing import Literal, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.types import Origin, Step, StoredCause, Trajectory
+from treegraft.core.types import EntropyKind, Origin, Step, StoredCause, Trajectory, Tree
 
 Floats = npt.NDArray[np.float64]
 
@@ -163,6 +163,18 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
             if before is not None and after is not None:
                 found.append((before, after))
     return found
+
+
+def inexact_neighbours(tree: Tree) -> set[str]:
+    """Returns the ids of the steps around grafts whose entropies are of an engine's top-k tokens
+    alone, which the retrieval reward (arXiv 2603.03078, eq. 5) cannot use."""
+    return {
+        step.id
+        for path in tree.trajectories()
+        for pair in graft_neighbours(path.steps)
+        for step in pair
+        if step.entropy_kind is not EntropyKind.EXACT
+    }
 
 
 def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper") -> float:

@@ -166,9 +166,16 @@ def placement(config: Config) -> Iterator[Finding]:
     device = "GPU" if gpus() and "+cpu" not in (_version("torch") or "+cpu") else "CPU"
     threads = num_threads(config)
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "CPU" else device
-    yield Finding("learner", f"{where}, {config.model.dtype}")
-    is_native = config.engine.kind == "native"
-    yield Finding("engine", f"{where}, in this process" if is_native else config.engine.kind)
+    ranks, vllm = config.learn.ranks, config.engine.vllm
+    is_one = ranks in ("auto", 1)
+    note = "" if is_one else f"torchrun --nproc-per-node {ranks} -m treegraft train RECIPE"
+    value = f"{where}, {config.model.dtype}"
+    yield Finding("learner", value if is_one else f"{ranks} ranks on {value}", note=note)
+    engine = {
+        "native": f"{where}, in this process" if is_one else f"{where}, in rank 0",
+        "vllm": ", ".join(vllm.servers) or f"vLLM, servers to start: {vllm.num_servers}",
+    }.get(config.engine.kind, config.engine.kind)
+    yield Finding("engine", engine)
     search = config.tools.search
     for tool in config.tools.use:
         if tool == "python" and config.tools.python.backend == "bwrap":
@@ -231,11 +238,12 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
 
     Args:
         plan: GPUs for which the recipe's memory and time are estimated; None looks at this
-            machine's memory.
+            machine's GPUs where ranks or servers divide them, else at the memory of one process.
     """
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
+    plan = plan or Plan.here(config)
     try:
         if plan is None:
             parts, total = recipe_memory(config)

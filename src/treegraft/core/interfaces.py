@@ -84,6 +84,10 @@ class LearnerLike(Protocol):
         """Returns (steps of demonstrations in which every token with loss is the most likely one,
         steps)."""
 
+    def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Returns the trees with the log-probabilities of their sampled tokens under the present
+        weights as `Step.old_logprobs`."""
+
     def forget_moments(self) -> None:
         """Starts the optimiser anew, as between warm-up and training."""
 

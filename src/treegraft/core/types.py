@@ -377,7 +377,10 @@ class RestartCause:
 
 Cause = StartCause | ContinuationCause | BranchCause | GraftCause | StoredCause | RestartCause
 
-_PER_TOKEN = ("origins", "loss_mask", "sampling_logprobs", "entropies", "old_logprobs", "ratios")
+_PER_TOKEN = (
+    *("origins", "loss_mask", "sampling_logprobs", "entropies"),
+    *("old_logprobs", "ratios", "credit_factors"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +431,9 @@ class Step:
     advantage: float | None = None
     """The advantage of its tokens on every trajectory (hard attribution); None: on each trajectory
     that one's own."""
+    credit_factors: tuple[float, ...] | None = None
+    """[tokens] factors of the advantage, token by token, on every trajectory (AEPO); 1.0 where not
+    sampled; None: 1 everywhere."""
     old_logprobs: tuple[float, ...] | None = None
     """[tokens] of the learner before learning, 0.0 where not sampled; None before learning or when
     not learned from."""

@@ -21,7 +21,7 @@ from treegraft.core.types import (
     Trajectory,
     Tree,
 )
-from treegraft.rollout.copied import copied_metrics
+from treegraft.rollout.copied import copied_metrics, found_metrics
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -75,6 +75,7 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         ),
     }
     metrics |= _graft_metrics(trees, paths) | _restart_metrics(trees, paths)
+    metrics |= found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
     for name in sorted({name for leaf in scored for name in leaf.reward_parts}):
         values = [leaf.reward_parts[name] for leaf in scored if name in leaf.reward_parts]

@@ -88,6 +88,10 @@ METRICS: Mapping[str, str] = {
     "learn/skipped_groups_frac": "share of groups without variance of reward, which are skipped",
     "learn/engine_gap": "mean |engine's - learner's log-probability| over learned tokens, in nats",
     "learn/engine_gap_limit": "largest accepted learn/engine_gap, in nats",
+    "learn/success_logprob_change": "mean change of the log-probability of successful trajectories'"
+    " own tokens by the update, in nats a token (health.symptoms_every)",
+    "learn/question_information": "share of the question's identity that first steps show: 0 where"
+    " they are as likely for any other question, at most 1 (health.symptoms_every)",
     "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",
     "eval/failed_frac": "share of held-out trajectories lost to failures of ours, counted as wrong",
     "eval/tool_calls_mean": "mean tool calls of a held-out trajectory",
@@ -102,6 +106,7 @@ METRICS: Mapping[str, str] = {
     "time/warmup_s": "seconds of the warm-up, without evaluations",
     "time/warmup_cpu_s": "CPU seconds of all threads of this process in the same",
     "time/learn_s": "seconds to learn",
+    "time/symptoms_s": "seconds of health.symptoms_every",
     "time/publish_s": "seconds to publish the weights to the engine",
     "time/eval_s": "seconds of evaluation in this update",
     "time/update_s": "seconds of the whole update",
@@ -109,6 +114,8 @@ METRICS: Mapping[str, str] = {
     "time/tool_{name}_s": "mean seconds of a call of this tool",
     "tools/{name}_calls": "calls of this tool",
     "tools/{name}_failure_frac": "share of its calls that returned an error",
+    "tools/{name}_found_frac": "share of the trajectories that searched in whose results the"
+    " reference occurs",
     "time/tool_{name}_retries": "retries of calls whose service failed",
     "time/tool_{name}_cached_frac": "share of its calls answered from cache, empty after a resume",
     "environment/num_opened": "environments created and reset, those for replays included",
@@ -133,6 +140,7 @@ METRICS: Mapping[str, str] = {
     "time/engine_requests": "requests to servers; a completion with a probe takes two",
     "time/engine_moved": "requests that were asked again, of another server or after a restart",
     "time/engine_stale": "replies by other weights than those that were due; they were asked again",
+    "time/engine_drained": "times that a slow server's requests went to others until a publish",
     "time/engine_restarts": "times that a server was started again or waited for",
     "time/engine_cached_frac": "share of the requests' tokens that servers had in their caches",
     "time/publish_bytes": "size of the weights given to servers, in bytes",

@@ -260,7 +260,7 @@ class Run:
         if not self.folder.warmup_path.exists():
             return False
         lines = read_metrics(self.path, self.folder.warmup_path.name)
-        return any(line.get("warmup/num_steps") == self.state.warmup_steps for line in lines)
+        return any(line.get("warmup/num_steps", 0) == self.state.warmup_steps for line in lines)
 
     def log_warmup(self, evaluated: Mapping[str, float]) -> None:
         """Writes the evaluation after a warm-up step, with what has been spent so far."""

@@ -262,6 +262,9 @@ class CreditSettings(Settings):
     )
     """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
     "own" of the rollouts alone (its split estimator)."""
+    token_entropy_weight: float = setting(0.0, ge=0)
+    """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
+    1 + this times the standardised entropy of its token; 0 for none."""
     rule: str | None = None
     """Import path "package.module:function" of a rule of your own, which takes each tree with the
     credit above and returns it with other advantages; None for none."""
@@ -408,8 +411,9 @@ class WarmupSettings(Settings):
     """Stored trajectories of each question that are imitated, the best by reward, of these those
     with the fewest steps; None for all."""
     eval_every: int = setting(0, ge=0)
-    """Warm-up steps between evaluations on the held-out tasks, which also come after the last step;
-    written with the costs so far to warmup.jsonl of the run folder. 0 for none."""
+    """Warm-up steps between evaluations on the held-out tasks, which also come after the last step
+    and, with eval.at_start, before the first; written with the costs so far to warmup.jsonl of the
+    run folder. 0 for none."""
     batch_size: int = setting(48, ge=1, default_of=by_model(tiny=48, full=8))
     """Demonstrations per optimiser step; by default 48 for the "tiny" model, 8 for a language
     model."""

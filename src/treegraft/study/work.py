@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,9 @@ from treegraft.settings.load import load_config
 from treegraft.settings.recipe import merged
 from treegraft.study.calibration import calibrate
 from treegraft.study.plan import BufferPlan, RunPlan, WarmupPlan
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.fill import AgentChoice, BufferBuild
+from treegraft.study.results import Line, curve
 
-Line = dict[str, Any]
-CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
-SHOWN = "rollout/num_shown_calls"
-"""Executed calls, and grafted or replayed ones."""
-COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
+WARMUP = "warmup.jsonl"
 
 
 def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
@@ -101,6 +96,9 @@ def _warm_up(job: WarmupPlan, out: Path) -> Line:
 
 
 def _build(job: BufferPlan, out: Path) -> Line:
+    from treegraft.traces.buffer import TraceBuffer
+    from treegraft.traces.fill import AgentChoice, BufferBuild
+
     place = out / job.file
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = place.with_name(f".{place.name}.partial")
@@ -140,6 +138,8 @@ def _run(job: RunPlan, out: Path) -> Line:
         more["buffer"] = {"path": str(out / job.buffer.file)}
     calibration_s = calibrate()
     _trained(job.command, _placed(job.config, place, more), place)
+    has_warmup = (place / WARMUP).is_file()
+    warmup = read_metrics(place, WARMUP) if has_warmup else []
     costs = {
         kind: read_note(note_of(one, out))
         for kind, one in (("warmup", job.warmup), ("buffer", job.buffer))
@@ -149,40 +149,6 @@ def _run(job: RunPlan, out: Path) -> Line:
         "command": job.command,
         "calibration_s": calibration_s,
         "num_eval": job.config.tasks.num_eval,
-        "curve": curve(read_metrics(place)),
+        "curve": curve(read_metrics(place), warmup),
         **costs,
     }
-
-
-def curve(lines: Sequence[Mapping[str, float]]) -> list[Line]:
-    """Returns the accuracy at each evaluation, sampled where that was measured, with the costs so
-    far.
-
-    Args:
-        lines: of metrics.jsonl; the costs in it are those of each update.
-
-    Raises:
-        DataError: no evaluation.
-    """
-    spent, points = dict.fromkeys(COSTS, 0.0), []
-    for line in lines:
-        spent = {cost: total + _spent(line, cost) for cost, total in spent.items()}
-        measured = {
-            name: value
-            for name, value in line.items()
-            if name in ("eval/accuracy", "eval/accuracy_sampled") or "eval/pass_at_" in name
-        }
-        accuracy = measured.pop("eval/accuracy_sampled", None)
-        if accuracy is None:
-            accuracy = measured.pop("eval/accuracy", None)
-        if accuracy is not None:
-            points.append({"update": line["update"], "accuracy": accuracy, **measured, **spent})
-    if not points:
-        raise DataError("the run has no evaluation; expected eval.at_end = true.")
-    return points
-
-
-def _spent(line: Mapping[str, float], cost: str) -> float:
-    if cost == SHOWN and cost not in line:
-        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0)
-    return line.get(cost, 0.0)

@@ -303,7 +303,7 @@ def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
     for step in path.steps:
         data = step_to_dict(step)
         names = ("id", "token_ids", "origins", "loss_mask", *SAMPLED_COLUMNS)
-        row = {name: data[name] for name in names}
+        row = {name: data.get(name) for name in names}
         row["advantage"] = path.advantage if step.advantage is None else step.advantage
         # A shared step may carry loss for other leaves, but not on this path.
         if not path.leaf.has_loss:

@@ -100,7 +100,8 @@ class TreeBatch:
     carries_loss: Tensor
     """[C] bool"""
     advantages: Tensor
-    """[C] of the step where attribution is hard, else of the trajectory; 0 before credit."""
+    """[C] of the step where attribution is hard, else of the trajectory, times the token's factor
+    where it has one; 0 before credit."""
     paths: tuple[Trajectory, ...]
     """[N]"""
     step_offsets: tuple[dict[str, int], ...]
@@ -314,7 +315,10 @@ class _Packer:
         tokens = _ranges(starts, counts)
         self.columns["tokens"].append(tokens)
         self.columns["trajectories"].append(np.repeat(owners, counts))
-        self.columns["advantages"].append(np.repeat(np.array(advantages, np.float64), counts))
+        spread = np.repeat(np.array(advantages, np.float64), counts)
+        if any(step.credit_factors is not None for step in own):
+            spread *= _factors(own)[tokens - base]
+        self.columns["advantages"].append(spread)
         self.columns["carries_loss"].append(carries[tokens - base] & np.repeat(has_loss, counts))
         if taught:
             starts, counts, owners = zip(*taught, strict=True)
@@ -322,9 +326,16 @@ class _Packer:
             self.lesson_columns["trajectories"].append(np.repeat(owners, counts))
 
 
+def _factors(steps: Sequence[Step]) -> np.ndarray:
+    """The credit factors of the steps' sampled tokens, one after another."""
+    filled = [step.credit_factors or (1.0,) * len(step.token_ids) for step in steps]
+    masks = [step.sampled_mask for step in steps]
+    return _flat(map(compress, filled, masks), np.float64, sum(map(sum, masks)))
+
+
 def credit(step: Step, leaf: Leaf) -> float:
-    """Returns the advantage that a step's tokens carry on the trajectory that ends in `leaf`; 0
-    before credit."""
+    """Returns the advantage that a step's tokens carry on the trajectory that ends in `leaf`,
+    without `Step.credit_factors`; 0 before credit."""
     return (leaf.advantage or 0.0) if step.advantage is None else step.advantage
 
 
