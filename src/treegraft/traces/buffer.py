@@ -37,6 +37,9 @@ CHUNK = 256
 _PROBE = "r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41"
 """A text whose vector is kept, to recognise an encoder that changed under its name."""
 _PREFIXED = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
+_AS_MEMBER = ", ".join(
+    f"{'t' if name in ('key', 'value', 'terminal') else 'm'}.{name}" for name in COLUMNS.split(", ")
+)
 _SAME = 0.999
 """Cosine from which two vectors of the probe count as the same encoder's, whatever the machine."""
 
@@ -375,10 +378,10 @@ class TraceBuffer:
 
     def trajectories(self) -> Iterator[tuple[Trace, ...]]:
         """Gives each trajectory's steps in order, by source, task and name; a step that several
-        share comes in each."""
+        share comes in each, with that one's name, reward and version."""
         rows = self._file.query(
-            f"SELECT m.source, m.task_id, m.trajectory, {_PREFIXED} FROM members m JOIN traces t ON"
-            " t.id = m.trace WHERE t.evicted_at IS NULL ORDER BY m.source, m.task_id,"
+            f"SELECT m.source, m.task_id, m.trajectory, {_AS_MEMBER} FROM members m JOIN traces t"
+            " ON t.id = m.trace WHERE t.evicted_at IS NULL ORDER BY m.source, m.task_id,"
             " m.trajectory, m.position, t.id"
         )
         for _, group in groupby(rows, key=lambda row: row[:3]):
