@@ -3,17 +3,23 @@ and rows by hand."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks import gpu
+from benchmarks.card import correct, learning
 from benchmarks.card.bench import Bench
 from benchmarks.card.correct import check
 from benchmarks.card.trees import Workload
+
+from treegraft.policy.engine.graphs import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -89,3 +95,57 @@ def test_the_trajectories_apart_are_those_of_the_tree() -> None:
     assert [one.trajectories()[0].token_ids for one in apart] == [path.token_ids for path in paths]
     found = [one.leaves[0].advantage for one in apart]
     assert found == [path.advantage for path in paths] and min(found) < 0 < max(found)
+
+
+def test_units_of_the_last_place_by_hand() -> None:
+    one, zero = torch.tensor([1.0, -1.0]), torch.zeros(2)
+    assert correct.ulps(one, one) == 0.0
+    assert correct.ulps(one.nextafter(zero), one) == 1.0
+    # Through 0, whose two signs are one number.
+    assert correct.ulps(zero.nextafter(one), zero.nextafter(-one)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "row"),
+    [
+        ("philox_4x32", lambda words: words ^ 1, "noise: words unlike the CPU's"),
+        ("philox_gumbels", lambda noise: noise + 0.01, "noise: farthest from the CPU's"),
+    ],
+)
+def test_noise_that_is_off_on_the_device_fails(
+    name: str, broken: Callable[[torch.Tensor], torch.Tensor], row: str, monkeypatch: Any
+) -> None:
+    """The first call of each pair is the device's."""
+    right, calls = getattr(correct, name), itertools.count()
+
+    def made(*given: Any) -> torch.Tensor:
+        found = right(*given)
+        return broken(found) if next(calls) == 0 else found
+
+    monkeypatch.setattr(correct, name, made)
+    bench = Bench(part=1, limit_s=60.0, is_tiny=True, say=lambda _: None)
+    correct._noise(bench)
+    assert [one.what for one in bench.rows if one.note.startswith("FAILED")] == [row]
+
+
+def test_graphs_that_repeat_old_tokens_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is played ignores the tokens; the engine finds that out and uses none."""
+
+    def frozen(run: Run) -> Run:
+        found = run()
+        return lambda: found
+
+    monkeypatch.setattr(correct, "traced", frozen)
+    bench = Bench(part=1, limit_s=60.0, is_tiny=True, say=lambda _: None)
+    correct._graphs(bench)
+    assert [row.note[:6] for row in bench.rows] == ["FAILED", "", ""]
+
+
+def test_shards_that_do_not_fit_the_host_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7,615,616,512 weights of 16 bytes are 122 GB."""
+    monkeypatch.setattr(learning, "host_bytes", lambda: 100_000_000_000)
+    bench = Bench(part=3, limit_s=60.0, say=lambda _: None)
+    learning._offloaded(bench, "7B full", "qwen2.5-7b")
+    (row,) = bench.rows
+    assert row.value is None
+    assert row.note == "left out: 122 GB of host memory needed, 100 GB free"

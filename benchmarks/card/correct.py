@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.card.bench import Bench
+from benchmarks.card.one_rank import CannotShard, one_rank
 from benchmarks.card.trees import Workload
-from treegraft.core.types import Sampling
+from treegraft.core.types import Completion, Sampling
+from treegraft.policy.engine.forward import HookedForward
+from treegraft.policy.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
 from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.head import Head
 from treegraft.policy.hook import tree_attention
 from treegraft.policy.learn import scores
 from treegraft.policy.learn.dense import AttentionShape, exactness
 from treegraft.policy.learn.flex import flex_distance, tree_block_mask
+from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, pack_trees
 from treegraft.policy.learn.tree_attention import PROOF_TOKENS, PackedPlan
-from treegraft.settings.policy import EngineSettings, NativeSettings
+from treegraft.policy.noise import philox_4x32, philox_gumbels
+from treegraft.policy.weights import plain_weights
+from treegraft.settings.policy import EngineSettings, LearnSettings, LossSettings, NativeSettings
 
 NAME = "qwen2.5-1.5b"
 _LAYERS = 4
@@ -38,7 +47,7 @@ def run(bench: Bench) -> None:
         _tests(bench)
     # FlexAttention has no backward pass on a CPU.
     proofs = (_proofs,) if bench.device.type == "cuda" else ()
-    for work in (_masks, *proofs, _packed, _keys):
+    for work in (_noise, _masks, *proofs, _packed, _keys, _graphs, _one_rank):
         if bench.has_time(work.__name__.strip("_")):
             work(bench)
 
@@ -193,3 +202,130 @@ def _keys(bench: Bench) -> None:
         await engine.close()
 
     asyncio.run(compare())
+
+
+def _noise(bench: Bench) -> None:
+    """The noise of the CPU and of the device, and what is drawn with both."""
+    count = bench.pick(1 << 18, 1 << 10)
+    draw = torch.Generator().manual_seed(0)
+    words = torch.randint(0, 1 << 32, (6, count), generator=draw)
+    found = philox_4x32(words[:4].to(bench.device), words[4:].to(bench.device)).cpu()
+    wrong = (found != philox_4x32(words[:4], words[4:])).sum()
+    check(bench, "noise: words unlike the CPU's", float(wrong), 0.0, f"of {4 * count}")
+    draws = torch.cat((words[4:].t(), torch.arange(count)[:, None]), dim=1)[: count >> 4]
+    far = ulps(philox_gumbels(draws.to(bench.device), 64).cpu(), philox_gumbels(draws, 64))
+    check(bench, "noise: farthest from the CPU's", far, 1.0, "units of the last place")
+    rows, repeats = bench.pick((1 << 12, 256), (1 << 8, 2))
+    logits = 3 * torch.randn(rows, 1000, generator=draw)
+    on_device = logits.to(bench.device)
+    num_different = 0
+    for position in range(repeats):
+        asked = ([1.0] * rows, [("gpu", n) for n in range(rows)], [position] * rows)
+        ours, theirs = (sample_tokens(one, *asked)[0].cpu() for one in (on_device, logits))
+        num_different += int((ours != theirs).sum())
+    what = "noise: drawn tokens unlike the CPU's"
+    # Two entries whose sums differ by rounding alone may change places.
+    check(bench, what, float(num_different), 10.0, f"of {rows * repeats}")
+
+
+def ulps(ours: Tensor, theirs: Tensor) -> float:
+    """Returns the largest distance between float32 numbers, in units of the last place."""
+
+    def order(values: Tensor) -> Tensor:
+        bits = values.view(torch.int32).long()
+        return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+    return float((order(ours) - order(theirs)).abs().max())
+
+
+def traced(run: Run) -> Run:
+    """Returns a step as the list of its operators: what a CUDA graph is, for the CPU."""
+    found: Run = make_fx(lambda: run())()
+    return found
+
+
+def _graphs(bench: Bench) -> None:
+    """Decoding steps played back from CUDA graphs, against the steps themselves."""
+    make_recorder = recorder_maker(bench.device) or (lambda: traced)
+    model = bench.model(NAME, torch.float32, num_hidden_layers=bench.pick(_LAYERS, 2))
+    recorded, num_used = _written(bench, model, make_recorder)
+    eager, _ = _written(bench, model, None)
+    note = "" if num_used else "FAILED none was used; the log says why"
+    bench.add("graphs: recordings in use", float(num_used), "", note=note)
+    wrong = sum(
+        one.token_ids != other.token_ids for one, other in zip(recorded, eager, strict=True)
+    )
+    check(bench, "graphs: completions unlike eager steps'", float(wrong), 0.0, f"of {len(eager)}")
+    gaps = [
+        abs(a - b)
+        for one, other in zip(recorded, eager, strict=True)
+        for a, b in zip(one.sampling_logprobs, other.sampling_logprobs, strict=False)
+    ]
+    check(bench, "graphs: log-probabilities", max(gaps), 1e-5, "nats")
+
+
+def _written(
+    bench: Bench, model: Any, make_recorder: Callable[[], Recorder] | None
+) -> tuple[list[Completion], int]:
+    """Completions of several lengths, by recorded steps or without; how many recordings served."""
+    native = NativeSettings(cache_gb=bench.pick(4.0, 0.1), compile_kernels=False)
+    engine = NativeEngine(model, bench.tokenizer(NAME), EngineSettings(native=native))
+    plain = engine._forward
+    plain = plain._forward if isinstance(plain, RecordedForward) else plain
+    assert isinstance(plain, HookedForward)
+    forward = plain if make_recorder is None else RecordedForward(plain, make_recorder)
+    engine._forward = forward
+    count, length = bench.pick((24, 96), (5, 12))
+
+    async def write() -> list[Completion]:
+        asked = (
+            engine.complete(
+                bench.tokens(NAME, n, bench.pick(300, 10) + n),
+                Sampling(max_new_tokens=length - n % 3),
+                noise_key=(0, "graphs", n),
+            )
+            for n in range(count)
+        )
+        found = await asyncio.gather(*asked)
+        await engine.close()
+        return found
+
+    completions = asyncio.run(write())
+    used = forward._recordings.values() if isinstance(forward, RecordedForward) else ()
+    return completions, sum(one.is_proven for one in used)
+
+
+def _one_rank(bench: Bench) -> None:
+    """FSDP2 at world size 1, its shards on the device or in the host's memory, against the plain
+    learner: three updates in float32."""
+    learn = LearnSettings(lr=1e-4, max_pack_tokens=bench.pick(8192, 512))
+    make = functools.partial(
+        bench.model, NAME, torch.float32, num_hidden_layers=bench.pick(_LAYERS, 2)
+    )
+    trees = Workload.of(bench.pick(4000, 128), 1.6).trees(bench.tokens(NAME, 5, 8192))
+    plain = Learner(make(), learn, LossSettings(), length_constant=512)
+    start = {name: weight.clone() for name, weight in plain_weights(plain.model).items()}
+    for _ in range(3):
+        plain.learn(trees)
+    expected = plain_weights(plain.model)
+    moved = distance_of(expected, start)
+    for where, offload in (("the device", False), ("the host's memory", True)):
+        what = f"FSDP2 at world size 1, shards in {where}: weights"
+        if not bench.has_time(what):
+            return
+        try:
+            with bench.measure(what, "of the way"), one_rank(learn, offload=offload) as maker:
+                learner = maker(make())
+                for _ in range(3):
+                    learner.learn(trees)
+                off = distance_of(dict(learner.stream()), expected) / moved
+        except CannotShard as reason:
+            bench.add(what, None, "of the way", note=f"not run: {reason}")
+            continue
+        check(bench, what, off, 1e-5, "of the way")
+
+
+def distance_of(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Returns the Euclidean distance of two sets of weights."""
+    squares = [(ours[name] - theirs[name]).double().pow(2).sum() for name in theirs]
+    return float(torch.stack(squares).sum().sqrt())

@@ -3,12 +3,14 @@ apart."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from benchmarks.card.bench import Bench
+from benchmarks.card.one_rank import CannotShard, one_rank
 from benchmarks.card.trees import Workload
 from treegraft.policy.bounds import model_flops_utilisation
 from treegraft.policy.learn.learner import Learner
@@ -22,6 +24,10 @@ CASES: Mapping[str, tuple[str, int]] = {
     "8B LoRA": ("qwen3-8b", 16),
 }
 """Shape, and rank of its adapters (0: all weights)."""
+OFFLOADED: Mapping[str, str] = {"7B full": "qwen2.5-7b", "8B full": "qwen3-8b"}
+"""Shapes whose float32 shards, gradients and moments lie in the host's memory."""
+BYTES_EACH = 16
+"""Of a weight there: itself, its gradient and two moments in float32."""
 RATIOS = (1.3, 1.6, 3.3)
 _NUM_RUNS = 2
 
@@ -40,6 +46,39 @@ def run(bench: Bench) -> None:
                         return
                     with bench.measure(what, "unique tokens/s"):
                         _pack(bench, learner, name, what, Workload.of(size, ratio), size)
+    for case, name in bench.pick(OFFLOADED, {"tiny full": "qwen2.5-1.5b"}).items():
+        if not bench.has_time(f"{case}, offloaded"):
+            return
+        _offloaded(bench, case, name)
+
+
+def _offloaded(bench: Bench, case: str, name: str) -> None:
+    """Full training by one rank whose shards lie in the host's memory."""
+    needed, free = BYTES_EACH * bench.shape(name).num_weights, host_bytes()
+    if needed > 0.95 * free:
+        note = f"left out: {needed / 1e9:.0f} GB of host memory needed, {free / 1e9:.0f} GB free"
+        bench.add(f"{case}, offloaded", None, "unique tokens/s", note=note)
+        return
+    learn = LearnSettings(lr=1e-6, max_pack_tokens=1 << 17)
+    try:
+        with (
+            bench.measure(f"{case}, offloaded", "unique tokens/s"),
+            one_rank(learn, offload=True, dtype="bfloat16") as make,
+        ):
+            learner = make(bench.model(name))
+            for size in bench.pick((8192, 32768), (256,)):
+                what = f"{case}, offloaded, pack of {size}, share ratio 1.6"
+                if not bench.has_time(what):
+                    return
+                with bench.measure(what, "unique tokens/s"):
+                    _learned(bench, learner, name, what, Workload.of(size, 1.6), num_runs=1)
+    except CannotShard as reason:
+        bench.add(f"{case}, offloaded", None, "unique tokens/s", note=f"not run: {reason}")
+
+
+def host_bytes() -> int:
+    """Returns the memory of this machine that is free, in bytes."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _learner(bench: Bench, name: str, rank: int) -> Learner:
@@ -52,12 +91,31 @@ def _learner(bench: Bench, name: str, rank: int) -> Learner:
 
 
 def _pack(bench: Bench, learner: Learner, name: str, what: str, load: Workload, size: int) -> None:
-    text = bench.tokens(name, 5, 16384)
-    trees, apart, shape = load.trees(text), load.apart(text), load.shape
+    seconds = _learned(bench, learner, name, what, load)
+    shape = load.shape
+    if (shape.ratio < 2.0 and size > 8192) or not bench.has_time(f"{what}: rows"):
+        return
+    apart = load.apart(bench.tokens(name, 5, 16384))
+    # In packs of the tree's size: rows of one length, so that padded ones take the same.
+    learner.settings = learner.settings.__class__(
+        **{**vars(learner.settings), "max_pack_tokens": size}
+    )
+    learner.learn(apart)
+    rows = bench.timed(lambda: learner.learn(apart))
+    frac = rows / seconds / shape.ratio
+    note = f"{frac:.0%} of the share ratio {shape.ratio:.2f}; goal 85 %"
+    bench.add(f"{what}: against rows without padding", rows / seconds, "times", note=note)
+
+
+def _learned(
+    bench: Bench, learner: Learner, name: str, what: str, load: Workload, num_runs: int = _NUM_RUNS
+) -> float:
+    """Adds the rows of an optimiser step on one tree, and returns its seconds."""
+    trees, shape = load.trees(bench.tokens(name, 5, 16384)), load.shape
     learner.learn(trees)  # compiles
     if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = min(bench.timed(lambda: learner.learn(trees)) for _ in range(_NUM_RUNS))
+    seconds = min(bench.timed(lambda: learner.learn(trees)) for _ in range(num_runs))
     peak = torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None
     used = None
     if bench.card:
@@ -77,14 +135,4 @@ def _pack(bench: Bench, learner: Learner, name: str, what: str, load: Workload, 
     if used is not None:
         goal = "; goal 0.4 at 4B" if "4B" in what else ""
         bench.add(f"{what}: MFU on unique tokens", used, "of the peak", bound=1.0, note=goal)
-    if (shape.ratio < 2.0 and size > 8192) or not bench.has_time(f"{what}: rows"):
-        return
-    # In packs of the tree's size: rows of one length, so that padded ones take the same.
-    learner.settings = learner.settings.__class__(
-        **{**vars(learner.settings), "max_pack_tokens": size}
-    )
-    learner.learn(apart)
-    rows = bench.timed(lambda: learner.learn(apart))
-    frac = rows / seconds / shape.ratio
-    note = f"{frac:.0%} of the share ratio {shape.ratio:.2f}; goal 85 %"
-    bench.add(f"{what}: against rows without padding", rows / seconds, "times", note=note)
+    return seconds

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from treegraft.settings.explore import BufferSettings, ExploreSettings, with_graft
+from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
     CreditSettings,
@@ -134,13 +134,7 @@ class Config(Settings):
     reward: RewardSettings = setting(RewardSettings(), same_answers=True)
     explore: ExploreSettings = setting(ExploreSettings(), ignored_by_eval=True)
     buffer: BufferSettings = setting(
-        BufferSettings(),
-        idle_unless=(
-            with_graft,
-            when("explore.graft.num_hybrid"),
-            when("explore.graft.probability"),
-        ),
-        ignored_by_eval=True,
+        BufferSettings(), idle_unless=(reads_buffer,), ignored_by_eval=True
     )
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
