@@ -11,6 +11,7 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
+from treegraft.explore.prefix import PREFIX_RULES, UniformPrefix
 from treegraft.explore.tree_search import TreeSearch
 from treegraft.settings.explore import ExploreSettings
 
@@ -19,6 +20,7 @@ EXPLORERS: Mapping[str, type[Explorer]] = {
     "entropy": EntropyBranching,
     "graft": HybridRollout,
     "tree_search": TreeSearch,
+    "prefix": UniformPrefix,
 }
 
 
@@ -48,6 +50,8 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
         return Independent().in_stages(settings.num_first, settings.fill_from)
     if found is TreeSearch:
         return TreeSearch(settings.tree_search)
+    if found is UniformPrefix:
+        return PREFIX_RULES[settings.prefix.rule](settings.prefix)
     explorer: Explorer = make(found, Explorer, name, "explore.explorers")
     return explorer
 

@@ -30,6 +30,8 @@ METRICS: Mapping[str, str] = {
     "rollout/num_trajectories": "trajectories grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
     "rollout/num_tool_calls": "executed tool calls",
+    "rollout/num_shown_calls": "tool calls whose results stand in trees, those of grafts and stored"
+    " steps included, each counted once",
     "rollout/tool_calls_mean": "mean tool calls of a trajectory",
     "rollout/steps_mean": "mean steps of a trajectory",
     "rollout/retrieved_frac": "share of grafted tokens among the tokens after the prompt",
@@ -53,6 +55,14 @@ METRICS: Mapping[str, str] = {
     "graft/source_reward_mean": "mean reward of the trajectories from which the grafts come",
     "graft/reward_hybrid": "mean reward of trajectories with a graft",
     "graft/reward_on_policy": "mean reward of trajectories without a graft",
+    "restart/num_restarts": "rollouts that began below stored steps",
+    "restart/num_whole": "stored trajectories that are leaves of their group",
+    "restart/num_places": "places below which rollouts began; each is a group of its own",
+    "restart/steps_mean": "mean number of stored steps above a rollout that began below some",
+    "restart/num_untrue": "stored trajectories left out because the environment contradicted them",
+    "restart/reward_below": "mean reward of rollouts below stored steps",
+    "restart/reward_prompt": "mean reward of rollouts from the prompt, where others began below"
+    " stored steps",
     "retrieve/num_asked": "requested retrievals",
     "retrieve/num_keys_cut": "histories cut at the beginning because the encoder reads no more",
     "retrieve/nothing_frac": "share of retrievals without an eligible trace",

@@ -9,6 +9,21 @@ from treegraft.settings.table import Condition, Settings, has, setting, value_of
 with_entropy = has("explore.explorers", "entropy", or_own=True)
 with_graft = has("explore.explorers", "graft", or_own=True)
 with_tree_search = has("explore.explorers", "tree_search")
+with_prefix = has("explore.explorers", "prefix")
+RETRIEVING = ("graft", "prefix")
+"""Explorers that need a Step-Trace Buffer."""
+
+
+def retrieves(explorers: list[str]) -> bool:
+    """Returns whether a list of explorers has a built-in one that needs a Step-Trace Buffer."""
+    return any(name in explorers for name in RETRIEVING)
+
+
+def teaches(config: Settings) -> str:
+    """Returns why nothing of another agent is learned, "" where it can be: grafts, and whole stored
+    trajectories."""
+    is_whole = value_of(config, "explore.prefix.rule") == "whole"
+    return "" if is_whole and not with_prefix(config) else with_graft(config)
 
 
 _grafts = (with_graft, when("explore.graft.num_hybrid"), when("explore.graft.probability"))
@@ -21,8 +36,9 @@ def takes_warmup_of_buffer(config: Settings) -> bool:
 
 
 def reads_buffer(config: Settings) -> str:
-    """Returns why the buffer has no effect; "" where grafts or the warm-up come from it."""
-    if takes_warmup_of_buffer(config):
+    """Returns why the buffer has no effect; "" where grafts, stored steps or the warm-up come from
+    it."""
+    if takes_warmup_of_buffer(config) or not with_prefix(config):
         return ""
     return next(filter(None, (condition(config) for condition in _grafts)), "")
 
@@ -112,13 +128,39 @@ def _has_stages(config: Settings) -> str:
     return f"the first of explore.explorers is '{first}', which has a rule of its own for that"
 
 
+def _restarts(config: Settings) -> int:
+    if value_of(config, "explore.prefix.rule") == "whole":
+        return 1
+    return _half_the_leaves(config)
+
+
+class PrefixSettings(Settings):
+    rule: Literal["prefixrl", "bread", "whole"] = "prefixrl"
+    """"prefixrl" begins rollouts below a number of steps drawn at random; "bread" only where all
+    own rollouts failed, below as few steps as give a success; "whole" takes the stored trajectory
+    itself as a leaf of the group (LUFFY)."""
+    num_restarts: int = setting(8, ge=1, default_of=_restarts)
+    """Leaves of explore.num_leaves that begin below stored steps, half of them by default; with
+    "whole" stored trajectories that are leaves, 1 by default. The others begin at the prompt."""
+    num_places: int = setting(1, ge=1, idle_unless=when("explore.prefix.rule", "prefixrl"))
+    """Places along the stored trajectory over which "prefixrl" spreads its leaves."""
+    num_probes: int = setting(2, ge=1, idle_unless=when("explore.prefix.rule", "bread"))
+    """Leaves with which "bread" tries a place; what its search leaves over goes to the place
+    that it found."""
+    min_reward: float = 1.0
+    """Reward from which a stored trajectory is used, and from which a rollout is a success."""
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
-        ["independent"], min_length=1, built_in=("independent", "entropy", "graft", "tree_search")
+        ["independent"],
+        min_length=1,
+        built_in=("independent", "entropy", "graft", "tree_search", "prefix"),
     )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
-    "graft" (RAPO), "tree_search" (Tree-GRPO), or import paths "package.module:Explorer". Starts
-    come from the first, grafts from the first that wants one, branches from all."""
+    "graft" (RAPO), "tree_search" (Tree-GRPO), "prefix" (rollouts below steps of stored
+    trajectories), or import paths "package.module:Explorer". Starts come from the first, grafts
+    from the first that wants one, branches from all."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
@@ -135,6 +177,9 @@ class ExploreSettings(Settings):
     """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
     graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)
     """Hybrid-policy rollout (RAPO, arXiv 2603.03078)."""
+    prefix: PrefixSettings = setting(PrefixSettings(), idle_unless=with_prefix)
+    """Stored trajectories of the task itself: rollouts below their first steps (PrefixRL, arXiv
+    2601.18795; BREAD, arXiv 2506.17211), or whole ones in the group (LUFFY, arXiv 2504.14945)."""
 
 
 class GrowSettings(Settings):

@@ -98,6 +98,8 @@ class StudyFile(_Table):
     """The same in CPU seconds."""
     after_end: Literal["none", "last"] = "none"
     """Accuracy of a run at a budget that it ended before: none, or its last one."""
+    only: list[str] = []
+    """Worlds and arms that are run; of the kind that none is named of, all."""
     keep: Literal["none", "last", "all"] = "none"
     """What stays of a run's folder once its line is written: nothing, its settings, metrics and
     last checkpoint, or everything."""
@@ -210,7 +212,9 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
 
 def _names_wrong(study: StudyFile) -> Iterator[str]:
     """A sentence for each name that nothing in the file has."""
+    known = {**study.worlds, **study.arms}
     used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
+        *(("only", one, known, "worlds] and [arms") for one in study.only),
         ("baseline", study.baseline, study.arms, "arms"),
         ("primary", study.primary, study.arms, "arms"),
     ]

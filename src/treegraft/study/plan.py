@@ -119,6 +119,7 @@ def make_plan(path: Path, *, smoke: bool = False, only: Sequence[str] = ()) -> P
     study = read_study(path, smoke=smoke)
     _refuse_unknown(only, study, path)
     planner = _Planner(study, path)
+    only = only or study.only
     worlds = [name for name in study.worlds if name in only] or list(study.worlds)
     arms = [name for name in study.arms if name in only] or list(study.arms)
     runs = [

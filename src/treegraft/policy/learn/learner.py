@@ -31,6 +31,7 @@ from treegraft.policy.learn.pack import (
     blank_batch,
     credit,
     num_lesson_tokens,
+    num_loss_tokens,
     num_tree_tokens,
     pack_trees,
 )
@@ -414,7 +415,7 @@ class Learner:
             # A truncated path counts also where it carries no loss: without it, answers cut short
             # would raise the weight of those that remain.
             tokens += sum(
-                path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps)
+                path.leaf.weight * num_loss_tokens(path)
                 for path in tree.trajectories()
                 if LEARNING_RULES[path.status].in_denominator
             )
@@ -422,13 +423,10 @@ class Learner:
 
     def _factors(self, batch: TreeBatch, denominators: Denominators) -> Tensor:
         """[N] the factor of every contribution of each trajectory."""
-        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
-        owners = batch.trajectories[batch.carries_loss]
-        lengths = torch.bincount(owners, minlength=len(batch.paths)).to(torch.float64)
-        weights = torch.tensor(
-            [path.leaf.weight for path in batch.paths], dtype=torch.float64, device=owners.device
-        )
-        return contribution_weights(weights, lengths, denominators, self._loss.aggregation).float()
+        lengths = batch.lengths
+        weights = lengths.new_tensor([path.leaf.weight for path in batch.paths])
+        kind = self._loss.aggregation
+        return contribution_weights(weights, lengths, denominators, kind).float()
 
     def _pack_loss(
         self,

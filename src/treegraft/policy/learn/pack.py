@@ -118,6 +118,16 @@ class TreeBatch:
         """Tokens that separate trajectories would hold."""
         return sum(len(step.token_ids) for path in self.paths for step in path.steps)
 
+    @property
+    def lengths(self) -> Tensor:
+        """[N] float64: |y|, the loss tokens of each trajectory's whole path; of a stored one, those
+        that its agent wrote."""
+        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
+        owners = self.trajectories[self.carries_loss]
+        sampled = torch.bincount(owners, minlength=len(self.paths)).to(torch.float64)
+        stored = [num_loss_tokens(path) if path.is_stored else 0 for path in self.paths]
+        return sampled + sampled.new_tensor(stored)
+
     def per_trajectory(self, values: Tensor) -> list[Tensor]:
         """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories
         by tree and leaf."""
@@ -296,7 +306,7 @@ class _Packer:
             for step in path.steps:
                 # Also tokens without loss: diagnostics and the record go over every sampled token.
                 rows.append((*unique[step.id], number, credit(step, leaf), leaf.has_loss))
-                if step.id in lessons and has_lesson(leaf):
+                if step.id in lessons and teaches(path, step):
                     taught.append((*unique[lessons[step.id].id], number))
             self.paths.append(path)
         if not rows:
@@ -335,6 +345,20 @@ def has_lesson(leaf: Leaf) -> bool:
     return leaf.has_loss and (leaf.advantage or 0.0) > 0.0
 
 
+def teaches(path: Trajectory, step: Step) -> bool:
+    """Whether a trajectory imitates a step's lesson: a graft's, or one of the stored trajectory
+    that it is; never of stored steps that it began below."""
+    return bool(step.lesson_ids) and has_lesson(path.leaf) and (step.is_graft or path.is_stored)
+
+
+def num_loss_tokens(path: Trajectory) -> int:
+    """Returns |y|, the loss tokens of a whole path; of a stored trajectory, those that its agent
+    wrote."""
+    if path.is_stored:
+        return sum(len(step.lesson_ids) for step in path.steps)
+    return sum(sum(step.loss_mask) for step in path.steps)
+
+
 def lesson_steps(tree: Tree) -> dict[str, Step]:
     """Returns, for each graft that a trajectory worth imitating holds, its lesson as a step beside
     it.
@@ -342,13 +366,7 @@ def lesson_steps(tree: Tree) -> dict[str, Step]:
     The ordinals of lessons are negative, so that they stand before their siblings and are never
     taken.
     """
-    worth = {
-        step.id
-        for path in tree.trajectories()
-        if has_lesson(path.leaf)
-        for step in path.steps
-        if step.lesson_ids
-    }
+    worth = {step.id for path in tree.trajectories() for step in path.steps if teaches(path, step)}
     return {
         step.id: Step(
             # A step of its own beside the graft, not part of it: on the path below, the next step
