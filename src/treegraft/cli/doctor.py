@@ -28,7 +28,7 @@ from treegraft.core.interrupt import run_to_end
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
-from treegraft.settings.explore import takes_warmup_of_buffer
+from treegraft.settings.explore import retrieves, takes_warmup_of_buffer
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -106,7 +106,7 @@ def data_files(config: Config) -> Iterator[Finding]:
         wanted.append(("tools.search.corpus", config.tools.search.corpus))
     if config.warmup.num_steps and config.warmup.traces not in ("expert", "buffer"):
         wanted.append(("warmup.traces", config.warmup.traces))
-    reads_buffer = "graft" in config.explore.explorers or takes_warmup_of_buffer(config)
+    reads_buffer = retrieves(config.explore.explorers) or takes_warmup_of_buffer(config)
     if reads_buffer and config.buffer.path != "expert":
         wanted.append(("buffer.path", config.buffer.path))
     for setting, name in wanted:
@@ -267,6 +267,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
 async def _try_first_tasks(config: Config, found: Examination) -> None:
     from treegraft.assemble import assemble_setup
     from treegraft.evals.preflight import Preflight
+    from treegraft.traces.replay import replayed
 
     title = "first tasks"
     try:
@@ -275,6 +276,7 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
             found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
+            found.sections["gold traces"] = await replayed(setup)
             found.sections[title] = [*notes, *await preflight.findings()]
             found.sample = preflight.sample(shown)
     except TreegraftError as error:

@@ -42,7 +42,7 @@ def answer_source(path: Trajectory) -> str | None:
     trace that is plain text counts as words.
     """
     steps = path.steps
-    grafts = [n for n, step in enumerate(steps) if step.origin is Origin.RETRIEVED]
+    grafts = [n for n, step in enumerate(steps) if step.is_graft]
     answer = path.leaf.answer
     if not grafts or answer is None or not answer.split():
         return None

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, compress, groupby, islice, repeat
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, get_args
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
@@ -40,12 +40,10 @@ from treegraft.core.types import (
     BranchCause,
     BranchDecision,
     BudgetState,
-    ContinuationCause,
+    Cause,
     EntropyKind,
-    GraftCause,
     Leaf,
     Origin,
-    StartCause,
     Status,
     Step,
     StepContent,
@@ -57,11 +55,9 @@ from treegraft.core.types import (
 )
 
 CAUSES: Mapping[str, type[Any]] = {
-    "start": StartCause,
-    "continuation": ContinuationCause,
-    "branch": BranchCause,
-    "graft": GraftCause,
+    cause.__name__.removesuffix("Cause").lower(): cause for cause in get_args(Cause)
 }
+"""By the kinds that files name: "graft" for `GraftCause`."""
 _KINDS = {cause: kind for kind, cause in CAUSES.items()}
 SAMPLED_COLUMNS: Mapping[str, float] = {
     "sampling_logprobs": 0.0,

@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import with_entropy, with_graft, with_tree_search
+from treegraft.settings.explore import (
+    teaches,
+    with_entropy,
+    with_graft,
+    with_prefix,
+    with_tree_search,
+)
 from treegraft.settings.table import (
     Condition,
     Settings,
@@ -251,6 +257,14 @@ class CreditSettings(Settings):
     token_entropy_weight: float = setting(0.0, ge=0)
     """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
     1 + this times the standardised entropy of its token; 0 for none."""
+    restarts: Literal["apart", "together"] = setting("apart", idle_unless=(with_prefix,))
+    """Rollouts that begin below stored steps are compared with those of the same place ("apart"),
+    or with all of the tree ("together", an ablation)."""
+    stored: Literal["joint", "own"] = setting(
+        "joint", idle_unless=(with_prefix, when("explore.prefix.rule", "whole"))
+    )
+    """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
+    "own" of the rollouts alone (its split estimator)."""
     rule: str | None = None
     """Import path "package.module:function" of a rule of your own, which takes each tree with the
     credit above and returns it with other advantages; None for none."""
@@ -317,9 +331,9 @@ class LossSettings(Settings):
     shaping_weight: float = setting(0.05, ge=0, idle_unless=with_graft)
     """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share
     (RAPO's m, eq. 8)."""
-    graft_coef: float = setting(0.0, ge=0, idle_unless=with_graft)
-    """Weight of learning from grafts: imitation of grafted steps, times the trajectory's advantage
-    where above 0; 0 for none."""
+    graft_coef: float = setting(0.0, ge=0, idle_unless=(teaches,))
+    """Weight of learning from grafts and from whole stored trajectories: imitation of their steps,
+    times the trajectory's advantage where above 0; 0 for none."""
     graft_form: Literal["log", "luffy"] = setting("log", idle_unless=when("loss.graft_coef"))
     """The quantity that is raised there: "log" the log-probability, "luffy" p / (p +
     graft_gamma)."""

@@ -30,7 +30,9 @@ from treegraft.policy.learn.pack import (
     TreeBatch,
     blank_batch,
     credit,
+    newest_of_several,
     num_lesson_tokens,
+    num_loss_tokens,
     num_tree_tokens,
     pack_trees,
 )
@@ -145,6 +147,7 @@ class Learner:
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
+        self._newest: int | None = None
 
     def _placed(self, scored: Scored) -> Scored:
         """The module through which all passes run, where its weights are to lie."""
@@ -283,6 +286,7 @@ class Learner:
         Groups without variance are left out of the passes (unless the KL term needs them) and
         counted in the denominators.
         """
+        self._newest = newest_of_several(trees)
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         is_learned = [self._is_learned(tree) for tree in trees]
@@ -414,7 +418,7 @@ class Learner:
             # A truncated path counts also where it carries no loss: without it, answers cut short
             # would raise the weight of those that remain.
             tokens += sum(
-                path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps)
+                path.leaf.weight * num_loss_tokens(path)
                 for path in tree.trajectories()
                 if LEARNING_RULES[path.status].in_denominator
             )
@@ -422,13 +426,10 @@ class Learner:
 
     def _factors(self, batch: TreeBatch, denominators: Denominators) -> Tensor:
         """[N] the factor of every contribution of each trajectory."""
-        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
-        owners = batch.trajectories[batch.carries_loss]
-        lengths = torch.bincount(owners, minlength=len(batch.paths)).to(torch.float64)
-        weights = torch.tensor(
-            [path.leaf.weight for path in batch.paths], dtype=torch.float64, device=owners.device
-        )
-        return contribution_weights(weights, lengths, denominators, self._loss.aggregation).float()
+        lengths = batch.lengths
+        weights = lengths.new_tensor([path.leaf.weight for path in batch.paths])
+        kind = self._loss.aggregation
+        return contribution_weights(weights, lengths, denominators, kind).float()
 
     def _pack_loss(
         self,
@@ -484,7 +485,7 @@ class Learner:
         # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
         if own is old or not any(tally.grad_norms):
-            tally.add("learn/engine_gap", (own - batch.sampling_logprobs).abs())
+            tally.add("learn/engine_gap", batch.engine_gaps(own, self._newest))
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
