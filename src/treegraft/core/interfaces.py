@@ -77,8 +77,9 @@ class LearnerLike(Protocol):
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
         metrics."""
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
-        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations; without a
+        weight decay, with that of [learn]."""
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """Returns (steps of demonstrations in which every token with loss is the most likely one,

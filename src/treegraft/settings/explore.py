@@ -236,11 +236,32 @@ class GrowSettings(Settings):
     least rewarded."""
 
 
+class BuildSettings(Settings):
+    """Settings of `treegraft buffer build`, whose options count above them; of a .jsonl file as
+    buffer.path, `num_best` and `min_reward` count."""
+
+    agent: str = "expert"
+    """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
+    an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
+    model: str | None = None
+    """Model of the server; None where it serves only one."""
+    num_samples: int = setting(16, ge=1)
+    """Attempts per task (RAPO's N)."""
+    num_best: int = setting(5, ge=1)
+    """Trajectories kept per task, the best by reward (RAPO's K)."""
+    min_reward: float = 0.0
+    """Only trajectories with a reward above this are kept."""
+    num_tasks: int | None = setting(None, ge=1)
+    """Training tasks that are answered, the first ones; None for all."""
+
+
 class BufferSettings(Settings):
     path: str = setting("", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
-    are expanded), or "expert": the tasks' scripted expert solves the training tasks before the
-    first update."""
+    are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
+    the run makes its own buffer, or "expert": the tasks' scripted expert solves the training tasks
+    before the first update."""
+    build: BuildSettings = BuildSettings()
     encoder: str = "minilm"
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that

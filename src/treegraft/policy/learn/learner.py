@@ -246,8 +246,9 @@ class Learner:
 
     # ------------------------------------------------------------------ demonstrations
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
-        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations; without a
+        weight decay, with that of [learn]."""
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
         total = 0.0
@@ -257,7 +258,7 @@ class Learner:
             loss = -chosen.sum() / max(1, count)
             torch.autograd.backward(loss)
             total += float(loss.detach())
-        self.optimiser.step(lr)
+        self.optimiser.step(lr, weight_decay)
         return float(combined(self._team, total, sum))
 
     @torch.no_grad()
