@@ -34,6 +34,7 @@ from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
+from treegraft.runs.replay import Replay
 from treegraft.runs.run import Clock, Run, RunResult
 from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
@@ -204,19 +205,23 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 run.state.update, parts.scorer, parts.format, parts.environments
             ):
                 await evaluate_and_keep(run, parts)
+                replay = Replay(config, run.folder, state.update)
                 while run.state.update < config.run.num_updates:
-                    await update(run, parts, publisher, buffer)
+                    await update(run, parts, publisher, buffer, replay)
                     await evaluate_and_keep(run, parts)
             return run.result()
 
 
-async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: RunBuffer) -> None:
+async def update(
+    run: Run, parts: TrainingParts, publisher: Publisher, buffer: RunBuffer, replay: Replay
+) -> None:
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
     number, config, learner, clock = run.state.update + 1, run.config, parts.learner, Clock()
     grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
     with clock("rollout"):
-        sampling = sample_update(run, parts, grower, number)
+        size = config.run.tasks_per_update - replay.num_due
+        sampling = sample_update(run, parts, grower, number, size)
         sampled = await run.interruptible(sampling, waits_on=grower.watch)
     run.display.phase("learning", 0, 1)
     with clock("learn"):
@@ -226,7 +231,8 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
             else []
             for trees in (sampled.kept, sampled.dropped)
         )
-        kept, learned = learner.learn(kept)
+        kept, learned = learner.learn(replay.mixed(number, kept))
+        kept = replay.take_fresh(number, kept)
     # What was sampled in vain is recorded and counted like the rest.
     trees = kept + dropped
     with clock("publish"):
@@ -246,16 +252,18 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
     # Taken once an update: each call starts counting anew.
-    for part in (parts, grower, buffer, clock):
+    for part in (parts, grower, buffer, replay, clock):
         metrics |= part.take_metrics()
     num_drawn = num_drawn_before(run) + sampled.num_drawn
     run.record_update(number, trees, metrics, publisher.state() | {"num_drawn": num_drawn})
 
 
-async def sample_update(run: Run, parts: TrainingParts, grower: Grower, number: int) -> Sampled:
-    """Returns the trees of an update, in rounds where rollout.max_rounds allows several."""
-    config, size = run.config, run.config.run.tasks_per_update
-    first = num_drawn_before(run)
+async def sample_update(
+    run: Run, parts: TrainingParts, grower: Grower, number: int, size: int
+) -> Sampled:
+    """Returns the trees of an update, of `size` tasks, in rounds where rollout.max_rounds allows
+    several."""
+    config, first = run.config, num_drawn_before(run)
     num_at_once = parts.num_trees_at_once(config.explore.num_leaves)
 
     def draw(num_drawn: int, without: Collection[str]) -> list[Task]:

@@ -293,6 +293,24 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield from _buffer_wrong(config)
 
 
+def _replay_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.replay.fresh_frac == 1:
+        return
+    if not config.track.record_trees:
+        yield Contradiction(
+            ("replay.fresh_frac", "track.record_trees"),
+            "replay.fresh_frac: groups are replayed from the run's trees, which are not written"
+            " with track.record_trees = false; set that to true, or replay.fresh_frac to 1.",
+        )
+    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
+        yield Contradiction(
+            ("replay.fresh_frac", "loss.engine_ratio_cap"),
+            "replay.fresh_frac: replayed groups were sampled by an older policy, which needs the"
+            " ratio to it; set loss.engine_ratio_cap (1e9 for RolloutReplay's loss, which has no"
+            ' cap), or loss.old_logprobs = "engine".',
+        )
+
+
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
     # A folder or hub id has one of these signs; a plain word is a misspelt name.
@@ -324,5 +342,13 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
 
 def contradictions(config: Config) -> list[Contradiction]:
     """Returns the settings that do not fit each other, with a sentence for each case."""
-    checks = (_format_wrong, _names_wrong, _rule_wrong, _model_wrong, _tasks_wrong, _run_wrong)
+    checks = (
+        _format_wrong,
+        _names_wrong,
+        _rule_wrong,
+        _model_wrong,
+        _tasks_wrong,
+        _run_wrong,
+        _replay_wrong,
+    )
     return [fault for check in checks for fault in check(config)]

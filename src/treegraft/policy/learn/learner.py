@@ -30,6 +30,7 @@ from treegraft.policy.learn.pack import (
     TreeBatch,
     blank_batch,
     credit,
+    newest_of_several,
     num_lesson_tokens,
     num_loss_tokens,
     num_tree_tokens,
@@ -146,6 +147,7 @@ class Learner:
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
+        self._newest: int | None = None
 
     def _placed(self, scored: Scored) -> Scored:
         """The module through which all passes run, where its weights are to lie."""
@@ -284,6 +286,7 @@ class Learner:
         Groups without variance are left out of the passes (unless the KL term needs them) and
         counted in the denominators.
         """
+        self._newest = newest_of_several(trees)
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         is_learned = [self._is_learned(tree) for tree in trees]
@@ -482,7 +485,7 @@ class Learner:
         # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
         if own is old or not any(tally.grad_norms):
-            tally.add("learn/engine_gap", (own - batch.sampling_logprobs).abs())
+            tally.add("learn/engine_gap", batch.engine_gaps(own, self._newest))
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
