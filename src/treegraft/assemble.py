@@ -220,6 +220,21 @@ async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
 
 
 @asynccontextmanager
+async def assemble_judge(
+    config: Config, model_path: Path | str
+) -> AsyncIterator[tuple[Setup, Any]]:
+    """Holds the parts that need no weights, and the model of `model_path`, which weighs steps that
+    are written already. Raises `TreegraftError` for a part that cannot be made."""
+    async with AsyncExitStack() as stack:
+        with ctrl_c_ends_at_once():
+            scenario = _Scenario(config, None)
+            model, tokenizer = scenario.load_model(model_path, has_weights=True)
+            is_ours = (Path(model_path) / "treegraft").is_dir()
+            setup = scenario.setup(stack, model, tokenizer, is_ours=is_ours)
+        yield setup, model
+
+
+@asynccontextmanager
 async def assemble(
     config: Config, *, model_path: Path | str | None = None, source: TaskSource | None = None
 ) -> AsyncIterator[Parts]:

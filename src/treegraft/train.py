@@ -351,6 +351,7 @@ async def evaluate_update(run: Run, parts: Parts, watch: Watch) -> dict[str, flo
 def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
     """Returns how much better the end is than the start, where both were recorded."""
     metrics: dict[str, float] = {}
+    run.written()
     for kind, after in evaluation.passes.items():
         path = run.folder.trees_path(0, kind)
         if path.exists() and run.state.update > 0:

@@ -434,7 +434,8 @@ class Explorer(Protocol):
     An explorer whose `fill` returns `Expand` has the attribute `expands = True` besides: the states
     between steps are then kept until the tree is done, which takes a copy each of an environment
     that forks. With the attribute `wants_rewards = True`, `fill` gets the tree scored; reward
-    functions then see it once before each call of `fill`, with all of its leaves so far.
+    functions then see it once before each call of `fill`, with all of its leaves so far. One whose
+    `starts` are fewer than it may open in `fill` says so by the attribute `plans_starts = False`.
 
     An explorer that begins rollouts below stored steps is a `Restarting` besides.
     """

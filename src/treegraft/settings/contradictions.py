@@ -245,10 +245,13 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    leading = [name for name in ("entropy", "tree_search", "prefix") if name in explore.explorers]
+    known = ("entropy", "balanced", "tree_search", "prefix")
+    leading = [name for name in known if name in explore.explorers]
+    counts = {"entropy": "num_starts", "tree_search": "num_starts", "prefix": "num_restarts"}
     for name in leading:
-        count = "num_restarts" if name == "prefix" else "num_starts"
-        yield from _above(config, f"explore.{name}.{count}", "explore.num_leaves", rest)
+        if name in counts:
+            own = f"explore.{name}.{counts[name]}"
+            yield from _above(config, own, "explore.num_leaves", rest)
     if leading and explore.explorers[0] not in leading:
         yield Contradiction(
             ("explore.explorers",),
@@ -262,6 +265,12 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             ("explore.explorers",),
             f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
             f" the remaining leaves come from one of {named}, the first; leave the others out.",
+        )
+    if "balanced" in leading and explore.entropy.allocation == "shares":
+        yield Contradiction(
+            ("explore.entropy.allocation", "explore.explorers"),
+            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
+            " starts there will be to share the leaves; take 'round'.",
         )
     if {"graft", "prefix"} <= {*explore.explorers}:
         yield Contradiction(

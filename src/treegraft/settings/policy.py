@@ -254,6 +254,9 @@ class CreditSettings(Settings):
         ),
     )
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
+    token_entropy_weight: float = setting(0.0, ge=0)
+    """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
+    1 + this times the standardised entropy of its token; 0 for none."""
     restarts: Literal["apart", "together"] = setting("apart", idle_unless=(with_prefix,))
     """Rollouts that begin below stored steps are compared with those of the same place ("apart"),
     or with all of the tree ("together", an ablation)."""
@@ -262,9 +265,6 @@ class CreditSettings(Settings):
     )
     """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
     "own" of the rollouts alone (its split estimator)."""
-    token_entropy_weight: float = setting(0.0, ge=0)
-    """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
-    1 + this times the standardised entropy of its token; 0 for none."""
     rule: str | None = None
     """Import path "package.module:function" of a rule of your own, which takes each tree with the
     credit above and returns it with other advantages; None for none."""
