@@ -24,6 +24,7 @@ from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.launch import joined
+from treegraft.policy.learn.lessons import Given, LessonBook
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
@@ -40,7 +41,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
-from treegraft.traces.demonstrations import read_demonstrations
+from treegraft.traces.demonstrations import lesson_book, read_demonstrations
 from treegraft.traces.run_buffer import RunBuffer
 
 if TYPE_CHECKING:
@@ -204,13 +205,21 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 run.state.update, parts.scorer, parts.format, parts.environments
             ):
                 await evaluate_and_keep(run, parts)
+                has_world, tasks = parts.kind is not None, parts.train_tasks
+                book = lesson_book(config, buffer.buffer, tasks, parts.format, has_world)
                 while run.state.update < config.run.num_updates:
-                    await update(run, parts, publisher, buffer)
+                    await update(run, parts, publisher, buffer, book)
                     await evaluate_and_keep(run, parts)
             return run.result()
 
 
-async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: RunBuffer) -> None:
+async def update(
+    run: Run,
+    parts: TrainingParts,
+    publisher: Publisher,
+    buffer: RunBuffer,
+    book: LessonBook | None = None,
+) -> None:
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
     number, config, learner, clock = run.state.update + 1, run.config, parts.learner, Clock()
@@ -226,7 +235,13 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
             else []
             for trees in (sampled.kept, sampled.dropped)
         )
-        kept, learned = learner.learn(kept)
+        lessons = Given([], (0.0, 0.0), {})
+        if book is not None:
+            first, seed = num_drawn_before(run), config.run.seed
+            earlier = [one.id for one in draw_tasks(parts.train_tasks, 0, size=first, seed=seed)]
+            value = run.state.lesson_value or (0.0, 0.0)
+            lessons = book.choose(kept + dropped, earlier, number, value)
+        kept, learned = learner.learn(kept, lessons.trees)
     # What was sampled in vain is recorded and counted like the rest.
     trees = kept + dropped
     with clock("publish"):
@@ -242,6 +257,7 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
         | sampled.metrics
         | learned
+        | lessons.metrics
         | shown_late
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
@@ -249,7 +265,10 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     for part in (parts, grower, buffer, clock):
         metrics |= part.take_metrics()
     num_drawn = num_drawn_before(run) + sampled.num_drawn
-    run.record_update(number, trees, metrics, publisher.state() | {"num_drawn": num_drawn})
+    state = publisher.state() | {"num_drawn": num_drawn}
+    if book is not None:
+        state["lesson_value"] = lessons.value
+    run.record_update(number, trees, metrics, state)
 
 
 async def sample_update(run: Run, parts: TrainingParts, grower: Grower, number: int) -> Sampled:
