@@ -44,9 +44,10 @@ def takes_warmup_of_buffer(config: Settings) -> bool:
 
 
 def reads_buffer(config: Settings) -> str:
-    """Returns why the buffer has no effect; "" where grafts, stored steps or the warm-up come from
-    it."""
-    if takes_warmup_of_buffer(config) or not with_prefix(config):
+    """Returns why the buffer has no effect; "" where grafts, stored steps, lessons or the warm-up
+    come from it."""
+    has_lessons = bool(value_of(config, "loss.lesson_coef"))
+    if has_lessons or takes_warmup_of_buffer(config) or not with_prefix(config):
         return ""
     return next(filter(None, (condition(config) for condition in _grafts)), "")
 

@@ -352,6 +352,9 @@ class LossSettings(Settings):
         0.1, gt=0, idle_unless=(when("loss.graft_coef"), when("loss.graft_form", "luffy"))
     )
     """The constant of "luffy"."""
+    lesson_coef: float = setting(0.0, ge=0)
+    """Weight of lessons: the best stored trajectory of each of the update's tasks is imitated,
+    without rollouts, by how much its reward exceeds the mean one of all tasks; 0 for none."""
 
 
 class LearnSettings(Settings):
@@ -386,6 +389,8 @@ class LearnSettings(Settings):
     """Optimiser steps in one pass over an update's trees; whole trees each."""
     num_epochs: int = setting(1, ge=1)
     """Passes over an update's trees."""
+    num_lessons: int = setting(0, ge=0, idle_unless=when("loss.lesson_coef"))
+    """Lessons at tasks of earlier updates besides, drawn for each update anew."""
     max_pack_tokens: int = setting(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
     price of its shared tokens."""

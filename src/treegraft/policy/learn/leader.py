@@ -68,9 +68,13 @@ class Leader:
         found: list[Tree] = self._on_trees("with_logprobs", trees)
         return found
 
-    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+    def learn(
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+    ) -> tuple[list[Tree], dict[str, float]]:
         """As `Learner.learn`."""
-        found: tuple[list[Tree], dict[str, float]] = self._on_trees("learn", trees)
+        found: tuple[list[Tree], dict[str, float]] = self._on_trees(
+            "learn", [*trees, *lessons], num_lessons=len(lessons)
+        )
         return found
 
     def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
@@ -144,7 +148,9 @@ CALLS: Mapping[str, Callable[..., Any]] = {
 TREE_CALLS: Mapping[str, Callable[..., Any]] = {
     "with_exact_entropies": lambda learner, trees: learner.with_exact_entropies(trees),
     "with_logprobs": lambda learner, trees: learner.with_logprobs(trees),
-    "learn": lambda learner, trees: learner.learn(trees),
+    "learn": lambda learner, trees, num_lessons: learner.learn(
+        trees[: len(trees) - num_lessons], trees[len(trees) - num_lessons :]
+    ),
     "imitate": lambda learner, trees, lr, weight_decay: learner.imitate(trees, lr, weight_decay),
     "right_steps": lambda learner, trees: learner.right_steps(trees),
 }
