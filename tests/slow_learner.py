@@ -112,6 +112,12 @@ def slow_loss(
             before = logprobs.detach() if old is None else plain_scores(old, path)[0]
             anchor = None if reference is None else plain_scores(reference, path)[0]
         advantage = path.leaf.advantage or 0.0
+        factors = [
+            1.0 if step.credit_factors is None else step.credit_factors[place]
+            for step in path.steps
+            for place, sampled in enumerate(step.sampled_mask)
+            if sampled
+        ]
         origins = path.origins[len(path.prompt_ids) :]
         sampled_at = [
             p
@@ -131,7 +137,11 @@ def slow_loss(
             if loss.objective == "gspo":
                 taught = torch.tensor(mask)
                 ratio = shaping * torch.exp((logprobs - before)[taught].mean())
-            objective = token_objective(loss, ratio, logprobs[index], advantage)
+                # The token form, which differs where the tokens of a sequence carry different ones.
+                if set(factors) != {1.0}:
+                    own = logprobs[index]
+                    ratio = ratio.detach() * torch.exp(own - own.detach())
+            objective = token_objective(loss, ratio, logprobs[index], advantage * factors[index])
             if loss.engine_ratio_cap is not None:
                 factor_of_engine = math.exp(whole if by_path else gaps[index])
                 objective = objective * min(factor_of_engine, loss.engine_ratio_cap)

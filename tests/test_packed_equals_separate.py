@@ -27,6 +27,7 @@ from tests.slow_learner import (
 from tests.trees import Part, build_tree, random_trees
 
 from treegraft.algo.advantages import assign_credit
+from treegraft.algo.aepo import with_entropy_factors
 from treegraft.core.types import Status, Tree
 from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn import scores as scores_module
@@ -165,6 +166,23 @@ def test_law_1_gradients_of_the_published_objectives(
     expected = slow_loss(twin, trees, loss, 11.0, reference=reference if loss.kl_coef else None)
     expected.backward()
     assert abs(metrics["learn/loss"] - float(expected.detach())) < 1e-6
+    assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_law_1_with_a_factor_for_each_token(name: str) -> None:
+    loss = OBJECTIVES[name]
+    model, twin = build_model("llama"), build_model("llama")
+    trees = with_entropy_factors(example_trees(3), weight=0.7)
+    assert any(step.credit_factors for tree in trees for step in tree.steps)
+    trees = trees_for(loss, model, trees)
+    # Without a reference, whose term has no advantage.
+    loss = loss.model_copy(update={"kl_coef": 0.0})
+    learner, descent = make_learner(model, loss)
+    _, metrics = learner.learn(trees)
+    slow = slow_loss(twin, trees, loss, 11.0 if name == "dr-grpo" else 7.0)
+    slow.backward()
+    assert abs(metrics["learn/loss"] - float(slow.detach())) < 1e-6
     assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
 
 

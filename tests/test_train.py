@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ from treegraft.settings.load import load_config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.tasks.order import draw_tasks
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
+from treegraft.traces.demonstrations import read_demonstrations
 from treegraft.train import RunResult, train
 
 # peft, and gradient checkpointing on older releases, use names that transformers is giving up.
@@ -700,7 +702,11 @@ def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path
         rows.append({"question": task.question, "steps": steps})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = WarmupSettings(traces=str(path), batch_size=50)
-    batch = Demonstrations(world, form, settings, seed=0).batch(0)
+    stored = read_demonstrations(path, settings, ()).demonstrations
+    batch = Demonstrations(world, form, settings, seed=0, stored=stored).batch(0)
+    # Eight passes over six traces and two of the ninth.
+    counts = Counter(tree.task.id for tree in batch)
+    assert sorted(counts.values()) == [8, 8, 8, 8, 9, 9]
     assert {tree.task.question for tree in batch} == {row["question"] for row in rows}
     tree = batch[0]
     task = next(task for task in world.warmup_tasks(6, 0) if task.question == tree.task.question)
@@ -739,7 +745,9 @@ def test_bad_traces_are_named_before_any_work(
     path = tmp_path / "traces.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=part) as caught:
-        Demonstrations(world, form, WarmupSettings(traces=str(path)), seed=0)
+        settings = WarmupSettings(traces=str(path))
+        stored = read_demonstrations(path, settings, ()).demonstrations
+        Demonstrations(world, form, settings, seed=0, stored=stored)
     assert str(path) in str(caught.value)
 
 

@@ -37,6 +37,7 @@ from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
+from treegraft.settings.explore import RETRIEVING, retrieves
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
 from treegraft.tools.build import build_tools, open_environments, words_of
@@ -88,7 +89,7 @@ class Setup:
             self.kind,
             self.toolbox,
             tasks[0],
-            branches=can_branch or "graft" in explorers.explorers,
+            branches=can_branch or retrieves(explorers.explorers),
             needs_reward=self.config.reward.funcs == ["environment"],
         )
 
@@ -216,6 +217,21 @@ async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
         scenario = _Scenario(config, None)
         model, tokenizer = scenario.load_model(None, has_weights=False)
         yield scenario.setup(stack, model, tokenizer, is_ours=False)
+
+
+@asynccontextmanager
+async def assemble_judge(
+    config: Config, model_path: Path | str
+) -> AsyncIterator[tuple[Setup, Any]]:
+    """Holds the parts that need no weights, and the model of `model_path`, which weighs steps that
+    are written already. Raises `TreegraftError` for a part that cannot be made."""
+    async with AsyncExitStack() as stack:
+        with ctrl_c_ends_at_once():
+            scenario = _Scenario(config, None)
+            model, tokenizer = scenario.load_model(model_path, has_weights=True)
+            is_ours = (Path(model_path) / "treegraft").is_dir()
+            setup = scenario.setup(stack, model, tokenizer, is_ours=is_ours)
+        yield setup, model
 
 
 @asynccontextmanager
@@ -523,12 +539,13 @@ def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
 
 def _refuse_grafts(config: Config, kind: EnvironmentKind | None) -> None:
     """Refuses grafts over a state on which their calls cannot be tried."""
-    grafts = "graft" in config.explore.explorers
-    if grafts and kind is not None and kind.capability is Capability.NONE:
+    explorers = config.explore.explorers
+    if retrieves(explorers) and kind is not None and kind.capability is Capability.NONE:
+        name = next(name for name in RETRIEVING if name in explorers)
         raise SettingError(
-            "explore.explorers: got 'graft' with an environment whose capability is 'none';"
-            " expected 'fork' or 'replay', since a grafted step's calls are made on a copy first."
-            " Declare one of them, or leave 'graft' out."
+            f"explore.explorers: got '{name}' with an environment whose capability is 'none';"
+            " expected 'fork' or 'replay', since the calls of stored steps are made in it first."
+            f" Declare one of them, or leave '{name}' out."
         )
 
 

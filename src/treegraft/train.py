@@ -8,10 +8,11 @@ repeats an uninterrupted one bit for bit.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.demonstration import solution
@@ -24,6 +25,7 @@ from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
+from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower, Watch
@@ -32,12 +34,14 @@ from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
+from treegraft.runs.replay import Replay
 from treegraft.runs.run import Clock, Run, RunResult
 from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
+from treegraft.traces.demonstrations import read_demonstrations
 from treegraft.traces.run_buffer import RunBuffer
 
 if TYPE_CHECKING:
@@ -163,13 +167,10 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
         buffer = RunBuffer(config, source, run.path, run.start)
         run.more_beside = buffer.checksums
-        demonstrations = None
-        if state.warmup_steps < config.warmup.num_steps:
-            demonstrations = Demonstrations(
-                source, parts.format, config.warmup, config.run.seed, parts.show
-            )
-            await demonstrations.prepare(state.warmup_steps)
-        if not only_warms_up:
+        warms_up = state.warmup_steps < config.warmup.num_steps
+        needs_buffer = not only_warms_up or (warms_up and buffer.is_imitated)
+        demonstrations = await demonstrations_of(run, parts, buffer) if warms_up else None
+        if needs_buffer:
             await buffer.check_expert(parts.environments)
         show_texts(run.display, parts.tokenizer)
         with run.opened(checkpoint_writer(config, parts), source.report()):
@@ -180,12 +181,16 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 for one in await Preflight(parts).findings():
                     if one.is_doubtful or not one.is_good:
                         run.display.warn(str(one))
-            if buffer.is_used and not only_warms_up:
+            if buffer.is_due and needs_buffer:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
                 await buffer.build(parts.scorer, parts.format, parts.environments)
-            if demonstrations is not None:
-                await warm_up_from(demonstrations, run, parts)
+            if warms_up:
+                demonstrations = demonstrations or await demonstrations_of(run, parts, buffer)
+                assert demonstrations is not None
+                await warm_up_from(demonstrations, run, parts, publisher)
+            if not state.update and not state.is_closed:
+                await evaluate_warmup(run, parts, publisher)
             # Also after a resume: the engine of this process does not know its version yet.
             await publisher.publish(run.state.update)
             if only_warms_up:
@@ -200,19 +205,23 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 run.state.update, parts.scorer, parts.format, parts.environments
             ):
                 await evaluate_and_keep(run, parts)
+                replay = Replay(config, run.folder, state.update)
                 while run.state.update < config.run.num_updates:
-                    await update(run, parts, publisher, buffer)
+                    await update(run, parts, publisher, buffer, replay)
                     await evaluate_and_keep(run, parts)
             return run.result()
 
 
-async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: RunBuffer) -> None:
+async def update(
+    run: Run, parts: TrainingParts, publisher: Publisher, buffer: RunBuffer, replay: Replay
+) -> None:
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
     number, config, learner, clock = run.state.update + 1, run.config, parts.learner, Clock()
     grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
     with clock("rollout"):
-        sampling = sample_update(run, parts, grower, number)
+        size = config.run.tasks_per_update - replay.num_due
+        sampling = sample_update(run, parts, grower, number, size)
         sampled = await run.interruptible(sampling, waits_on=grower.watch)
     run.display.phase("learning", 0, 1)
     with clock("learn"):
@@ -222,11 +231,15 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
             else []
             for trees in (sampled.kept, sampled.dropped)
         )
-        kept, learned = learner.learn(kept)
+        kept, learned = learner.learn(replay.mixed(number, kept))
+        kept = replay.take_fresh(number, kept)
     # What was sampled in vain is recorded and counted like the rest.
     trees = kept + dropped
     with clock("publish"):
         await publisher.publish(number)
+    every = config.health.symptoms_every
+    with clock("symptoms"):
+        shown_late = symptoms(learner, kept) if every and number % every == 0 else {}
     # After learning, so that traces of this update are never retrieved within it.
     buffer.grow(trees, number)
     # The one place where the metrics of an update come together.
@@ -235,19 +248,22 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
         | sampled.metrics
         | learned
+        | shown_late
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
     # Taken once an update: each call starts counting anew.
-    for part in (parts, grower, buffer, clock):
+    for part in (parts, grower, buffer, replay, clock):
         metrics |= part.take_metrics()
     num_drawn = num_drawn_before(run) + sampled.num_drawn
     run.record_update(number, trees, metrics, publisher.state() | {"num_drawn": num_drawn})
 
 
-async def sample_update(run: Run, parts: TrainingParts, grower: Grower, number: int) -> Sampled:
-    """Returns the trees of an update, in rounds where rollout.max_rounds allows several."""
-    config, size = run.config, run.config.run.tasks_per_update
-    first = num_drawn_before(run)
+async def sample_update(
+    run: Run, parts: TrainingParts, grower: Grower, number: int, size: int
+) -> Sampled:
+    """Returns the trees of an update, of `size` tasks, in rounds where rollout.max_rounds allows
+    several."""
+    config, first = run.config, num_drawn_before(run)
     num_at_once = parts.num_trees_at_once(config.explore.num_leaves)
 
     def draw(num_drawn: int, without: Collection[str]) -> list[Task]:
@@ -349,17 +365,61 @@ def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
     return metrics
 
 
-async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: TrainingParts) -> None:
+async def demonstrations_of(
+    run: Run, parts: TrainingParts, buffer: RunBuffer
+) -> Demonstrations | None:
+    """Returns the demonstrations that are still to come; None where their buffer is not built
+    yet."""
+    config, stored = run.config, None
+    if config.warmup.traces != "expert":
+        path = Path(os.path.expandvars(config.warmup.traces)).expanduser()
+        if buffer.is_imitated:
+            path = buffer.file
+            if buffer.is_due and not path.exists():
+                return None
+        has_environment = bool(config.environment.kind)
+        chosen = read_demonstrations(
+            path, config.warmup, parts.train_tasks, has_environment=has_environment
+        )
+        stored = chosen.demonstrations
+        num_passes = config.warmup.num_steps * config.warmup.batch_size / len(stored)
+        left_out = f"; left out: {chosen.left_out}" if chosen.left_out else ""
+        run.display.note(
+            f"the warm-up makes {num_passes:.3g} passes over {len(stored)} trajectories of"
+            f" '{path}'{left_out}"
+        )
+    found = Demonstrations(
+        parts.source, parts.format, config.warmup, config.run.seed, parts.show, stored
+    )
+    await found.prepare(run.state.warmup_steps)
+    return found
+
+
+async def warm_up_from(
+    demonstrations: Demonstrations, run: Run, parts: TrainingParts, publisher: Publisher
+) -> None:
     """Supervised fine-tuning on the demonstrations that are still to come."""
-    settings, learner, began = run.config.warmup, parts.learner, time.monotonic()
+    settings, learner = run.config.warmup, parts.learner
     # A kill costs at most a quarter of the warm-up.
     save_every = max(1, settings.num_steps // 4)
+    # An evaluation that was interrupted comes now.
+    await evaluate_warmup(run, parts, publisher)
+    began, cpu_began = time.monotonic(), time.process_time()
 
-    def on_step(done: int, loss: float) -> bool:
-        run.warmed_up(done, {"warmup/loss": loss})
+    async def on_step(done: int, loss: float, num_tokens: int) -> bool:
+        nonlocal began, cpu_began
+        spent = {
+            "warmup/num_loss_tokens": float(num_tokens),
+            "time/warmup_s": time.monotonic() - began,
+            "time/warmup_cpu_s": time.process_time() - cpu_began,
+        }
+        run.warmed_up(done, {"warmup/loss": loss}, spent)
         run.display.phase("warm-up", done, settings.num_steps, f"loss {loss:.3f}")
-        if done < settings.num_steps and done % save_every == 0:
-            run.save()
+        if done < settings.num_steps:
+            if done % save_every == 0:
+                run.save()
+            await evaluate_warmup(run, parts, publisher)
+        began, cpu_began = time.monotonic(), time.process_time()
         return run.stop.is_asked
 
     first = run.state.warmup_steps
@@ -367,18 +427,42 @@ async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: Training
     if run.state.warmup_steps == settings.num_steps:
         # AdamW's moments of imitation would go on pushing in its direction in the first updates.
         learner.forget_moments()
-        solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
-        held_out = [(task, steps) for task, steps in solved if steps]
-        if parts.show is not None:
-            try:
-                held_out = await parts.show(held_out)
-            except DataError as error:  # of a measurement alone, after all the work
-                run.display.warn(f"warmup/skill is not measured: {error}")
-                held_out = []
-        skill = {"warmup/skill": step_skill(learner, parts.format, held_out)} if held_out else {}
-        run.warmed_up(settings.num_steps, skill | {"time/warmup_s": time.monotonic() - began})
+        run.warmed_up(settings.num_steps, await held_out_skill(run, parts), {})
         run.save()
     run.stop.raise_if_asked()
+
+
+async def held_out_skill(run: Run, parts: TrainingParts) -> dict[str, float]:
+    """Returns warmup/skill, where the expert solves held-out tasks."""
+    solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
+    held_out = [(task, steps) for task, steps in solved if steps]
+    if parts.show is not None:
+        try:
+            held_out = await parts.show(held_out)
+        except DataError as error:  # of a measurement alone, after all the work
+            run.display.warn(f"warmup/skill is not measured: {error}")
+            return {}
+    return {"warmup/skill": step_skill(parts.learner, parts.format, held_out)} if held_out else {}
+
+
+async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) -> None:
+    """Evaluates after a warm-up step where that is due and not done; the trees are not kept."""
+    settings, done = run.config.warmup, run.state.warmup_steps
+    is_due = settings.eval_every and (done == settings.num_steps or done % settings.eval_every == 0)
+    is_due = is_due and (done or run.config.eval.at_start)
+    if not (is_due and parts.eval_tasks) or run.is_warmup_evaluated():
+        return
+    await publisher.publish(0)
+    watch = Watch()
+
+    def report(*progress: Any) -> None:
+        run.display.phase("evaluation", *progress)
+
+    work = evaluate(parts, parts.eval_tasks, 0, watch=watch, on_progress=report)
+    metrics = (await run.interruptible(work, waits_on=watch)).metrics
+    parts.take_metrics()
+    run.display.evaluated(f"warm-up step {done}", metrics)
+    run.log_warmup(metrics)
 
 
 def keep_reference(run: Run, learner: LearnerLike) -> None:

@@ -216,7 +216,7 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
         )
     for number, reason in enumerate(_reasons(report.failures, 5), start=1):
         rows[f"failed {number}"] = reason
-    _print_rows(f"{out}: {work.source}", rows)
+    print_rows(f"{out}: {work.source}", rows)
 
 
 def _kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
@@ -234,7 +234,8 @@ def _kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
     return rows
 
 
-def _print_rows(title: str, rows: Mapping[str, str]) -> None:
+def print_rows(title: str, rows: Mapping[str, str]) -> None:
+    """Prints a title and a line for each row."""
     say(title, "bold")
     shown = table(show_header=False)
     shown.add_column(no_wrap=True, style="dim")
@@ -289,7 +290,7 @@ def import_traces(
     else:
         kept = report.num_trajectories - report.num_too_low - report.num_surplus
         left_out = {"left out": f"{len(problems)} lines"} if problems else {}
-        _print_rows(str(into), _kept_rows(report, kept) | left_out)
+        print_rows(str(into), _kept_rows(report, kept) | left_out)
         for problem in problems[:MAX_PROBLEMS]:
             say(plain(problem, 300), to_stderr=True)
         if more := len(problems[MAX_PROBLEMS:]):
@@ -375,7 +376,7 @@ def add(
         print(json.dumps({"num_new": num_new, "num_duplicates": old, "num_traces": num_traces}))
     else:
         counts = f"{num_new} new, {old} there already, {num_traces} in all"
-        _print_rows(str(buffer), {"traces": counts})
+        print_rows(str(buffer), {"traces": counts})
 
 
 @buffer_app.command()
@@ -403,7 +404,7 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
         rows["policy versions"] = "{} to {}".format(*found.policy_versions)
     if found.num_evicted:
         rows["evicted"] = f"{found.num_evicted}"
-    _print_rows(str(buffer), rows)
+    print_rows(str(buffer), rows)
     agents = table("source", "traces", "trajectories", "mean reward")
     for name, one in found.sources.items():
         counts = (str(one.num_traces), str(one.num_trajectories))
@@ -434,7 +435,7 @@ def search(
 ) -> None:
     """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.keys import step_lines
+    from treegraft.traces.keys import value_text
     from treegraft.traces.run_buffer import buffer_file
 
     with TraceBuffer.open_as_built(buffer_file(buffer)) as opened:
@@ -447,9 +448,5 @@ def search(
     for trace, similarity in found:
         place = f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}"
         title = plain(f"{place}, reward {trace.reward:g}")
-        value = trace.value
-        if not isinstance(value, str):
-            answer = [] if value.answer is None else [f"answer {value.answer}"]
-            value = "\n".join([*step_lines(value), *answer])
-        rows = {"history": plain(trace.key), "step": plain(value)}
-        _print_rows(f"{similarity:.3f}  {title}", rows)
+        rows = {"history": plain(trace.key), "step": plain(value_text(trace.value))}
+        print_rows(f"{similarity:.3f}  {title}", rows)

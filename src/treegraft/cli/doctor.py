@@ -28,6 +28,7 @@ from treegraft.core.interrupt import run_to_end
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
+from treegraft.settings.explore import retrieves, takes_warmup_of_buffer
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -103,9 +104,10 @@ def data_files(config: Config) -> Iterator[Finding]:
             yield Finding("tasks.dataset.train", "empty", False, "name at least one file")
     if "search" in config.tools.use and config.tools.search.kind in ("bm25", "dense"):
         wanted.append(("tools.search.corpus", config.tools.search.corpus))
-    if config.warmup.num_steps and config.warmup.traces != "expert":
+    if config.warmup.num_steps and config.warmup.traces not in ("expert", "buffer"):
         wanted.append(("warmup.traces", config.warmup.traces))
-    if "graft" in config.explore.explorers and config.buffer.path != "expert":
+    reads_buffer = retrieves(config.explore.explorers) or takes_warmup_of_buffer(config)
+    if reads_buffer and config.buffer.path != "expert":
         wanted.append(("buffer.path", config.buffer.path))
     for setting, name in wanted:
         if name.startswith("hub:"):
@@ -265,6 +267,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
 async def _try_first_tasks(config: Config, found: Examination) -> None:
     from treegraft.assemble import assemble_setup
     from treegraft.evals.preflight import Preflight
+    from treegraft.traces.replay import replayed
 
     title = "first tasks"
     try:
@@ -273,6 +276,7 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
             found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
+            found.sections["gold traces"] = await replayed(setup)
             found.sections[title] = [*notes, *await preflight.findings()]
             found.sample = preflight.sample(shown)
     except TreegraftError as error:

@@ -1,5 +1,5 @@
-"""The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
-serve | push | profile | config | doctor`.
+"""The command line: `treegraft init | train | sft | eval | study | run | view | compare | data |
+buffer | serve | push | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -36,8 +36,10 @@ from treegraft.cli.options import (
     say,
     table,
 )
+from treegraft.cli.prune import prune, show
 from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
+from treegraft.cli.study import study
 from treegraft.cli.train import sft, train
 from treegraft.core.errors import (
     CheckpointError,
@@ -85,6 +87,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(buffer_app)
+buffer_app.command()(prune)
+buffer_app.command()(show)
 app.add_typer(data_app)
 app.add_typer(serve_app)
 
@@ -294,6 +298,7 @@ def report(
     print(f"{written.page}: {len(written.figures)} figures{names}")
 
 
+app.command()(study)
 app.command("config")(show_config)
 
 

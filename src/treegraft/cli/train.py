@@ -125,7 +125,10 @@ def sft(
     accept_changes: AcceptChanges = None,
     smoke: Smoke = None,
 ) -> None:
-    """Run only the supervised warm-up of a recipe, its table [warmup]."""
+    """Run only the supervised warm-up of a recipe, its table [warmup].
+
+    It imitates the tasks' expert, or with warmup.traces=FILE a buffer or a JSONL file.
+    """
     if resume is None:
         refuse_idle(context, "without --resume", "--accept-changes")
     else:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import Explorer
 from treegraft.core.plugins import make, pick
+from treegraft.explore.balanced import BalancedBranching
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
+from treegraft.explore.prefix import PREFIX_RULES, UniformPrefix
 from treegraft.explore.tree_search import TreeSearch
 from treegraft.settings.explore import ExploreSettings
 
@@ -19,6 +21,8 @@ EXPLORERS: Mapping[str, type[Explorer]] = {
     "entropy": EntropyBranching,
     "graft": HybridRollout,
     "tree_search": TreeSearch,
+    "balanced": BalancedBranching,
+    "prefix": UniformPrefix,
 }
 
 
@@ -37,14 +41,21 @@ def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
 
 def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Explorer:
     found = pick(name, EXPLORERS, "explore.explorers")
+    if found is BalancedBranching:
+        return BalancedBranching(settings.entropy, settings.balanced, vocab_size=vocab_size)
     if found is EntropyBranching:
         return EntropyBranching(settings.entropy, vocab_size=vocab_size)
     if found is HybridRollout:
-        return HybridRollout(
+        hybrid = HybridRollout(
             settings.graft, num_leaves=settings.num_leaves, num_starts=num_starts(settings)
         )
+        return hybrid.in_stages(settings.num_first, settings.fill_from)
+    if found is Independent:
+        return Independent().in_stages(settings.num_first, settings.fill_from)
     if found is TreeSearch:
         return TreeSearch(settings.tree_search)
+    if found is UniformPrefix:
+        return PREFIX_RULES[settings.prefix.rule](settings.prefix)
     explorer: Explorer = make(found, Explorer, name, "explore.explorers")
     return explorer
 

@@ -24,22 +24,26 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, compress, groupby, islice, repeat
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, get_args
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
-from treegraft.core.files import append_line, parse_json, storage_fault, write_atomically
+from treegraft.core.files import (
+    append_line,
+    drop_cut_line,
+    parse_json,
+    storage_fault,
+    write_atomically,
+)
 from treegraft.core.steps import observation_from
 from treegraft.core.text import plain
 from treegraft.core.types import (
     BranchCause,
     BranchDecision,
     BudgetState,
-    ContinuationCause,
+    Cause,
     EntropyKind,
-    GraftCause,
     Leaf,
     Origin,
-    StartCause,
     Status,
     Step,
     StepContent,
@@ -51,17 +55,16 @@ from treegraft.core.types import (
 )
 
 CAUSES: Mapping[str, type[Any]] = {
-    "start": StartCause,
-    "continuation": ContinuationCause,
-    "branch": BranchCause,
-    "graft": GraftCause,
+    cause.__name__.removesuffix("Cause").lower(): cause for cause in get_args(Cause)
 }
+"""By the kinds that files name: "graft" for `GraftCause`."""
 _KINDS = {cause: kind for kind, cause in CAUSES.items()}
 SAMPLED_COLUMNS: Mapping[str, float] = {
     "sampling_logprobs": 0.0,
     "entropies": 0.0,
     "old_logprobs": 0.0,
     "ratios": 1.0,
+    "credit_factors": 1.0,
 }
 """Columns written for sampled tokens only, with the value that a tree has for the others."""
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -136,6 +139,9 @@ def step_to_dict(step: Step) -> dict[str, Any]:
     for name in SAMPLED_COLUMNS:
         column = getattr(step, name)
         data[name] = None if column is None else list(compress(column, mask))
+    # Without factors a step is written as before there were any.
+    if step.credit_factors is None:
+        del data["credit_factors"]
     return data
 
 
@@ -184,7 +190,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
     num_sampled = sum(count for origin, count in runs if origin == Origin.POLICY)
     columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(SAMPLED_COLUMNS)
     for name, filler in SAMPLED_COLUMNS.items():
-        values = data.pop(name)
+        values = data.pop("credit_factors", None) if name == "credit_factors" else data.pop(name)
         if values is None:
             continue
         if len(values) != num_sampled:
@@ -367,6 +373,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics_path = path / "metrics.jsonl"
+        self.warmup_path = path / "warmup.jsonl"
         self.trees_dir = path / "trees"
         self.index_dir = path / "trees-index"
         self.checkpoints_dir = path / "checkpoints"
@@ -478,6 +485,19 @@ class RunFolder:
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})
         append_line(self.metrics_path, line)
 
+    def append_warmup(self, metrics: Mapping[str, float]) -> None:
+        """Adds one line, that of an evaluation during the warm-up, to warmup.jsonl."""
+        append_line(self.warmup_path, json.dumps({"update": 0, **dict(sorted(metrics.items()))}))
+
+    def cut_warmup(self, num_steps: int) -> None:
+        """Removes the evaluations after so many warm-up steps, which come again."""
+        if self.warmup_path.exists():
+            drop_cut_line(self.warmup_path)
+            lines = read_metrics(self.path, self.warmup_path.name)
+            kept = [line for line in lines if line.get("warmup/num_steps", 0) <= num_steps]
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            write_atomically(self.warmup_path, text)
+
     def metrics_size(self) -> int:
         """Returns the length of metrics.jsonl in bytes."""
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
@@ -498,17 +518,18 @@ class RunFolder:
                 file.unlink()
 
 
-def read_metrics(run_dir: Path | str) -> list[dict[str, float]]:
-    """Returns the lines of a run's metrics.jsonl, without a last one that is being written.
+def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    """Returns the lines of a run's metrics.jsonl, without a last one that is being written; or of
+    its warmup.jsonl, which has the evaluations during the warm-up.
 
     Raises:
         DataError: there is no such file, or a line is not one of metrics.
     """
-    path = Path(run_dir) / "metrics.jsonl"
+    path = Path(run_dir) / name
     if not path.exists():
         if (Path(run_dir) / "config.json").exists():
             raise DataError(f"run '{run_dir}' recorded no metrics yet; wait for its first line")
-        raise DataError(f"'{run_dir}' has no metrics.jsonl; expected a run folder")
+        raise DataError(f"'{run_dir}' has no {name}; expected a run folder")
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:

@@ -19,7 +19,7 @@ from treegraft.runs.background import BackgroundWriter
 from treegraft.runs.beside import Beside
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
-from treegraft.runs.record import write_trees
+from treegraft.runs.record import read_metrics, write_trees
 from treegraft.runs.start import Start, update_latest
 from treegraft.runs.trackers import Trackers, find_trackers
 
@@ -250,11 +250,26 @@ class Run:
 
     # ------------------------------------------------------------------ after a warm-up step
 
-    def warmed_up(self, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Takes the number of warm-up steps done and their metrics so far."""
-        self.state = replace(
-            self.state, warmup_steps=num_steps, pending={**self.state.pending, **metrics}
-        )
+    def warmed_up(
+        self, num_steps: int, metrics: Mapping[str, float], spent: Mapping[str, float]
+    ) -> None:
+        """Takes the number of warm-up steps done, their metrics so far, and what has been spent
+        since the last call, which is added up."""
+        before = self.state.pending
+        sums = {key: before.get(key, 0.0) + value for key, value in spent.items()}
+        own = {"warmup/num_steps": float(num_steps), **metrics, **sums}
+        self.state = replace(self.state, warmup_steps=num_steps, pending={**before, **own})
+
+    def is_warmup_evaluated(self) -> bool:
+        """Returns whether the evaluation after the present warm-up step is in warmup.jsonl."""
+        if not self.folder.warmup_path.exists():
+            return False
+        lines = read_metrics(self.path, self.folder.warmup_path.name)
+        return any(line.get("warmup/num_steps", 0) == self.state.warmup_steps for line in lines)
+
+    def log_warmup(self, evaluated: Mapping[str, float]) -> None:
+        """Writes the evaluation after a warm-up step, with what has been spent so far."""
+        self.folder.append_warmup({**self.state.pending, **evaluated})
 
     # ------------------------------------------------------------------ after an update
 

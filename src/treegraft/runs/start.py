@@ -57,6 +57,7 @@ class Start:
         # -1: without a checkpoint even the evaluation before the first update is repeated.
         update = -1 if self.checkpoint is None else self.state.update
         self.folder.cut_to(update, self.state.metrics_size)
+        self.folder.cut_warmup(self.state.warmup_steps)
         write_atomically(self.path / "config.json", config_json(self.config))
         return self.folder
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from treegraft.settings.explore import BufferSettings, ExploreSettings, with_graft
+from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
     CreditSettings,
@@ -20,7 +20,7 @@ from treegraft.settings.policy import (
     PublishSettings,
     WarmupSettings,
 )
-from treegraft.settings.table import Setting, Settings, by_model, setting, walk, when
+from treegraft.settings.table import Condition, Setting, Settings, by_model, setting, walk, when
 from treegraft.settings.tasks import FormatSettings, RewardSettings, TasksSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 
@@ -65,6 +65,16 @@ class RolloutSettings(Settings):
     loss.graft_coef would still learn from."""
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
+
+
+class ReplaySettings(Settings):
+    fresh_frac: float = setting(1.0, gt=0, le=1)
+    """Share of run.tasks_per_update that is sampled anew (sigma, 0.5 in the paper); the rest are
+    groups of earlier updates. 1 replays none."""
+    capacity: int = setting(
+        512, ge=1, idle_unless=Condition("replay.fresh_frac", lambda share: share < 1)
+    )
+    """Groups that are kept, one for each task, the latest."""
 
 
 class EvalSettings(Settings):
@@ -134,15 +144,10 @@ class Config(Settings):
     reward: RewardSettings = setting(RewardSettings(), same_answers=True)
     explore: ExploreSettings = setting(ExploreSettings(), ignored_by_eval=True)
     buffer: BufferSettings = setting(
-        BufferSettings(),
-        idle_unless=(
-            with_graft,
-            when("explore.graft.num_hybrid"),
-            when("explore.graft.probability"),
-        ),
-        ignored_by_eval=True,
+        BufferSettings(), idle_unless=(reads_buffer,), ignored_by_eval=True
     )
     rollout: RolloutSettings = RolloutSettings()
+    replay: ReplaySettings = setting(ReplaySettings(), ignored_by_eval=True)
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
     publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))

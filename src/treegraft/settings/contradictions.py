@@ -9,6 +9,7 @@ from typing import NamedTuple
 from treegraft.core.errors import nearest
 from treegraft.core.plugins import unknown_name
 from treegraft.settings.config import Config, known_settings
+from treegraft.settings.explore import RETRIEVING, retrieves, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
 from treegraft.settings.table import value_of
 
@@ -126,7 +127,7 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
-    if config.tasks.kind in ("search_world", "arithmetic"):
+    if config.tasks.kind in ("search_world", "sokoban", "arithmetic"):
         for name in ("num_train", "num_eval"):
             if (num := getattr(config.tasks, name)) > MAX_GENERATED:
                 yield Contradiction(
@@ -147,6 +148,8 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
             " has none: rollout.max_tool_calls = 0.",
         )
+    if config.tasks.kind == "sokoban":
+        yield from _sokoban_wrong(config)
     if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
         yield Contradiction(
             ("tools.replay", "tools.cache", "tools.cache_path"),
@@ -161,6 +164,23 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             ("reward.weights", "reward.funcs"),
             f"reward.weights: got {len(weights)} ({weights}), expected one for each of"
             f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs}).",
+        )
+
+
+def _sokoban_wrong(config: Config) -> Iterator[Contradiction]:
+    if not config.environment.kind:
+        yield Contradiction(
+            ("environment.kind", "tasks.kind"),
+            "environment.kind: got none, but tasks of kind 'sokoban' are played in an environment;"
+            ' expected environment.kind = "sokoban".',
+        )
+    own = config.tasks.sokoban
+    # Goals, boxes elsewhere, and the player.
+    if own.num_walls + 2 * own.num_boxes + 1 > own.size**2:
+        yield Contradiction(
+            ("tasks.sokoban.num_walls", "tasks.sokoban.num_boxes", "tasks.sokoban.size"),
+            f"tasks.sokoban.num_walls: got {own.num_walls}, which with {own.num_boxes} boxes and"
+            f" goals and a player do not fit on {own.size} x {own.size} squares.",
         )
 
 
@@ -225,9 +245,13 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    leading = [name for name in ("entropy", "tree_search") if name in explore.explorers]
+    known = ("entropy", "balanced", "tree_search", "prefix")
+    leading = [name for name in known if name in explore.explorers]
+    counts = {"entropy": "num_starts", "tree_search": "num_starts", "prefix": "num_restarts"}
     for name in leading:
-        yield from _above(config, f"explore.{name}.num_starts", "explore.num_leaves", rest)
+        if name in counts:
+            own = f"explore.{name}.{counts[name]}"
+            yield from _above(config, own, "explore.num_leaves", rest)
     if leading and explore.explorers[0] not in leading:
         yield Contradiction(
             ("explore.explorers",),
@@ -236,15 +260,49 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             " in the first place.",
         )
     if len(leading) > 1:
+        named = " and ".join(f'"{name}"' for name in leading)
         yield Contradiction(
             ("explore.explorers",),
             f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
-            ' the remaining leaves come from one of "entropy" and "tree_search", the first; leave'
-            " the other out.",
+            f" the remaining leaves come from one of {named}, the first; leave the others out.",
         )
+    if "balanced" in leading and explore.entropy.allocation == "shares":
+        yield Contradiction(
+            ("explore.entropy.allocation", "explore.explorers"),
+            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
+            " starts there will be to share the leaves; take 'round'.",
+        )
+    if {"graft", "prefix"} <= {*explore.explorers}:
+        yield Contradiction(
+            ("explore.explorers",),
+            f'explore.explorers: got {explore.explorers}; expected one of "graft" and "prefix":'
+            " no paper says how a stored step that is history and one that is a graft share their"
+            " credit.",
+        )
+    if explore.num_first is not None:
+        yield from _above(config, "explore.num_first", "explore.num_leaves")
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
+    if retrieves(explore.explorers) or takes_warmup_of_buffer(config):
         yield from _buffer_wrong(config)
+
+
+def _replay_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.replay.fresh_frac == 1:
+        return
+    if not config.track.record_trees:
+        yield Contradiction(
+            ("replay.fresh_frac", "track.record_trees"),
+            "replay.fresh_frac: groups are replayed from the run's trees, which are not written"
+            " with track.record_trees = false; set that to true, or replay.fresh_frac to 1.",
+        )
+    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
+        yield Contradiction(
+            ("replay.fresh_frac", "loss.engine_ratio_cap"),
+            "replay.fresh_frac: replayed groups were sampled by an older policy, which needs the"
+            " ratio to it; set loss.engine_ratio_cap (1e9 for RolloutReplay's loss, which has no"
+            ' cap), or loss.old_logprobs = "engine".',
+        )
 
 
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
@@ -265,15 +323,26 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
             ' add "self", or set buffer.grow.num_best to 0.',
         )
     if not settings.path:
+        named = next((name for name in RETRIEVING if name in config.explore.explorers), None)
+        other = "warmup.traces" if named is None else "explore.explorers"
+        use = f'has "{named}", which retrieves from a' if named else 'is "buffer", which means this'
         yield Contradiction(
-            ("buffer.path", "explore.explorers"),
-            'buffer.path: got none, but explore.explorers has "graft", which retrieves from a'
-            " Step-Trace Buffer. Make one with `treegraft buffer build RECIPE` and name its file,"
-            ' or take "expert" where the tasks have a scripted expert.',
+            ("buffer.path", other),
+            f"buffer.path: got none, but {other} {use} Step-Trace Buffer. Make one with"
+            ' `treegraft buffer build RECIPE` and name its file, or take "expert" where the tasks'
+            " have a scripted expert.",
         )
 
 
 def contradictions(config: Config) -> list[Contradiction]:
     """Returns the settings that do not fit each other, with a sentence for each case."""
-    checks = (_format_wrong, _names_wrong, _rule_wrong, _model_wrong, _tasks_wrong, _run_wrong)
+    checks = (
+        _format_wrong,
+        _names_wrong,
+        _rule_wrong,
+        _model_wrong,
+        _tasks_wrong,
+        _run_wrong,
+        _replay_wrong,
+    )
     return [fault for check in checks for fault in check(config)]

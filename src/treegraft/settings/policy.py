@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import with_entropy, with_graft, with_tree_search
+from treegraft.settings.explore import (
+    teaches,
+    with_entropy,
+    with_graft,
+    with_prefix,
+    with_tree_search,
+)
 from treegraft.settings.table import (
     Condition,
     Settings,
@@ -69,6 +75,7 @@ def _divides_by_std(config: Settings) -> str:
     return "" if retrieval and not with_graft(config) else _by_std(config)
 
 
+_stored = Condition("warmup.traces", lambda traces: traces != "expert")
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 
@@ -247,6 +254,17 @@ class CreditSettings(Settings):
         ),
     )
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
+    token_entropy_weight: float = setting(0.0, ge=0)
+    """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
+    1 + this times the standardised entropy of its token; 0 for none."""
+    restarts: Literal["apart", "together"] = setting("apart", idle_unless=(with_prefix,))
+    """Rollouts that begin below stored steps are compared with those of the same place ("apart"),
+    or with all of the tree ("together", an ablation)."""
+    stored: Literal["joint", "own"] = setting(
+        "joint", idle_unless=(with_prefix, when("explore.prefix.rule", "whole"))
+    )
+    """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
+    "own" of the rollouts alone (its split estimator)."""
     rule: str | None = None
     """Import path "package.module:function" of a rule of your own, which takes each tree with the
     credit above and returns it with other advantages; None for none."""
@@ -313,9 +331,9 @@ class LossSettings(Settings):
     shaping_weight: float = setting(0.05, ge=0, idle_unless=with_graft)
     """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share
     (RAPO's m, eq. 8)."""
-    graft_coef: float = setting(0.0, ge=0, idle_unless=with_graft)
-    """Weight of learning from grafts: imitation of grafted steps, times the trajectory's advantage
-    where above 0; 0 for none."""
+    graft_coef: float = setting(0.0, ge=0, idle_unless=(teaches,))
+    """Weight of learning from grafts and from whole stored trajectories: imitation of their steps,
+    times the trajectory's advantage where above 0; 0 for none."""
     graft_form: Literal["log", "luffy"] = setting("log", idle_unless=when("loss.graft_coef"))
     """The quantity that is raised there: "log" the log-probability, "luffy" p / (p +
     graft_gamma)."""
@@ -383,8 +401,19 @@ class WarmupSettings(Settings):
     num_steps: int = setting(0, ge=0)
     """Optimiser steps of supervised fine-tuning before the first update; 0 for none."""
     traces: str = "expert"
-    """"expert" (the tasks' scripted expert) or a JSONL file of {"question", "steps"} (see
-    `treegraft sft`)."""
+    """The demonstrations: "expert" (the tasks' scripted expert), a Step-Trace Buffer, "buffer" for
+    the one of [buffer], or a JSONL file of {"question", "steps", "reward"}. Of a buffer, complete
+    trajectories on the training tasks count."""
+    min_reward: float | None = setting(None, idle_unless=(_stored,))
+    """Reward from which a stored trajectory is imitated (reward-filtered fine-tuning); None for
+    all."""
+    num_best: int | None = setting(None, ge=1, idle_unless=(_stored,))
+    """Stored trajectories of each question that are imitated, the best by reward, of these those
+    with the fewest steps; None for all."""
+    eval_every: int = setting(0, ge=0)
+    """Warm-up steps between evaluations on the held-out tasks, which also come after the last step
+    and, with eval.at_start, before the first; written with the costs so far to warmup.jsonl of the
+    run folder. 0 for none."""
     batch_size: int = setting(48, ge=1, default_of=by_model(tiny=48, full=8))
     """Demonstrations per optimiser step; by default 48 for the "tiny" model, 8 for a language
     model."""

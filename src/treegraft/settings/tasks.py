@@ -25,6 +25,24 @@ class SearchWorldSettings(Settings):
     """How often the scripted expert ends with a wrong answer, in training questions alone."""
 
 
+class SokobanSettings(Settings):
+    size: int = setting(5, ge=3, le=9)
+    """Rows and columns of a board, without a frame."""
+    num_boxes: int = setting(1, ge=1, le=3)
+    """Boxes, and as many goals. The time to search a board grows with the states: some 3 ms with
+    one box on 5 x 5 squares, 40 ms with two."""
+    num_walls: int = setting(3, ge=0, le=30)
+    """Squares that hold a wall."""
+    moves: list[Annotated[int, Field(ge=1, le=60)]] = setting([2, 3, 4, 5, 6, 7, 8], min_length=1)
+    """Lengths of the shortest solution, in moves, in equal shares."""
+    detour_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
+    """How often the scripted expert walks to a neighbouring square and back before a move, in
+    training boards alone."""
+    error_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
+    """How often the scripted expert makes any move instead of a shortest one, in training boards
+    alone; it goes on from there, and gives up on a board that it has lost."""
+
+
 class ReasoningGymSettings(Settings):
     generator: str = "chain_sum"
     """Name of a reasoning-gym generator, e.g. "chain_sum", "products", "basic_arithmetic"."""
@@ -52,9 +70,11 @@ class DatasetSettings(Settings):
 
 
 class TasksSettings(Settings):
-    kind: str = setting("search_world", built_in=("search_world", "arithmetic", "dataset"))
-    """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", or an import path
-    "package.module:Name"."""
+    kind: str = setting(
+        "search_world", built_in=("search_world", "sokoban", "arithmetic", "dataset")
+    )
+    """"search_world", "sokoban" (boards for the environment of that name), "arithmetic" (a
+    reasoning-gym generator), "dataset", or an import path "package.module:Name"."""
     num_train: int = setting(600, ge=1, ignored_by_eval=True)
     """Training tasks; a data set with fewer rows uses all it has."""
     num_eval: int = setting(200, ge=1)
@@ -62,6 +82,7 @@ class TasksSettings(Settings):
     search_world: SearchWorldSettings = setting(
         SearchWorldSettings(), idle_unless=when("tasks.kind", "search_world")
     )
+    sokoban: SokobanSettings = setting(SokobanSettings(), idle_unless=when("tasks.kind", "sokoban"))
     arithmetic: ReasoningGymSettings = setting(
         ReasoningGymSettings(), idle_unless=when("tasks.kind", "arithmetic")
     )

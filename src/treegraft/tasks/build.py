@@ -10,6 +10,7 @@ from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
 from treegraft.tasks.search_world import SearchWorld
+from treegraft.tasks.sokoban import SokobanTasks
 
 
 def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
@@ -43,6 +44,9 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
 TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
     "search_world": lambda settings, seed: SearchWorld(
         settings.search_world, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
+    ),
+    "sokoban": lambda settings, seed: SokobanTasks(
+        settings.sokoban, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
     ),
     "arithmetic": lambda settings, seed: ReasoningGym(
         settings.arithmetic, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval

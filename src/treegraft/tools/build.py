@@ -72,8 +72,9 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
 ENVIRONMENTS: Mapping[str, str] = {
     "openenv": "treegraft.tools.environments.openenv:OpenEnvEnvironments",
     "verifiers": "treegraft.tools.environments.verifiers:VerifiersEnvironments",
+    "sokoban": "treegraft.tools.environments.sokoban:sokoban_environments",
 }
-"""Import paths, since each of these brings a package that most runs do without."""
+"""Import paths, since some of these bring a package that most runs do without."""
 
 
 def _search(settings: ToolsSettings) -> Tool:

@@ -23,6 +23,7 @@ from treegraft.core.types import Origin, Status, Trace, Tree
 from treegraft.runs.beside import ways_out
 from treegraft.runs.start import Start
 from treegraft.settings.config import Config
+from treegraft.settings.explore import retrieves, takes_warmup_of_buffer
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
@@ -91,11 +92,22 @@ class RunBuffer:
         """None, like `buffer`, unless the buffer is used and open."""
         explorers = config.explore.explorers
         # A user's own explorer may retrieve too; it cannot be asked before it is built.
-        self.is_used = "graft" in explorers or (
+        self.is_used = retrieves(explorers) or (
             bool(config.buffer.path) and any(":" in name for name in explorers)
         )
+        self.is_imitated = takes_warmup_of_buffer(config)
+        """Whether the warm-up takes its demonstrations from it."""
         # Loaded before the run folder is made: an encoder that cannot be loaded is bad input.
-        self._encoder = self._checked_encoder() if self.is_used else None
+        is_built_for_warmup = self.is_imitated and config.buffer.path == EXPERT
+        self._encoder = self._checked_encoder() if self.is_used or is_built_for_warmup else None
+
+    @property
+    def file(self) -> Path:
+        """Where it lies: the run's copy, or the file that buffer.path names; of an expert's steps,
+        not there before `build`."""
+        own = self._run_dir / OWN_FILE
+        is_own = own.exists() or self._config.buffer.path == EXPERT
+        return own if is_own else self._path
 
     @property
     def _path(self) -> Path:
@@ -145,15 +157,20 @@ class RunBuffer:
     ) -> None:
         """Builds the buffer of the expert's steps, where that is still to do; arguments as in
         `opened`. Raises `DataError` for one without any."""
-        if self._is_expert_due and self._encoder is not None:
+        if self._encoder is not None and self._is_expert_due:
             own = self._run_dir / OWN_FILE
             await self._make_copy(own, self._encoder, scorer, format, environments)
             with TraceBuffer(own, self._encoder) as buffer:
                 self._refuse_empty(buffer)
 
     @property
+    def is_due(self) -> bool:
+        """Whether the run needs it, for grafts or for the warm-up."""
+        return self._encoder is not None
+
+    @property
     def _is_expert_due(self) -> bool:
-        is_expert = self.is_used and self._config.buffer.path == EXPERT
+        is_expert = self.is_due and self._config.buffer.path == EXPERT
         return is_expert and not (self._run_dir / OWN_FILE).exists()
 
     @property
@@ -220,7 +237,7 @@ class RunBuffer:
         Raises:
             CheckpointError: somebody has changed the buffer since the run began.
         """
-        if self._encoder is None:
+        if self._encoder is None or not self.is_used:
             yield
             return
         own, settings = self._run_dir / OWN_FILE, self._config.buffer

@@ -73,6 +73,11 @@ class Leader:
         found: list[Tree] = self._on_trees("with_exact_entropies", trees)
         return found
 
+    def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
+        """As `Learner.with_logprobs`."""
+        found: list[Tree] = self._on_trees("with_logprobs", trees)
+        return found
+
     def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
         """As `Learner.learn`."""
         found: tuple[list[Tree], dict[str, float]] = self._on_trees("learn", trees)
@@ -148,6 +153,7 @@ CALLS: Mapping[str, Callable[..., Any]] = {
 
 TREE_CALLS: Mapping[str, Callable[..., Any]] = {
     "with_exact_entropies": lambda learner, trees: learner.with_exact_entropies(trees),
+    "with_logprobs": lambda learner, trees: learner.with_logprobs(trees),
     "learn": lambda learner, trees: learner.learn(trees),
     "imitate": lambda learner, trees, lr: learner.imitate(trees, lr),
     "right_steps": lambda learner, trees: learner.right_steps(trees),

@@ -8,9 +8,7 @@ on and answering can be left out (skill without propensity) or shown with a chos
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from treegraft.core.demonstration import (
     Demonstration,
@@ -22,7 +20,6 @@ from treegraft.core.demonstration import (
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Format, LearnerLike, TaskSource
 from treegraft.core.keyed import keyed_int, keyed_unit
-from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import Origin, StepContent, Task, Tree
 from treegraft.policy.learn.optimiser import decay
 from treegraft.settings.policy import WarmupSettings
@@ -44,25 +41,29 @@ class Demonstrations:
         settings: WarmupSettings,
         seed: int,
         show: Show | None = None,
+        stored: Sequence[Demonstration] | None = None,
     ) -> None:
-        """Reads the traces.
+        """Checks the demonstrations.
 
         Args:
             show: makes the expert's calls in environments, so that demonstrations hold what
                 rollouts hold; None where the tasks have no environment.
+            stored: at least one, of a file or a buffer; None asks the expert.
 
         Raises:
-            DataError: the tasks have no expert, or the file of traces cannot be used.
+            DataError: the tasks have no expert, or the format cannot write a stored demonstration.
         """
         self._source, self._format, self._settings, self._seed = source, format, settings, seed
         self._show = show
         self._solved: dict[str, Demonstration] = {}
         """By the whole task, the latest last; of environments, as they showed it."""
-        self._file = None if settings.traces == "expert" else read_traces(settings.traces)
-        if self._file is not None:
+        self._stored = stored
+        self._orders: dict[int, list[int]] = {}
+        """Of the stored demonstrations, by pass."""
+        if stored is not None:
             # Spread over the whole file: a misfit often stands in its later part.
-            for number in range(0, len(self._file), max(1, len(self._file) // NUM_CHECKED)):
-                self._demonstrate(*self._file[number], (0, 0))
+            for number in range(0, len(stored), max(1, len(stored) // NUM_CHECKED)):
+                self._demonstrate(*stored[number], (0, 0))
         elif not self._made(0, 1):
             fault = (
                 "these tasks have no scripted expert; name a JSONL file of"
@@ -79,7 +80,7 @@ class Demonstrations:
         """Makes the calls of a step's demonstrations in environments, where the tasks have one, so
         that `batch` holds them as they are there. Raises `DataError` for one that its environment
         contradicts."""
-        if self._show is None or self._file is not None:
+        if self._show is None or self._stored is not None:
             return
         todo: dict[str, Demonstration] = {}
         for task in self._tasks(step, self._settings.batch_size):
@@ -116,13 +117,24 @@ class Demonstrations:
     def batch(self, step: int) -> list[Tree]:
         """Returns the demonstrations of warm-up step `step` as trees of one path."""
         size = self._settings.batch_size
-        if self._file is None:
+        if self._stored is None:
             chosen = self._made(step, size)
         else:
-            # With replacement and by key alone, so that a resumed warm-up draws the same traces.
-            picks = [keyed_int(self._seed, "trace", step, n) % len(self._file) for n in range(size)]
-            chosen = [self._file[pick] for pick in picks]
+            places = range(step * size, (step + 1) * size)
+            chosen = [self._stored[self._place(place)] for place in places]
         return [self._demonstrate(task, steps, (step, n)) for n, (task, steps) in enumerate(chosen)]
+
+    def _place(self, position: int) -> int:
+        """The stored demonstration at a position of the passes over them, each shuffled by a key of
+        its own."""
+        assert self._stored is not None
+        epoch, place = divmod(position, len(self._stored))
+        if epoch not in self._orders:
+            # By key alone, so that a resumed warm-up draws the same ones.
+            keys = [(keyed_int(self._seed, "trace", epoch, n), n) for n in range(len(self._stored))]
+            # Places come in order, so the pass before is no longer needed.
+            self._orders = {epoch: [n for _, n in sorted(keys)]}
+        return self._orders[epoch][place]
 
     def _demonstrate(
         self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]
@@ -143,7 +155,7 @@ class Demonstrations:
         except DataError:
             raise
         except ValueError as error:
-            where = "expert, task" if self._file is None else f"'{self._settings.traces}',"
+            where = "expert, task" if self._stored is None else f"'{self._settings.traces}',"
             raise DataError(
                 f"warmup.traces {where} {task.id}: {error} Correct it or leave it out."
             ) from error
@@ -216,37 +228,6 @@ def _decision_token(format: Format, steps: Sequence[StepContent], index: int) ->
     return next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
 
 
-def read_traces(path: str) -> list[Demonstration]:
-    """Returns the traces of a JSONL file: {"question", "steps": [{"thought", "calls": [{"name",
-    "body"}], "observations": [text], "answer"}]} a line.
-
-    Raises:
-        DataError: no such file, no rows, or a row of another shape, by line.
-    """
-    place = Path(path).expanduser()
-    if not place.exists():
-        raise DataError(
-            f"warmup.traces: there is no file '{path}'; expected JSONL of questions and steps, or"
-            ' "expert"'
-        )
-    found: list[Demonstration] = []
-    for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            question = text_of(row["question"], "question")
-            steps = read_steps(row["steps"])
-            found.append((Task(id=f"line {number}", question=question, reference=()), steps))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a"
-                " list of steps, each with thought, calls, observations or answer. Correct"
-                " the line or leave it out."
-            ) from error
-    if not found:
-        raise DataError(f"warmup.traces '{path}': the file has no rows")
-    return found
-
-
 def learning_rate(settings: WarmupSettings, step: int) -> float:
     """Returns the rate of step 0, 1, ...: a linear rise, then by `schedule` to final_lr_frac of the
     peak."""
@@ -263,19 +244,23 @@ async def warm_up(
     settings: WarmupSettings,
     *,
     first_step: int,
-    on_step: Callable[[int, float], bool],
+    on_step: Callable[[int, float, int], Awaitable[bool]],
 ) -> None:
     """Runs the warm-up steps from `first_step` on.
 
-    l = -Σ log π(y) / number of loss tokens, over the agent's own tokens of the batch.
+    l = -Σ log π(y) / number of loss tokens, over the agent's own tokens of the whole batch: one
+    mean over its tokens, whatever passes it takes, so that neither long demonstrations nor the last
+    pass weigh more than their tokens.
 
     Args:
-        on_step: called with (steps done, loss); True asks to stop here.
+        on_step: called with (steps done, loss, loss tokens of the step); True asks to stop here.
     """
     for step in range(first_step, settings.num_steps):
         await demonstrations.prepare(step)
-        loss = learner.imitate(demonstrations.batch(step), learning_rate(settings, step))
-        if on_step(step + 1, loss):
+        trees = demonstrations.batch(step)
+        loss = learner.imitate(trees, learning_rate(settings, step))
+        num_tokens = sum(sum(one.loss_mask) for tree in trees for one in tree.steps)
+        if await on_step(step + 1, loss, num_tokens):
             return
 
 

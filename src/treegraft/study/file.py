@@ -1,0 +1,240 @@
+"""The file of a study: worlds, arms, warm-ups and buffers, checked as a whole before any work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from treegraft.core.errors import SettingError, nearest
+from treegraft.settings.plain import read_tables, shown
+from treegraft.settings.recipe import BASE, SMOKE, merged
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class World(_Table):
+    """A family of tasks on which arms are compared."""
+
+    settings: dict[str, Any] = {}
+    """Tables of settings, as in a recipe."""
+    warmup: str | None = None
+    """Name of the warm-up of its runs; None takes the only one there is, "" the recipe's model."""
+
+
+class Arm(_Table):
+    """One method."""
+
+    base: str | None = None
+    """Name of an arm whose settings, buffer and command it takes over where it names none."""
+    settings: dict[str, Any] = {}
+    """Tables of settings, as in a recipe. With a warm-up of the study, [warmup] is that of a
+    further imitation: it starts from the defaults and num_steps = 0."""
+    command: Literal["train", "sft"] | None = None
+    """"train" (default), or "sft" for imitation alone."""
+    worlds: list[str] | None = None
+    """Worlds that it is run in; None for all."""
+    buffer: str | None = None
+    """Name of the buffer that buffer.path gets; None leaves the recipe's."""
+    warmup: str | None = None
+    """Name of its warm-up; None takes the world's, "" the recipe's model."""
+    tuning_calls: float = Field(0.0, ge=0)
+    """Executed tool calls that choosing its settings took, shown beside its results."""
+    tuning_cpu_s: float = Field(0.0, ge=0)
+    """The same in CPU seconds."""
+
+
+class Warmup(_Table):
+    """A supervised warm-up, trained once for each pair and shared by arms and worlds."""
+
+    settings: dict[str, Any] = {}
+    """Tables of settings, as in a recipe."""
+
+
+class Buffer(_Table):
+    """How the Step-Trace Buffer of each world and pair is made."""
+
+    settings: dict[str, Any] = {}
+    """Tables of settings, as in a recipe: those of the expert."""
+    agent: str = "expert"
+    """As --agent of `treegraft buffer build`."""
+    samples: int = Field(16, ge=1)
+    """Attempts at each training task."""
+    keep: int = Field(5, ge=1)
+    """Trajectories kept of each task, the best by reward."""
+    min_reward: float = 0.0
+    """Only trajectories with a reward above this are kept."""
+    num_tasks: int | None = Field(None, ge=1)
+    """Training tasks that are answered; None for all."""
+
+
+class StudyFile(_Table):
+    """A whole study."""
+
+    recipe: str
+    """Recipe that all runs start from: a path from the study's folder, or the name of a shipped
+    one. `base = "FILE"` takes the tables of another study, and puts those of this one over them."""
+    title: str = ""
+    """A sentence above the tables."""
+    pairs: int = Field(10, ge=1)
+    """Pairs: runs of all arms in all worlds with the same seeds."""
+    first_seed: int = Field(100, ge=0)
+    """run.seed of the runs of pair 0 (tasks, noise); pair i has this + i."""
+    first_warmup_seed: int = Field(0, ge=0)
+    """run.seed of the warm-ups of pair 0; pair i has this + i."""
+    baseline: str | None = None
+    """Arm that the others' differences are taken from; None for the first."""
+    primary: str | None = None
+    """Arm that is compared with each of the others; None for no such tests."""
+    at_calls: list[float] = []
+    """Executed calls at which tables compare arms; empty takes, pair by pair, the total of the arm
+    that makes the fewest."""
+    at_cpu_s: list[float] = []
+    """The same in CPU seconds."""
+    after_end: Literal["none", "last"] = "none"
+    """Accuracy of a run at a budget that it ended before: none, or its last one."""
+    only: list[str] = []
+    """Worlds and arms that are run; of the kind that none is named of, all."""
+    keep: Literal["none", "last", "all"] = "none"
+    """What stays of a run's folder once its line is written: nothing, its settings, metrics and
+    last checkpoint, or everything."""
+    settings: dict[str, Any] = {}
+    """Tables of settings of all runs and warm-ups, as in a recipe."""
+    worlds: dict[str, World] = Field(min_length=1)
+    """Worlds by name."""
+    arms: dict[str, Arm] = Field(min_length=1)
+    """Arms by name."""
+    warmups: dict[str, Warmup] = {}
+    """Warm-ups by name."""
+    buffers: dict[str, Buffer] = {}
+    """Buffers by name."""
+
+    def arm(self, name: str) -> Arm:
+        """Returns an arm with what it takes over from its bases."""
+        own = self.arms[name]
+        if own.base is None:
+            return own
+        base = self.arm(own.base)
+        given = {one: getattr(own, one) for one in own.model_fields_set}
+        whole = {one: getattr(base, one) for one in ("command", "worlds", "buffer", "warmup")}
+        settings = merged(base.settings, own.settings)
+        return Arm.model_validate({**whole, **given, "settings": settings})
+
+
+def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
+    """Returns the study of a file, with its table [smoke] put over the others where asked for.
+
+    Raises:
+        SettingError: no such file, unknown keys, values of the wrong type, names that the file does
+            not define, or --smoke without a table for it.
+    """
+    data = _based(path)
+    overlay = data.pop(SMOKE, None)
+    study = _checked(data, path)
+    if overlay is not None:
+        # Also where it is not asked for: a study is right as a whole or not at all.
+        small = _checked(_overlaid(data, overlay, path), path)
+        return small if smoke else study
+    if smoke:
+        raise SettingError(
+            f"{path}: --smoke: this study has no table [{SMOKE}]; expected what differs in its"
+            f" smoke test there, such as pairs = 2 and [{SMOKE}.settings.run]."
+        )
+    return study
+
+
+def _based(path: Path) -> dict[str, Any]:
+    """The tables of a study over those of the file that it builds on."""
+    data = read_tables(path)
+    base = data.pop(BASE, None)
+    if base is None:
+        return data
+    place = path.parent / str(base)
+    if not place.is_file():
+        raise SettingError(
+            f"{path}: '{BASE}': got {shown(base)}; expected a file of study tables in"
+            f" '{path.parent}' or below."
+        )
+    return merged(read_tables(place), data)
+
+
+def _overlaid(data: dict[str, Any], overlay: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(overlay, dict):
+        raise SettingError(f"{path}: '{SMOKE}': got {shown(overlay)}, expected a table.")
+    return merged(data, overlay)
+
+
+def _checked(data: Mapping[str, Any], path: Path) -> StudyFile:
+    if unknown := list(_unknown(data)):
+        raise SettingError("\n".join(f"{path}: {fault}" for fault in unknown))
+    try:
+        study = StudyFile.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        faults = [
+            f"{path}: '{'.'.join(map(str, one['loc']))}': got {shown(one['input'])}; {one['msg']}."
+            for one in error.errors()
+        ]
+        raise SettingError("\n".join(faults)) from error
+    if faults := list(_names_wrong(study)):
+        raise SettingError("\n".join(f"{path}: {fault}" for fault in faults))
+    return study
+
+
+_NAMED: Mapping[str, type[_Table]] = {
+    "worlds": World,
+    "arms": Arm,
+    "warmups": Warmup,
+    "buffers": Buffer,
+}
+
+
+def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each key that does not exist, with the nearest that does."""
+    places: list[tuple[str, Any, type[_Table]]] = [("", data, StudyFile)]
+    for kind, model in _NAMED.items():
+        found = data.get(kind)
+        if isinstance(found, Mapping):
+            places += [(f"{kind}.{name}.", table, model) for name, table in found.items()]
+    for prefix, table, model in places:
+        for key in table if isinstance(table, Mapping) else ():
+            if key not in model.model_fields:
+                known = ", ".join([*model.model_fields, *([] if prefix else [BASE, SMOKE])])
+                yield (
+                    f"unknown key '{prefix}{key}'; expected one of"
+                    f" {known}.{nearest(key, model.model_fields)}"
+                )
+
+
+def _names_wrong(study: StudyFile) -> Iterator[str]:
+    """A sentence for each name that nothing in the file has."""
+    known = {**study.worlds, **study.arms}
+    used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
+        *(("only", one, known, "worlds] and [arms") for one in study.only),
+        ("baseline", study.baseline, study.arms, "arms"),
+        ("primary", study.primary, study.arms, "arms"),
+    ]
+    for name, world in study.worlds.items():
+        used.append((f"worlds.{name}.warmup", world.warmup, study.warmups, "warmups"))
+        if world.warmup is None and len(study.warmups) > 1:
+            names = ", ".join(study.warmups)
+            yield f"'worlds.{name}.warmup' is missing; expected one of {names}, or \"\" for none."
+    for name, arm in study.arms.items():
+        used.append((f"arms.{name}.base", arm.base, study.arms, "arms"))
+        used.append((f"arms.{name}.buffer", arm.buffer, study.buffers, "buffers"))
+        used.append((f"arms.{name}.warmup", arm.warmup, study.warmups, "warmups"))
+        used += [(f"arms.{name}.worlds", one, study.worlds, "worlds") for one in arm.worlds or ()]
+    for place, value, known, kind in used:
+        if value and value not in known:
+            there = ", ".join(known) or "none"
+            yield f"'{place}': got {shown(value)}; [{kind}] has {there}.{nearest(value, known)}"
+    for name in study.arms:
+        seen = [name]
+        while (base := study.arms[seen[-1]].base) in study.arms and base not in seen:
+            seen.append(base)
+        if base in seen:
+            yield f"'arms.{name}.base': bases in a circle: {' -> '.join([*seen, base])}."

@@ -1,0 +1,144 @@
+"""Worker processes: one job each at a time, ended together with the process that started them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from treegraft.core.errors import TreegraftError
+from treegraft.core.text import plain
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+END_S = 120.0
+"""How long a worker may take to save and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended: Outcome(job, {"curve": [...]})."""
+
+    job: Any
+    result: Any = None
+    error: str = ""
+    """What it failed with; "" where it did not."""
+
+
+class Pool:
+    """Processes that call one function with one job after another.
+
+    Each is a fresh interpreter at one thread. A terminal's Ctrl-C does not reach them: the process
+    that started them decides, see `end`.
+    """
+
+    def __init__(self, function: Callable[..., Any], num: int) -> None:
+        self._function, self.num = function, num
+        self._workers: dict[Connection, Any] = {}
+        self._jobs: dict[Connection, Any] = {}
+        self._idle: list[Connection] = []
+
+    @property
+    def num_running(self) -> int:
+        """Jobs under way."""
+        return len(self._jobs)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another job could begin at once."""
+        return self.num_running < self.num
+
+    def start(self, job: Any) -> None:
+        """Begins a job."""
+        connection = self._idle.pop() if self._idle else self._hire()
+        self._jobs[connection] = job
+        connection.send(job)
+
+    def _hire(self) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=_work, args=(theirs, self._function), daemon=True)
+        before = {name: os.environ.get(name) for name in THREADS}
+        # Read once, when the libraries of the new process are loaded.
+        os.environ |= dict.fromkeys(THREADS, "1")
+        try:
+            worker.start()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        theirs.close()
+        self._workers[ours] = worker
+        return ours
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Waits for the end of a job or more, and yields how each ended."""
+        for connection in wait(list(self._jobs)):
+            assert isinstance(connection, Connection)
+            job = self._jobs.pop(connection)
+            try:
+                result, error = connection.recv()
+            except (EOFError, ConnectionResetError):
+                worker = self._workers.pop(connection)
+                worker.join()
+                status = worker.exitcode
+                cause = (
+                    f"signal {-status}, of the system where memory ran out"
+                    if status and status < 0
+                    else f"exit code {status}"
+                )
+                yield Outcome(job, error=f"its process has ended ({cause})")
+            else:
+                self._idle.append(connection)
+                yield Outcome(job, result, error)
+
+    def end(self, *, at_once: bool = False) -> None:
+        """Ends all workers; one that trains saves its state first, unless it is to end at once."""
+        for connection, worker in self._workers.items():
+            if worker.pid is not None and connection in self._jobs:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL if at_once else signal.SIGINT)
+            # A worker without a job reads the end of the connection.
+            connection.close() if connection not in self._jobs else None
+        for worker in self._workers.values():
+            worker.join(END_S)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+        self._workers.clear()
+        self._jobs.clear()
+
+
+def _work(connection: Connection, function: Callable[..., Any]) -> None:
+    # Signals of the terminal go to its whole group of processes.
+    os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, OSError, KeyboardInterrupt):
+            return
+        try:
+            answer = (function(job), "")
+        except KeyboardInterrupt:
+            return
+        except TreegraftError as error:
+            answer = (None, plain(str(error)))
+        except Exception:  # of a job, which must not end the others
+            answer = (None, traceback.format_exc())
+        with suppress(OSError):
+            connection.send(answer)
+
+
+def _end_with_parent() -> None:
+    """Ends this process where the one that started it was killed: another may go on with its
+    run."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,159 @@
+"""The results of a study: one line a run, added when it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import DataError
+from treegraft.core.files import append_line, drop_cut_line, parse_json, whole_lines
+from treegraft.study.plan import RunPlan
+
+Line = dict[str, Any]
+Key = tuple[str, str, int]
+
+CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
+SHOWN = "rollout/num_shown_calls"
+"""Executed calls, and grafted or replayed ones."""
+COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
+
+
+def read_results(path: Path) -> list[Line]:
+    """Returns the lines of a file of results; a last one that a crash cut off is left out.
+
+    Raises:
+        DataError: a line that holds no run.
+    """
+    found: list[Line] = []
+    for number, text in whole_lines(path):
+        try:
+            line = parse_json(text)
+            line["world"], line["method"], line["seed"], line["curve"][-1]["accuracy"]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise DataError(
+                f"'{path}', line {number}: not a run of a study ({error!r}); expected an object"
+                " with world, method, seed and curve. Remove the line, and the run is made again."
+            ) from error
+        found.append(line)
+    return found
+
+
+def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], int]:
+    """Returns the results of these runs by world, arm and pair, and how many lines the file has of
+    runs with other settings."""
+    lines = read_results(path)
+    by_key = {(*key_of(line), line.get("fingerprint")): line for line in lines}
+    found = {
+        run.key: by_key[*run.key, run.fingerprint]
+        for run in runs
+        if (*run.key, run.fingerprint) in by_key
+    }
+    wanted = {run.fingerprint for run in runs}
+    return found, sum(line.get("fingerprint") not in wanted for line in lines)
+
+
+def key_of(line: Line) -> Key:
+    """Returns the world, arm and pair of a line."""
+    return line["world"], line["method"], line["seed"]
+
+
+def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
+    """Adds a line for each of these runs, which are one and the same in different worlds or under
+    different names.
+
+    Args:
+        found: the results, with date and machine.
+    """
+    for run in runs:
+        line = {
+            "world": run.world,
+            "method": run.arm,
+            "seed": run.pair,
+            "run_seed": run.config.run.seed,
+            "warmup_seed": None if run.warmup is None else run.warmup.config.run.seed,
+            "fingerprint": run.fingerprint,
+            **found,
+            **({"tuning": dict(run.tuning)} if any(run.tuning.values()) else {}),
+            "settings": dict(run.shown),
+        }
+        append_line(path, json.dumps(line, default=str))
+
+
+def repair(path: Path, runs: Sequence[RunPlan]) -> None:
+    """Removes a last line that a crash cut off, and adds the lines of runs that are equal to one
+    that has its line."""
+    drop_cut_line(path)
+    known = known_runs(path, runs)[0]
+    by_fingerprint = {line["fingerprint"]: line for line in known.values()}
+    for run in runs:
+        if run.key not in known and run.fingerprint in by_fingerprint:
+            add_results(path, [run], _without_own(by_fingerprint[run.fingerprint]))
+
+
+def _without_own(line: Line) -> Line:
+    own = (
+        "world",
+        "method",
+        "seed",
+        "run_seed",
+        "warmup_seed",
+        "fingerprint",
+        "tuning",
+        "settings",
+    )
+    return {name: value for name, value in line.items() if name not in own}
+
+
+def curve(
+    lines: Sequence[Mapping[str, float]], warmup: Sequence[Mapping[str, float]] = ()
+) -> list[Line]:
+    """Returns the accuracy at each evaluation, sampled where that was measured, with the costs so
+    far.
+
+    Args:
+        lines: of metrics.jsonl; the costs in it are those of each update.
+        warmup: of warmup.jsonl, the evaluations during a run's own imitation; they get updates
+            below 0, its last step 0.
+
+    Raises:
+        DataError: no evaluation.
+    """
+    points = []
+    steps = [line.get("warmup/num_steps", 0.0) for line in warmup]
+    for line, step in zip(warmup, steps, strict=True):
+        spent = dict.fromkeys(COSTS, 0.0) | {SECONDS: line.get("time/warmup_cpu_s", 0.0)}
+        points.append({"update": int(step - steps[-1]), **_measured(line), **spent})
+    spent = dict.fromkeys(COSTS, 0.0)
+    for line in lines:
+        spent = {cost: total + _spent(line, cost) for cost, total in spent.items()}
+        if measured := _measured(line):
+            if points and points[-1]["update"] == line["update"]:
+                points.pop()
+            points.append({"update": line["update"], **measured, **spent})
+    if not points:
+        raise DataError(
+            "the run has no evaluation; expected eval.at_end = true, or warmup.eval_every where it"
+            " imitates alone."
+        )
+    return points
+
+
+def _measured(line: Mapping[str, float]) -> dict[str, float]:
+    """The accuracies of a line, the one that curves show first; none without an evaluation."""
+    kinds = ("eval/accuracy_sampled", "eval/accuracy")
+    found = [line[kind] for kind in kinds if kind in line]
+    # The second is the greedy one, where both were measured.
+    also = {kind: line[kind] for kind in kinds[1:] if len(found) > 1}
+    also |= {key: value for key, value in line.items() if key.startswith("eval/pass_at_")}
+    return {"accuracy": found[0], **also} if found else {}
+
+
+def _spent(line: Mapping[str, float], cost: str) -> float:
+    if cost == SECONDS:
+        # Imitation before the first update stands in the line of update 0.
+        return line.get(SECONDS, 0.0) + line.get("time/warmup_cpu_s", 0.0)
+    if cost == SHOWN and cost not in line:
+        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0)
+    return line.get(cost, 0.0)

@@ -1,0 +1,246 @@
+"""Runs what is missing of a study, in order, by several processes, also after an interruption."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import StorageError
+from treegraft.core.files import storage_fault
+from treegraft.core.interrupt import Ended, others_as_ctrl_c
+from treegraft.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
+from treegraft.study.pool import Outcome, Pool
+from treegraft.study.results import Key, Line, add_results, known_runs, repair
+from treegraft.study.work import carry_out, note_of
+
+RESULTS = "results.jsonl"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a call of `run_study` has done."""
+
+    num_done: int
+    """Runs whose results are there."""
+    num_left: int
+    failures: Mapping[Key, str] = field(default_factory=dict)
+    """Why runs have failed."""
+    stopped_by: int | None = None
+    """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Holds the study's folder for this process.
+
+    Raises:
+        StorageError: another process works in it, or it cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("w")
+    except OSError as error:
+        raise StorageError(
+            f"'{out}' cannot be worked in ({storage_fault(error) or error})."
+        ) from error
+    with lock:
+        try:
+            import fcntl
+        except ImportError:  # not a Unix: no protection there
+            yield
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"'{out}': another process is running a study in it; expected none. Wait for its"
+                " end, stop it with Ctrl-C, or name another folder with --out."
+            ) from error
+        yield
+
+
+def run_study(
+    plan: Plan,
+    out: Path,
+    results: Path,
+    *,
+    workers: int,
+    minutes: float | None = None,
+    facts: Mapping[str, Any] | None = None,
+    say: Say,
+) -> Ran:
+    """Makes the runs that are missing; a run with equal settings in two worlds is made once.
+
+    Args:
+        out: folder of warm-ups, buffers and runs.
+        results: file that gets one line a run.
+        workers: processes, of one thread each.
+        minutes: no job begins after so long; None for no such limit.
+        facts: of this machine, for each line.
+        say: gets a line for each job that has ended.
+
+    Raises:
+        StorageError: another process is at work in `out`.
+    """
+    out = out.resolve()
+    with locked(out):
+        repair(results, plan.runs)
+        known, num_others = known_runs(results, plan.runs)
+        if num_others:
+            say(
+                f"{results}: {num_others} runs with other settings than the study has now; they"
+                " stay there and are not counted"
+            )
+        missing: dict[str, RunPlan] = {}
+        for run in plan.runs:
+            if run.key not in known:
+                missing.setdefault(run.fingerprint, run)
+        work = _Work(plan, out, results, missing, dict(facts or {}) | commit_of(), say)
+        return work.carry_out(workers, minutes)
+
+
+class _Work:
+    def __init__(
+        self,
+        plan: Plan,
+        out: Path,
+        results: Path,
+        missing: dict[str, RunPlan],
+        facts: Line,
+        say: Say,
+    ) -> None:
+        self._plan, self._out, self._results = plan, out, results
+        self._runs, self._facts, self._say = missing, facts, say
+        self._waiting: list[Needed | RunPlan] = []
+        for run in missing.values():
+            for one in (*needs_of(run), run):
+                if all(other.fingerprint != one.fingerprint for other in self._waiting):
+                    self._waiting.append(one)
+        self._failed: dict[str, str] = {}
+        self._running: set[str] = set()
+        self._began = time.monotonic()
+
+    def carry_out(self, workers: int, minutes: float | None) -> Ran:
+        """Does the work with a pool of processes."""
+        pool = Pool(functools.partial(carry_out, out=self._out), workers)
+        stopped_by: int | None = None
+        try:
+            with others_as_ctrl_c():
+                self._loop(pool, None if minutes is None else minutes * 60)
+        except KeyboardInterrupt as error:
+            stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
+            self._say(
+                f"stopping; {pool.num_running} runs under way are saved (Ctrl-C again: at"
+                " once, going on from their last checkpoints)"
+            )
+        finally:
+            try:
+                pool.end()
+            except KeyboardInterrupt:
+                pool.end(at_once=True)
+        known, _ = known_runs(self._results, self._plan.runs)
+        failures = {
+            run.key: text
+            for run in self._plan.runs
+            if (text := self._failed.get(run.fingerprint)) is not None
+        }
+        return Ran(
+            num_done=len(known),
+            num_left=len(self._plan.runs) - len(known),
+            failures=failures,
+            stopped_by=stopped_by,
+        )
+
+    def _loop(self, pool: Pool, budget_s: float | None) -> None:
+        while True:
+            is_open = budget_s is None or time.monotonic() - self._began < budget_s
+            while is_open and pool.has_room and (job := self._next()) is not None:
+                self._running.add(job.fingerprint)
+                pool.start(job)
+            if not pool.num_running:
+                return
+            for outcome in pool.outcomes():
+                self._running.discard(outcome.job.fingerprint)
+                self._take(outcome)
+
+    def _next(self) -> Needed | RunPlan | None:
+        """The first job that can begin; those whose needs have failed are given up."""
+        for job in list(self._waiting):
+            causes = [one for one in needs_of(job) if one.fingerprint in self._failed]
+            if causes:
+                self._waiting.remove(job)
+                self._failed[job.fingerprint] = f"its {name_of(causes[0])} has failed"
+            elif all(note_of(one, self._out).is_file() for one in needs_of(job)):
+                self._waiting.remove(job)
+                return job
+        return None
+
+    def _take(self, outcome: Outcome) -> None:
+        job, name = outcome.job, name_of(outcome.job)
+        seconds = f"{time.monotonic() - self._began:6.0f} s"
+        if outcome.error:
+            self._failed[job.fingerprint] = outcome.error
+            self._say(f"{seconds}  {name}: failed: {outcome.error}")
+            return
+        if not isinstance(job, RunPlan):
+            self._say(f"{seconds}  {name}")
+            return
+        facts = {"date": time.strftime("%Y-%m-%d"), **self._facts}
+        same = [run for run in self._plan.runs if run.fingerprint == job.fingerprint]
+        add_results(self._results, same, facts | outcome.result)
+        _tidy(self._out / job.folder, self._plan.study.keep)
+        left = sum(isinstance(one, RunPlan) for one in self._waiting) + len(self._running)
+        also = f" (and {len(same) - 1} equal)" if len(same) > 1 else ""
+        accuracy = outcome.result["curve"][-1]["accuracy"]
+        self._say(f"{seconds}  {name}{also}: {accuracy:.3f}; {left} jobs left")
+
+
+def needs_of(job: Needed | RunPlan) -> tuple[Needed, ...]:
+    """Returns what has to be there before a job can begin."""
+    return job.needs if isinstance(job, RunPlan) else ()
+
+
+def name_of(job: Needed | RunPlan) -> str:
+    """Returns a job in words."""
+    if isinstance(job, WarmupPlan):
+        return f"warm-up {job.name}, pair {job.pair}"
+    if isinstance(job, BufferPlan):
+        return f"buffer {job.name}, {job.world}, pair {job.pair}"
+    return f"{job.arm}, {job.world}, pair {job.pair}"
+
+
+def _tidy(run_dir: Path, keep: str) -> None:
+    """Removes what is not to be kept of a finished run, whose line is on the disk."""
+    if keep == "none":
+        shutil.rmtree(run_dir, ignore_errors=True)
+    elif keep == "last":
+        for name in ("trees", "trees-index", "buffer"):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+
+
+def commit_of() -> Line:
+    """Returns the commit of this package's clone and whether files differ from it; nothing outside
+    a clone."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "is_dirty": bool(git("status", "--porcelain", "--untracked-files=no", ".")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "is_dirty": None}

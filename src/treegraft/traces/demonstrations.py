@@ -1,0 +1,187 @@
+"""Demonstrations for the warm-up: the trajectories of a Step-Trace Buffer or of a JSONL file, all
+of them or the best rewarded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from treegraft.core.demonstration import Demonstration
+from treegraft.core.errors import DataError
+from treegraft.core.steps import read_steps, text_of
+from treegraft.core.types import StepContent, Task, Trace
+from treegraft.settings.policy import WarmupSettings
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import retrieval_key
+
+SQLITE = b"SQLite format 3\x00"
+"""The first bytes of a Step-Trace Buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A trajectory of a file."""
+
+    task: Task
+    steps: tuple[StepContent, ...]
+    reward: float | None
+    """None where the file has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The trajectories that the warm-up imitates."""
+
+    demonstrations: list[Demonstration]
+    left_out: str
+    """How many were left out and why, as the end of a sentence; empty for none."""
+
+
+def read_demonstrations(
+    path: Path, settings: WarmupSettings, tasks: Sequence[Task], *, has_environment: bool = False
+) -> Chosen:
+    """Returns the trajectories of a Step-Trace Buffer or a JSONL file that [warmup] asks for.
+
+    Of a buffer, those of `tasks` whose steps are all there: a trajectory with a step missing or
+    kept as text alone, or without an answer at its end, is left out. They are in the order of
+    source, task and name, and of a file in that of its lines; with warmup.num_best, task by task
+    and the best first.
+
+    Args:
+        tasks: those that the trajectories of a buffer may be of; a file holds its own questions.
+        has_environment: of the tasks: a trajectory then may end without an answer, and its question
+            is what the environment showed, as the buffer keeps it.
+
+    Raises:
+        DataError: the file cannot be read, a row lacks a reward that is asked for, or no trajectory
+            is left.
+    """
+    reasons: Counter[str] = Counter()
+    if _is_buffer(path):
+        found = list(_of_buffer(path, tasks, has_environment, reasons))
+    else:
+        found = _of_file(path)
+    num_found = len(found) + reasons.total()
+    best = max((one.reward for one in found if one.reward is not None), default=None)
+    kept = _best(found, path, settings, reasons)
+    left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+    if not kept:
+        advice = "Name another file, or one of these tasks"
+        if settings.min_reward is not None and best is not None and best < settings.min_reward:
+            advice = f"The best reward is {best:g}: lower warmup.min_reward"
+        counted = f"none of its {num_found} trajectories can be imitated ({left_out}). {advice}."
+        raise DataError(
+            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}"
+        )
+    return Chosen([(one.task, one.steps) for one in kept], left_out)
+
+
+def _best(
+    found: Sequence[Stored], path: Path, settings: WarmupSettings, reasons: Counter[str]
+) -> list[Stored]:
+    """The trajectories with enough reward, and of each question the best of these."""
+    least, num_best = settings.min_reward, settings.num_best
+    if least is None and num_best is None:
+        return list(found)
+    rated: list[tuple[float, Stored]] = []
+    for one in found:
+        if one.reward is None:
+            raise DataError(
+                f"warmup.traces '{path}', {one.task.id}: got no reward, which warmup.min_reward and"
+                ' warmup.num_best need; add a number "reward" to each line.'
+            )
+        if least is None or one.reward >= least:
+            rated.append((one.reward, one))
+        else:
+            reasons[f"with a reward below warmup.min_reward = {least:g}"] += 1
+    if num_best is None:
+        return [one for _, one in rated]
+    groups: dict[str, list[tuple[float, Stored]]] = {}
+    for rating, one in rated:
+        groups.setdefault(one.task.question, []).append((rating, one))
+    kept: list[Stored] = []
+    for group in groups.values():
+        # Sorting keeps the order of the file among equals.
+        group.sort(key=lambda item: (-item[0], len(item[1].steps)))
+        kept += [one for _, one in group[:num_best]]
+    if surplus := len(rated) - len(kept):
+        reasons[f"not among the warmup.num_best = {num_best} of its question"] += surplus
+    return kept
+
+
+def _is_buffer(path: Path) -> bool:
+    if not path.is_file():
+        raise DataError(
+            f"warmup.traces: there is no file '{path}'; expected JSONL of questions and steps, a"
+            ' Step-Trace Buffer, "buffer" for that of [buffer], or "expert"'
+        )
+    with path.open("rb") as file:
+        return file.read(len(SQLITE)) == SQLITE
+
+
+# ---------------------------------------------------------------------- buffers
+
+
+def _of_buffer(
+    path: Path, tasks: Sequence[Task], has_environment: bool, reasons: Counter[str]
+) -> Iterator[Stored]:
+    by_id = {task.id: task for task in tasks}
+    # As it was built: trajectories are read without their vectors, so no encoder is needed.
+    with TraceBuffer.open_as_built(path) as buffer:
+        for traces in buffer.trajectories():
+            task = _task_of(traces[0], by_id, has_environment)
+            steps = [one.value for one in traces if isinstance(one.value, StepContent)]
+            if task is None:
+                reasons["of other tasks than the recipe's training tasks"] += 1
+            elif len(steps) < len(traces):
+                reasons["with a step that is kept as text alone"] += 1
+            elif [one.position for one in traces] != list(range(len(traces))):
+                reasons["with a step missing"] += 1
+            elif steps[-1].answer is None and not has_environment:
+                reasons["without an answer at the end"] += 1
+            else:
+                yield Stored(task, tuple(steps), traces[0].reward)
+
+
+def _task_of(first: Trace, by_id: Mapping[str, Task], has_environment: bool) -> Task | None:
+    """The task that a trajectory is of; None where the recipe does not train on it."""
+    task = by_id.get(first.task_id)
+    if task is None or first.position:
+        return task
+    # The first step's history is the question alone. Under another seed the same id may stand for
+    # another question.
+    if retrieval_key(task.question, ()) == first.key:
+        return task
+    return task.asking(first.key) if has_environment else None
+
+
+# ---------------------------------------------------------------------- JSONL
+
+
+def _of_file(path: Path) -> list[Stored]:
+    """{"question", "reward", "steps": [{"thought", "calls": [{"name", "body"}], "observations":
+    [text], "answer"}]} a line; the reward may be left out."""
+    found: list[Stored] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            question = text_of(row["question"], "question")
+            steps = read_steps(row["steps"])
+            reward = None if row.get("reward") is None else float(row["reward"])
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(f"reward is {reward}, expected a finite number")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a"
+                " list of steps, each with thought, calls, observations or answer. Correct"
+                " the line or leave it out."
+            ) from error
+        task = Task(id=f"line {number}", question=question, reference=())
+        found.append(Stored(task, steps, reward))
+    if not found:
+        raise DataError(f"warmup.traces '{path}': the file has no rows")
+    return found
