@@ -689,7 +689,9 @@ def test_a_publish_drains_and_then_everything_is_new() -> None:
         running = [
             asyncio.create_task(engine.complete(prefix, long, noise_key=(n,))) for n in range(3)
         ]
-        await asyncio.sleep(0.01)
+        # Two of them wait until the first has taken in the prompt that they share.
+        while len(engine._running) < len(running):
+            await asyncio.sleep(0.001)
         publish = asyncio.create_task(engine.publish(ModelWeights(new.state_dict()), 5))
         await asyncio.sleep(0)
         late = asyncio.create_task(engine.complete(prefix, short, noise_key=(7,)))
