@@ -362,3 +362,22 @@ def test_a_study_builds_on_another_file(tmp_path: Path) -> None:
     ]
     with pytest.raises(SettingError, match="'base': got 'sharde"):
         make_plan(written(tmp_path, "base = 'sharde.toml'\n"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_the_smoke_test_of_each_study_runs(path: Path, tmp_path: Path) -> None:
+    """Every kind of job: warm-ups, buffers built and pruned, training, imitation, one after the
+    other."""
+    plan = make_plan(path, smoke=True)
+    results = tmp_path / "results.jsonl"
+    done = run_study(plan, tmp_path, results, workers=2, say=lambda text: None)
+    assert not done.failures, done.failures
+    assert done.num_left == 0
+    lines = read_results(results)
+    assert len(lines) == len(plan.runs)
+    for line in lines:
+        costs = [point[SECONDS] for point in line["curve"]]
+        assert costs == sorted(costs) and costs[-1] > 0
+    question = Question(baseline=lines[0]["method"], primary=lines[-1]["method"])
+    assert markdown(Runs(lines), question)
