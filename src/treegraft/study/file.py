@@ -219,9 +219,9 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
 
 def _names_wrong(study: StudyFile) -> Iterator[str]:
     """A sentence for each name that nothing in the file has."""
-    known = {**study.worlds, **study.arms}
+    every = {**study.worlds, **study.arms}
     used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
-        *(("only", one, known, "worlds] and [arms") for one in study.only),
+        *(("only", one, every, "worlds] and [arms") for one in study.only),
         ("baseline", study.baseline, study.arms, "arms"),
         ("primary", study.primary, study.arms, "arms"),
     ]
