@@ -327,3 +327,57 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
     slow = Runs([one | {"calibration_s": 2.0 if one["method"] == "B" else 1.0} for one in lines])
     assert slow.curve(lines[2] | {"calibration_s": 3.0}, SECONDS)[0][-1] == pytest.approx(40 / 3)
     assert json.loads(json.dumps(as_data(runs, Question(baseline="A"))))["rows"][1]["arm"] == "B"
+
+
+def test_the_study_of_the_docs_is_right(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    block = page.partition("<!-- study -->\n```toml\n")[2].partition("```")[0]
+    path = written(tmp_path, block)
+    runs = {run.key: run for run in make_plan(path).runs}
+    assert len(runs) == 10 * 4
+    pruned = runs["short", "RAPO, pruned", 0]
+    assert pruned.config.explore.explorers == ["graft"] and pruned.buffer is not None
+    source, warmup = pruned.buffer.needs
+    assert source == runs["short", "RAPO", 0].buffer and warmup == pruned.warmup
+    assert runs["short", "SFT", 0].command == "sft"
+    assert len(make_plan(path, smoke=True).runs) == 2 * 4
+
+
+def test_a_pruned_buffer_is_made_of_one_that_is_built(tmp_path: Path) -> None:
+    for more, fault in (
+        ("prune = 'raw', samples = 3", "'buffers.x.samples' would have no effect"),
+        ("prune = 'rwa'", "'buffers.x.prune': got 'rwa'"),
+        ("prune = 'x'", "'x' is pruned itself"),
+    ):
+        with pytest.raises(SettingError, match=fault):
+            make_plan(written(tmp_path, SMALL + f"buffers.x = {{ {more} }}\n"))
+
+
+def test_a_study_builds_on_another_file(tmp_path: Path) -> None:
+    written(tmp_path, SMALL, "shared.toml")
+    path = written(tmp_path, "base = 'shared.toml'\npairs = 1\nonly = ['RAPO']\n")
+    assert [run.key for run in make_plan(path).runs] == [
+        ("perfect", "RAPO", 0),
+        ("flawed", "RAPO", 0),
+    ]
+    with pytest.raises(SettingError, match="'base': got 'sharde"):
+        make_plan(written(tmp_path, "base = 'sharde.toml'\n"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_the_smoke_test_of_each_study_runs(path: Path, tmp_path: Path) -> None:
+    """Every kind of job: warm-ups, buffers built and pruned, training, imitation, one after the
+    other."""
+    plan = make_plan(path, smoke=True)
+    results = tmp_path / "results.jsonl"
+    done = run_study(plan, tmp_path, results, workers=2, say=lambda text: None)
+    assert not done.failures, done.failures
+    assert done.num_left == 0
+    lines = read_results(results)
+    assert len(lines) == len(plan.runs)
+    for line in lines:
+        costs = [point[SECONDS] for point in line["curve"]]
+        assert costs == sorted(costs) and costs[-1] > 0
+    question = Question(baseline=lines[0]["method"], primary=lines[-1]["method"])
+    assert markdown(Runs(lines), question)

@@ -8,6 +8,7 @@ other, and overrides that would have no effect."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import types
@@ -271,7 +272,13 @@ def _is_given(data: Mapping[str, Any], name: str) -> bool:
 def _default_of(config: Config, name: str) -> Any:
     """The value of a setting that nothing names, under these other settings."""
     follows = known_settings()[name].facts.default_of
-    return value_of(Config(), name) if follows is None else follows(config)
+    return value_of(_defaults(), name) if follows is None else follows(config)
+
+
+@functools.cache
+def _defaults() -> Config:
+    """The default configuration; it is frozen, and takes a while to make."""
+    return Config()
 
 
 def load_config(

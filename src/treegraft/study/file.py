@@ -219,9 +219,9 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
 
 def _names_wrong(study: StudyFile) -> Iterator[str]:
     """A sentence for each name that nothing in the file has."""
-    known = {**study.worlds, **study.arms}
+    every = {**study.worlds, **study.arms}
     used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
-        *(("only", one, known, "worlds] and [arms") for one in study.only),
+        *(("only", one, every, "worlds] and [arms") for one in study.only),
         ("baseline", study.baseline, study.arms, "arms"),
         ("primary", study.primary, study.arms, "arms"),
     ]
@@ -233,9 +233,7 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
     for name, made in study.buffers.items():
         used.append((f"buffers.{name}.prune", made.prune, study.buffers, "buffers"))
         if made.prune in study.buffers and study.buffers[made.prune].prune is not None:
-            yield (
-                f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name what it is made of."
-            )
+            yield f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name its source."
         own = made.model_fields_set & {"agent", "samples", "keep", "min_reward", "num_tasks"}
         if made.prune is not None and own:
             yield f"'buffers.{name}.{min(own)}' would have no effect: it is pruned, not built."

@@ -16,7 +16,7 @@ from treegraft.settings.config import Config, known_settings, settings_with
 from treegraft.settings.load import describe, load_config
 from treegraft.settings.recipe import merged, read_recipe
 from treegraft.settings.table import flatten, value_of
-from treegraft.study.file import StudyFile, read_study
+from treegraft.study.file import Arm, StudyFile, read_study
 
 Tables = Mapping[str, Any]
 Needed: TypeAlias = "WarmupPlan | BufferPlan"
@@ -166,6 +166,7 @@ class _Loaded:
 
     config: Config
     told: Mapping[str, Any]
+    reads_buffer: bool
 
     def seeded(self, seed: int) -> Config:
         """With a pair's seed."""
@@ -177,6 +178,7 @@ class _Planner:
     def __init__(self, study: StudyFile, path: Path) -> None:
         self._study, self._path = study, path
         self._loaded: dict[tuple[str, ...], _Loaded] = {}
+        self._arms: dict[str, Arm] = {}
         place = path.parent / study.recipe
         try:
             self._recipe = read_recipe(place if place.is_file() else Path(study.recipe))[0]
@@ -190,11 +192,11 @@ class _Planner:
 
     def run(self, world: str, arm: str, pair: int) -> RunPlan:
         """One run with all that it needs."""
-        study, own = self._study, self._study.arm(arm)
+        study, own = self._study, self._arm(arm)
         warmup = self._warmup(world, own.warmup, pair)
         buffer = None if own.buffer is None else self._buffer(own.buffer, world, pair, warmup)
         loaded = self._of_run(world, arm, is_warm=warmup is not None)
-        is_used = buffer is not None or not _is_idle("buffer.path", loaded.config)
+        is_used = buffer is not None or loaded.reads_buffer
         shown = {
             name: value_of(
                 buffer.config if buffer is not None and _is_source(name) else loaded.config, name
@@ -218,6 +220,11 @@ class _Planner:
             fingerprint=_hash(parts),
         )
 
+    def _arm(self, name: str) -> Arm:
+        if name not in self._arms:
+            self._arms[name] = self._study.arm(name)
+        return self._arms[name]
+
     def _of_run(self, world: str, arm: str, *, is_warm: bool) -> _Loaded:
         where = f"arm '{arm}' in world '{world}'"
         if ("run", world, arm) not in self._loaded:
@@ -225,7 +232,7 @@ class _Planner:
             if is_warm:
                 # What the recipe says there has been done by the study's warm-up.
                 tables.pop("warmup", None)
-            loaded = self._load(merged(tables, self._study.arm(arm).settings), where)
+            loaded = self._load(merged(tables, self._arm(arm).settings), where)
             self._refuse_idle(arm, loaded.config, where)
             self._loaded["run", world, arm] = loaded
         return self._loaded["run", world, arm]
@@ -247,7 +254,7 @@ class _Planner:
             for row in describe(config)
             if not row.is_default and row.name not in ("run.name", "run.dir", "run.seed")
         }
-        return _Loaded(config, told)
+        return _Loaded(config, told, not _is_idle("buffer.path", config))
 
     def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
