@@ -58,6 +58,9 @@ HEALTHY: dict[str, Any] = {
     "graft/answer_frac": 0.4,
     "tools/search_calls": 400.0,
     "tools/search_failure_frac": 0.05,
+    "tools/search_found_frac": 0.4,
+    "learn/success_logprob_change": 0.02,
+    "learn/question_information": 0.8,
 }
 LONG = 8
 
@@ -108,6 +111,10 @@ CASES: dict[str, tuple[Any, str]] = {
     # 0.004 is 4 % of the first update's 0.1.
     "entropy_collapse": (at_end(learn__entropy=0.004), "4.0% of the first"),
     "policy_still": ({"learn/lr": 0.0}, "rate in effect 0"),
+    "success_falling": ({"learn/success_logprob_change": -0.03}, "likely: 0.03 nats a token"),
+    # 0.04 is 5 % of the first update's 0.8.
+    "question_ignored": (at_end(learn__question_information=0.04), "5% of the first"),
+    "answer_not_found_search": ({"tools/search_found_frac": 0.01}, "answer: 1.0% of trajectories"),
     "truncated": (at_end(rollout__truncated_frac=0.25), "25%"),
     "violated": (at_end(rollout__violation_frac=0.5), "50%"),
     "failed": (at_end(rollout__failed_frac=0.01), "1.0%"),
@@ -132,6 +139,9 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 WIDER = {
+    "success_falling": 0.04,
+    "question_ignored": 0.01,
+    "answer_not_found": 0.001,
     "entropy_collapse": 0.01,
     "truncated": 0.3,
     "violated": 0.6,
@@ -174,7 +184,7 @@ def test_every_rule_has_a_case_and_a_setting() -> None:
     assert {
         name for name in rules if any(case == name or case.startswith(f"{name}_") for case in CASES)
     } == rules
-    assert rules | {"window"} == set(HealthSettings.model_fields)
+    assert rules | {"window", "symptoms_every"} == set(HealthSettings.model_fields)
 
 
 def test_windows_are_waited_for() -> None:
@@ -194,6 +204,21 @@ def test_windows_are_waited_for() -> None:
         names(warnings_of([{**line, "rollout/tool_calls_mean": 0.0} for line in without]))
         == [[]] * 4
     )  # it has none to call
+
+
+def test_symptoms_stand_between_measurements() -> None:
+    """Measured in every second update: three falls in a row by update 6, one rise by 8."""
+    rare: dict[int, float] = {2: -0.02, 4: -0.02, 6: -0.02, 8: 0.05}
+    key = "learn/success_logprob_change"
+    history = [
+        {name: value for name, value in line.items() if name != key or line["update"] in rare}
+        for line in lines(lambda n: {key: rare.get(n)})
+    ]
+    falling = ["success_falling"]
+    assert names(warnings_of(history)) == [[], [], [], [], [], falling, falling, []]
+    # First steps that never showed the question have nothing to lose.
+    same = lines(lambda n: {"learn/question_information": 0.04 / n})
+    assert names(warnings_of(same)) == [[]] * LONG
 
 
 def test_a_policy_with_nothing_to_learn_from_does_not_count_as_still() -> None:

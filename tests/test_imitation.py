@@ -258,11 +258,12 @@ def test_a_buffer_is_imitated_then_trained_on(tmp_path: Path) -> None:
     lines = read_metrics(done.run_dir)
     assert [line["update"] for line in lines] == [0, 1]
     assert "learn/loss" in lines[1] and "retrieve/num_asked" not in lines[1]
-    # After four steps, and at the end; costs add up.
+    # Before the first step, after four, and at the end; costs add up.
     found = read_metrics(done.run_dir, "warmup.jsonl")
-    assert [line["warmup/num_steps"] for line in found] == [4, 6]
+    assert [line["warmup/num_steps"] for line in found[1:]] == [4, 6]
     assert all("eval/accuracy" in line for line in found)
-    tokens = [line["warmup/num_loss_tokens"] for line in found]
+    assert "warmup/num_steps" not in found[0] and len(found) == 3
+    tokens = [line["warmup/num_loss_tokens"] for line in found[1:]]
     assert 0 < tokens[0] < tokens[1] == lines[0]["warmup/num_loss_tokens"]
     assert lines[0]["warmup/num_steps"] == 6
     # The same buffer as a file, without its encoder: the same warm-up.
@@ -281,7 +282,7 @@ def test_an_interrupted_warmup_keeps_its_evaluations(
     warmup = {**WARMUP, "num_steps": 8, "eval_every": 2}
     whole = run_of(tmp_path, "whole", sft, warmup=warmup)
     expected = read_metrics(whole.run_dir, "warmup.jsonl")
-    assert [line["warmup/num_steps"] for line in expected] == [2, 4, 6, 8]
+    assert [line["warmup/num_steps"] for line in expected[1:]] == [2, 4, 6, 8]
     steps = 0
 
     def stop_after(self: Learner, trees: Sequence[Tree], lr: float) -> float:

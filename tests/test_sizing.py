@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from treegraft.cli.layout import Layout, ranges
 from treegraft.cli.main import app
 from treegraft.cli.memory import model_shape
-from treegraft.cli.sizing import RESERVED, Plan, gpu_parts, seconds_by_phase, sizing
+from treegraft.cli.sizing import (
+    RESERVED,
+    Plan,
+    gpu_parts,
+    host_bytes,
+    learner_parts,
+    seconds_by_phase,
+    server_bytes,
+    sizing,
+)
 from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
 from treegraft.policy.bounds import ModelShape
@@ -26,7 +36,13 @@ SEVEN: dict[str, Any] = {
     "learn": {"num_minibatches": 8, "max_pack_tokens": 32768},
     "engine": {"max_rows": 256},
 }
-"""ARPO with 128 prompts a update, paths of 4k."""
+"""ARPO with 128 prompts an update, paths of 4k."""
+SERVED = [
+    "engine.kind=vllm",
+    "engine.vllm.num_servers=8",
+    'engine.vllm.server_args=["--gpu-memory-utilization", "0.57"]',
+]
+"""A server beside each rank."""
 
 
 def shaped(config: Config) -> ModelShape:
@@ -71,7 +87,9 @@ def test_parts_of_one_gpu_by_hand() -> None:
     # 600 weights in two layers; two of them gathered.
     assert four["gathered layers"] == 2 * 300 * 2 and "weights" not in four
     assert (four["masters"], four["gradients"], four["AdamW"]) == (1000, 1000, 2000)
+    # The native engine is rank 0's alone.
     assert four["engine's weights"] == 2000
+    assert "engine's weights" not in gpu_parts(config, shape, Plan.of(4, "H100", None), 3)
     saving = load_config(
         {"model": {"path": "a/b", "dtype": "bfloat16"}, "learn": {"max_pack_tokens": 10}},
         ["model.gradient_checkpointing=true", "model.lora.rank=2"],
@@ -83,18 +101,21 @@ def test_parts_of_one_gpu_by_hand() -> None:
 
 
 def test_eight_cards_at_7b_are_those_of_the_design() -> None:
-    """scale.md's estimates: shards 15 GB, the server's weights 15, activations of a 32k pack 12,
-    0.46 to 0.5 M tokens of keys and values; 19 s of old log-probabilities, 79 s of learning, 50 s
-    of sampling."""
-    config = load_config(SEVEN)
+    """Shards of 15 GB, activations of a 32k pack 12, 0.46 to 0.5 M tokens of keys and values; 19 s
+    of old log-probabilities, 79 s of learning, 50 s of sampling."""
+    config = load_config(SEVEN, SERVED)
     plan = Plan.of(8, "H100", 80)
     parts = gpu_parts(config, shaped(config), plan)
     shards = parts["masters"] + parts["gradients"] + parts["AdamW"]
     assert shards == pytest.approx(15.2e9, rel=0.01)
-    assert parts["engine's weights"] == pytest.approx(15.2e9, rel=0.01)
+    assert parts["server"] == pytest.approx(0.57 * 80e9)
     assert parts["activations"] == pytest.approx(12e9, rel=0.1)
-    found = found_for(config, 8)
-    assert found["keys and values"].is_doubtful and "room for 542," in found["keys and values"].note
+    found = found_for(config, 8, 80)
+    assert found["GPUs 0 to 7"].value == "learner and server" and found["left"].is_good
+    # 45.6 GB less weights of 15.2 and 2 reserved; 57,344 bytes a token.
+    note = found["keys and values"].note
+    assert found["keys and values"].is_doubtful and "room for 494," in note
+    assert "tokens in each server" in note
     seconds = seconds_by_phase(config, shaped(config), plan)
     assert seconds["old log-probabilities"] == pytest.approx(19, rel=0.15)
     assert seconds["forward and backward"] == pytest.approx(79, rel=0.15)
@@ -107,7 +128,7 @@ def test_what_cannot_fit_is_refused_with_what_to_change() -> None:
     assert not verdict.is_good and "short of one path" in verdict.note
     assert "model.lora.rank=16" in verdict.note and "4 such GPUs" in verdict.note
     # Each way that is named does it.
-    assert found_for(config, 4)["keys and values"].is_good
+    assert all(one.is_good for one in found_for(config, 4).values())
     adapted = load_config(SEVEN, ["model.lora.rank=16"])
     assert found_for(adapted, 1)["keys and values"].is_good
     large = load_config(SEVEN, ["learn.max_pack_tokens=262144"])
@@ -118,7 +139,7 @@ def test_what_cannot_fit_is_refused_with_what_to_change() -> None:
 
 
 def test_phases_follow_the_settings() -> None:
-    config = load_config(SEVEN, ["loss.old_logprobs=engine", "loss.kl_coef=0.01"])
+    config = load_config(SEVEN, [*SERVED, "loss.old_logprobs=engine", "loss.kl_coef=0.01"])
     phases = seconds_by_phase(config, shaped(config), Plan.of(8, "H100", None))
     assert list(phases) == ["sampling", "forward and backward", "reference"]
 
@@ -136,3 +157,97 @@ def test_the_command_sizes_cards_that_are_not_here(tmp_path: Any) -> None:
     for alone in (["--gpu", "H200"], ["--gpu-memory", "80"]):
         done = runner.invoke(app, ["doctor", str(path), *alone])
         assert isinstance(done.exception, SettingError) and "without --gpus" in str(done.exception)
+
+
+def test_a_server_takes_its_share_of_the_card_by_hand() -> None:
+    """Of 80 GB: 0.92 of it where nothing is said; with cache_gb the weights, the cache and what is
+    reserved; two GPUs share the weights."""
+    config = load_config(SEVEN, ["engine.kind=vllm"])
+    shape, plan = shaped(config), Plan.of(1, "H100", 80)
+    assert server_bytes(config, shape, plan, 1) == pytest.approx(73.6e9)
+    weights = 2.0 * shape.num_weights
+    cached = load_config(SEVEN, ["engine.kind=vllm", "engine.vllm.cache_gb=30"])
+    assert server_bytes(cached, shape, plan, 1) == weights + 30e9 + RESERVED
+    options = '["--tensor-parallel-size=2", "--gpu-memory-utilization=0.5"]'
+    halves = ["engine.kind=vllm", 'engine.vllm.gpus=["1,2"]', f"engine.vllm.server_args={options}"]
+    two = load_config(SEVEN, halves)
+    found = found_for(two, 3, 80)
+    assert (found["GPU 0"].value, found["GPUs 1 to 2"].value) == ("learner", "server")
+    assert found["GPUs 1 to 2: server"].value == "40.0 GB"
+    tokens = (2 * (40e9 - RESERVED) - weights) / 57_344
+    assert f"room for {tokens:,.0f} tokens" in found["keys and values"].note
+
+
+def test_a_learner_and_a_server_that_do_not_fit_one_card_are_refused() -> None:
+    """vLLM's own share leaves 6.4 GB; the share that is named instead fits."""
+    config = load_config(SEVEN, SERVED[:2])
+    verdict = found_for(config, 8, 80)["left"]
+    assert not verdict.is_good and "more than the card has" in verdict.note
+    way = verdict.note.partition("Change: ")[2].partition("; or ")[0]
+    assert way.startswith("engine.vllm.server_args=") and "lora" not in verdict.note
+    fitting = load_config(SEVEN, [*SERVED[:2], way])
+    assert all(one.is_good for one in found_for(fitting, 8, 80).values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["learn.ranks=8"], "learn.ranks: got 8 with 4 GPUs"),
+        (["learn.ranks=4", "learn.sequence_parallel=3"], "got 3 with 4 ranks"),
+        (["learn.ranks=3", "learn.replicate=2"], "learn.replicate: got 2 with 3 ranks"),
+        # The shape has 4 key-value heads.
+        (["learn.ranks=3", "learn.sequence_parallel=3"], "got 3, but the model has 4 key-value"),
+        (["engine.kind=vllm", 'engine.vllm.gpus=["4"]'], "names GPU 4, expected numbers from 0 to"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(overrides: list[str], said: str) -> None:
+    verdict = found_for(load_config(SEVEN, overrides), 4)["layout"]
+    assert not verdict.is_good and said in verdict.note
+
+
+def test_layouts_follow_the_settings() -> None:
+    """A learner on the first GPU, servers on the others; servers elsewhere; a GPU for nothing."""
+    names = [str(n) for n in range(1, 8)]
+    apart = load_config(
+        SEVEN, ["engine.kind=vllm", "engine.vllm.num_servers=7", f"engine.vllm.gpus={names}"]
+    )
+    layout = Layout.of(apart, 8)
+    assert (layout.ranks, layout.servers) == (1, tuple((n,) for n in range(1, 8)))
+    assert layout.kinds() == {"learner": [0], "server": list(range(1, 8))}
+    elsewhere = load_config(
+        SEVEN, ["engine.kind=vllm", 'engine.vllm.servers=["http://a:1", "http://b:1"]']
+    )
+    assert Layout.of(elsewhere, 4).kinds() == {"learner": [0, 1, 2, 3]}
+    assert found_for(elsewhere, 8)["keys and values"].value == "elsewhere"
+    two = load_config(SEVEN, ["learn.ranks=2", "engine.kind=vllm", "engine.vllm.num_servers=4"])
+    found = {holds: ranges(gpus) for holds, gpus in Layout.of(two, 3).kinds().items()}
+    assert found == {"learner and 2 servers": "0", "learner and server": "1", "server": "2"}
+    assert Layout.of(load_config(SEVEN, ["learn.ranks=2"]), 3).kinds()["nothing"] == [2]
+
+
+def test_offloaded_shards_are_in_the_hosts_memory() -> None:
+    """16 bytes a weight, once for each copy; the GPU keeps passes and gathered layers."""
+    options = ["learn.ranks=8", "learn.offload=true", "learn.sequence_parallel=4"]
+    config = load_config(SEVEN, options)
+    shape = shaped(config)
+    assert host_bytes(config, shape, 8) == 16.0 * shape.num_weights
+    twice = load_config(SEVEN, [*options, "learn.replicate=2"])
+    assert host_bytes(twice, shape, 8) == 32.0 * shape.num_weights
+    parts = learner_parts(config, shape, 8)
+    assert parts.keys() == {"gathered layers", "activations", "logits", "reserved"}
+    whole = learner_parts(load_config(SEVEN, options[:1]), shape, 8)
+    assert parts["activations"] == whole["activations"] / 4
+    assert found_for(config, 8)["hosts' memory"].value == "121.8 GB"
+
+
+def test_the_gpus_of_this_machine_are_taken_where_ranks_or_servers_divide_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cards = ["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2
+    monkeypatch.setattr("treegraft.cli.sizing.gpus", lambda: cards)
+    assert Plan.here(load_config(SEVEN)) is None
+    plan = Plan.here(load_config(SEVEN, ["learn.ranks=2"]))
+    assert plan is not None and (plan.num_gpus, plan.card.memory) == (2, 81559 * 2.0**20)
+    assert Plan.here(load_config(SEVEN, ["engine.kind=vllm"])) == plan
+    cards[:] = ["NVIDIA Unheard, 100 MiB"]
+    assert Plan.here(load_config(SEVEN, ["learn.ranks=2"])) is None

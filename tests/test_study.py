@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from treegraft.core.errors import DataError, SettingError, StorageError
 from treegraft.study.file import read_study
 from treegraft.study.plan import make_plan
-from treegraft.study.results import add_results, known_runs, read_results, repair
-from treegraft.study.runner import locked
-from treegraft.study.work import CALLS, SECONDS, SHOWN, curve
+from treegraft.study.results import (
+    CALLS,
+    SECONDS,
+    SHOWN,
+    add_results,
+    curve,
+    known_runs,
+    read_results,
+    repair,
+)
+from treegraft.study.runner import locked, run_study
+from treegraft.study.tables import Question, Runs, as_data, markdown, rows
+from treegraft.study.tables import tests as primary_tests
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))
@@ -139,6 +156,27 @@ def test_costs_add_up_to_each_evaluation() -> None:
         curve(lines[1:2])
 
 
+def test_imitation_before_the_first_update_counts() -> None:
+    warmup = [
+        {"update": 0, "eval/accuracy": 0.25},
+        {"update": 0, "eval/accuracy": 0.5, "warmup/num_steps": 4, "time/warmup_cpu_s": 3.0},
+        {"update": 0, "eval/accuracy": 0.75, "warmup/num_steps": 6, "time/warmup_cpu_s": 5.0},
+    ]
+    alone = curve([{"update": 0, "time/warmup_cpu_s": 5.0}], warmup)
+    assert [(one["update"], one["accuracy"], one[SECONDS]) for one in alone] == [
+        (-6, 0.25, 0),
+        (-2, 0.5, 3),
+        (0, 0.75, 5),
+    ]
+    lines = [
+        {"update": 0, "eval/accuracy": 0.75, "time/warmup_cpu_s": 5.0},
+        {"update": 1, "eval/accuracy": 1.0, SECONDS: 2.0, CALLS: 7.0},
+    ]
+    after = curve(lines, warmup)
+    assert [one["update"] for one in after] == [-6, -2, 0, 1]
+    assert [one[SECONDS] for one in after] == [0, 3, 5, 7] and after[-1][CALLS] == 7
+
+
 def test_results_survive_a_cut_line_and_equal_runs_get_their_own(tmp_path: Path) -> None:
     path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
     found = {"curve": [{"update": 0, "accuracy": 0.5}]}
@@ -164,3 +202,128 @@ def test_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
         pass
     with locked(tmp_path):
         pass
+
+
+def ran(path: Path, out: Path, **options: Any) -> list[str]:
+    """Runs a study in this process's workers; returns what it said."""
+    said: list[str] = []
+    plan = make_plan(path, only=options.pop("only", ()))
+    found = run_study(plan, out, out / "results.jsonl", workers=1, say=said.append, **options)
+    assert not found.failures, found.failures
+    assert found.num_done + found.num_left == len(plan.runs)
+    assert found.num_left == 0 or "minutes" in options
+    return said
+
+
+def test_a_study_is_run_and_finds_itself_done(tmp_path: Path) -> None:
+    path = written(tmp_path, SMALL.replace("pairs = 2", "pairs = 1"))
+    assert len(ran(path, tmp_path / "out", minutes=0)) == 0
+    said = ran(path, tmp_path / "out", only=["perfect"])
+    assert [line.partition("s  ")[2].partition(":")[0] for line in said] == [
+        "warm-up one, pair 0",
+        "GRPO, perfect, pair 0",
+        "buffer raw, perfect, pair 0",
+        "RAPO, perfect, pair 0",
+    ]
+    lines = read_results(tmp_path / "out" / "results.jsonl")
+    assert [(line["method"], line["run_seed"], line["warmup_seed"]) for line in lines] == [
+        ("GRPO", 100, 0),
+        ("RAPO", 100, 0),
+    ]
+    assert all(len(line["curve"]) == 2 and line["calibration_s"] > 0 for line in lines)
+    # Eight tasks of one or four hops, two attempts of a perfect expert, the best of each kept.
+    assert lines[1]["buffer"]["trajectories"] == 8
+    assert lines[1]["buffer"]["calls"] == 4 * 1 + 4 * 4
+    # keep = "none": the run's folder goes when its line is there.
+    assert not any((tmp_path / "out" / "runs").iterdir())
+    assert ran(path, tmp_path / "out", only=["perfect"]) == []
+
+
+@pytest.mark.slow
+def test_a_killed_study_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    """SIGKILL in the middle of runs, and a line that was cut off; the results are those of an
+    undisturbed study."""
+    path = written(tmp_path, SMALL.replace("num_updates = 1", "num_updates = 3"))
+    ran(path, tmp_path / "whole")
+    out = tmp_path / "killed"
+    results = out / "results.jsonl"
+    command = [sys.executable, "-m", "treegraft", "study", str(path), "--out", str(out)]
+    for num_lines in (0, 3):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while process.poll() is None:
+            runs = list((out / "runs").glob("*/metrics.jsonl")) if out.exists() else []
+            size = len(read_results(results))
+            if size >= num_lines and runs and runs[-1].stat().st_size:
+                process.kill()
+                break
+            time.sleep(0.05)
+        process.wait()
+    with results.open("a") as file:
+        file.write('{"world": "perf')
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    found, expected = (
+        {(line["world"], line["method"], line["seed"]): line for line in read_results(place)}
+        for place in (results, tmp_path / "whole" / "results.jsonl")
+    )
+    assert len(read_results(results)) == len(found) == 8
+    for key, line in expected.items():
+        for ours, theirs in zip(found[key]["curve"], line["curve"], strict=True):
+            assert ours.pop(SECONDS) >= 0 and theirs.pop(SECONDS) >= 0
+            assert ours == theirs
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_workers_and_says_how_to_go_on(tmp_path: Path) -> None:
+    path = written(tmp_path, SMALL)
+    command = [sys.executable, "-m", "treegraft", "study", str(path), "--out", str(tmp_path / "o")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "o" / "warmups").exists() and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "the same command goes on" in said
+    assert "stopping; " in errors and "Traceback" not in errors
+
+
+def test_tables_of_results_by_hand(tmp_path: Path) -> None:
+    """Two pairs; the buffer of B has 10 calls and took 1 s, on a machine twice as slow."""
+
+    def line(arm: str, pair: int, points: list[tuple[float, float, float]]) -> dict[str, Any]:
+        made = [
+            {"update": n, "accuracy": accuracy, CALLS: calls, SHOWN: calls, SECONDS: seconds}
+            for n, (accuracy, calls, seconds) in enumerate(points)
+        ]
+        return {"world": "w", "method": arm, "seed": pair, "curve": made, "calibration_s": 1.0}
+
+    lines = [
+        line("A", 0, [(0.0, 0, 0), (0.4, 100, 10)]),
+        line("A", 1, [(0.0, 0, 0), (0.6, 100, 10)]),
+        line("B", 0, [(0.0, 0, 0), (0.8, 200, 20)]),
+        line("B", 1, [(0.0, 0, 0), (1.0, 200, 20)]) | {"buffer": {"calls": 10, "cpu_s": 1.0}},
+        line("B", 2, [(0.0, 0, 0), (1.0, 200, 20)]),
+    ]
+    runs = Runs(lines)
+    assert runs.pairs("w") == [0, 1]
+    a, b = rows(runs, "w", Question(baseline="A", primary="B"))
+    assert (a.mean, b.mean) == pytest.approx((0.5, 0.9))
+    assert b.gain == pytest.approx(0.4) and b.gain_interval == pytest.approx((0.4, 0.4))
+    assert b.better == 1
+    assert b.at["at equal calls"] == pytest.approx([0.4, 0.5])
+    # 100 calls buy B 90 of its own in pair 1, after the buffer's 10.
+    assert b.at["at equal calls with the buffer's"] == pytest.approx([0.4, 0.45])
+    assert b.at["at equal CPU s"] == pytest.approx([0.4, 0.45])
+    assert b.areas["at equal calls"] == pytest.approx((0.2 + 0.25) / 2)
+    assert (b.buffer_calls, b.buffer_cpu_s) == (5, 0.5)
+    (fixed, _) = rows(runs, "w", Question(baseline="A", at={CALLS: [150]}))
+    assert fixed.at["at 150 calls"] == [None, None]
+    tests = primary_tests([a, b], "B")
+    assert tests[0].column == "last" and tests[0].difference == pytest.approx(0.4)
+    # Both signs of two equal differences: 2 of 4 are as extreme.
+    assert tests[0].p == tests[0].p_holm == 0.5
+    text = markdown(runs, Question(baseline="A", primary="B"))
+    assert "| B | 0.90 [0.80, 1.00] | 0.90 | 0.40 [0.40, 0.40] | 1.00 |" in text
+    # A machine on which the calibration takes twice as long counts half.
+    slow = Runs([one | {"calibration_s": 2.0 if one["method"] == "B" else 1.0} for one in lines])
+    assert slow.curve(lines[2] | {"calibration_s": 3.0}, SECONDS)[0][-1] == pytest.approx(40 / 3)
+    assert json.loads(json.dumps(as_data(runs, Question(baseline="A"))))["rows"][1]["arm"] == "B"

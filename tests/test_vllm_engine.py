@@ -29,7 +29,7 @@ from tests.tiny import tiny
 from treegraft.core.errors import DeadlineExceeded, EngineError, SettingError
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.engine.vllm import launch
+from treegraft.policy.engine.vllm import fleet, launch
 from treegraft.policy.engine.vllm.build import (
     _environment,
     _folder_for_weights,
@@ -37,8 +37,9 @@ from treegraft.policy.engine.vllm.build import (
     find_python,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
+from treegraft.policy.engine.vllm.fleet import Fleet
 from treegraft.policy.engine.vllm.folder import held_folder, write_folder
-from treegraft.policy.engine.vllm.server import Process
+from treegraft.policy.engine.vllm.server import Process, Server
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -280,6 +281,60 @@ def test_a_server_that_hangs_is_found_and_the_deadline_holds(
         found = run(servers, tmp_path, work, hang_timeout_s=0.3, deadline_s=1.0)
         servers[0].hangs = servers[1].hangs = False
     assert same([found], native(MODEL, range(1)))
+
+
+def test_a_slow_server_is_drained_until_the_next_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two takes twenty times as long: its requests move, and completions are the same."""
+    monkeypatch.setattr(fleet, "WATCH_S", 0.05)
+
+    async def work(engine: VllmEngine) -> list[Completion]:
+        servers[1].token_s = 0.3
+        found = await asyncio.gather(*(ask(engine, one) for one in range(32)))
+        metrics = engine.take_metrics()
+        assert metrics["time/engine_drained"] == 1.0 and metrics["time/engine_moved"] > 0
+        assert engine.capacity == 4 and metrics["time/engine_restarts"] == 0.0
+        servers[1].token_s = 0.0
+        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+        assert engine.capacity == 8 and servers[1].num_loads == servers[0].num_loads
+        return found
+
+    with fakes(MODEL, 2, token_s=0.015) as servers:
+        found = run(servers, tmp_path, work)
+    assert same(found, native(MODEL, range(32)))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "slow"),
+    [
+        # A quarter of the others' median, 100 and 10 a request, in all and for each request.
+        ([(20.0, 2.0), (100.0, 10.0), (100.0, 10.0)], [0]),
+        ([(25.0, 2.5), (100.0, 10.0), (100.0, 10.0)], []),
+        # Few requests: slow in all, quick for each.
+        ([(20.0, 20.0), (100.0, 10.0), (100.0, 10.0)], []),
+        ([(0.0, 0.0), (100.0, 10.0), None], [0]),
+        ([(0.0, 0.0), None, None], []),
+    ],
+)
+def test_which_server_is_slow_by_hand(
+    speeds: list[tuple[float, float] | None], slow: list[int]
+) -> None:
+    settings = load_config(tiny()).engine
+    many = Fleet([Server(str(n), None) for n in range(3)], settings, {})  # type: ignore[arg-type]
+    for _ in range(fleet.SLOW_LOOKS):
+        assert not many.num_drained
+        for member, speed in zip(many.members, speeds, strict=True):
+            member.state, member.speed = fleet.State.LIVE, speed
+        many._find_slow()
+    found = [n for n, one in enumerate(many.members) if one.state is fleet.State.DRAINED]
+    assert found == slow and many.num_drained == len(slow)
+    # Where no other is left, a drained one answers.
+    for member in many.members:
+        if member.state is fleet.State.LIVE:
+            member.state = fleet.State.LEFT_OUT
+    if slow:
+        assert asyncio.run(many._member_for(None)) is many.members[slow[0]]
 
 
 def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:

@@ -245,6 +245,7 @@ def recorded_trees(draw: Any) -> Tree:
             sampling_logprobs=tuple(draw(numbers) if one else 0.0 for one in mask),
             old_logprobs=tuple(draw(numbers) if one else 0.0 for one in mask) if known else None,
             ratios=tuple(draw(numbers) if one else 1.0 for one in mask) if known else None,
+            credit_factors=tuple(draw(numbers) if one else 1.0 for one in mask) if known else None,
             entropies=tuple(0.5 if one else 0.0 for one in mask) if count else (),
         )
 

@@ -37,6 +37,7 @@ from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
+from treegraft.settings.explore import RETRIEVING, retrieves
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
 from treegraft.tools.build import build_tools, open_environments, words_of
@@ -88,7 +89,7 @@ class Setup:
             self.kind,
             self.toolbox,
             tasks[0],
-            branches=can_branch or "graft" in explorers.explorers,
+            branches=can_branch or retrieves(explorers.explorers),
             needs_reward=self.config.reward.funcs == ["environment"],
         )
 
@@ -219,6 +220,21 @@ async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
 
 
 @asynccontextmanager
+async def assemble_judge(
+    config: Config, model_path: Path | str
+) -> AsyncIterator[tuple[Setup, Any]]:
+    """Holds the parts that need no weights, and the model of `model_path`, which weighs steps that
+    are written already. Raises `TreegraftError` for a part that cannot be made."""
+    async with AsyncExitStack() as stack:
+        with ctrl_c_ends_at_once():
+            scenario = _Scenario(config, None)
+            model, tokenizer = scenario.load_model(model_path, has_weights=True)
+            is_ours = (Path(model_path) / "treegraft").is_dir()
+            setup = scenario.setup(stack, model, tokenizer, is_ours=is_ours)
+        yield setup, model
+
+
+@asynccontextmanager
 async def assemble(
     config: Config, *, model_path: Path | str | None = None, source: TaskSource | None = None
 ) -> AsyncIterator[Parts]:
@@ -269,7 +285,9 @@ async def assemble_training(
             scenario = _Scenario(config, source)
             # Adapters are restored with the optimiser's state, onto the model that they adapt.
             model_path = None if config.model.lora.rank else checkpoint
-            model, tokenizer = scenario.load_model(model_path, has_weights=True)
+            source_path = model_path or config.model.path
+            files = None if ranks is None else _weight_files(config, source_path)
+            model, tokenizer = scenario.load_model(model_path, has_weights=files is None)
             # Adapters change the model in place, so the engine's copy comes first. Another engine
             # has its own.
             own = copy.deepcopy(model).requires_grad_(False) if _is_native(config) else None
@@ -281,7 +299,7 @@ async def assemble_training(
                     f" model: {error}"
                 ) from error
             parts = await scenario.parts(stack, model, own or trained, tokenizer, model_path)
-            learner = _build_learner(config, trained, checkpoint, ranks)
+            learner = _build_learner(config, trained, checkpoint, ranks, files)
             # Several ranks hold it in parts.
             del model, trained
         yield TrainingParts(
@@ -292,13 +310,25 @@ async def assemble_training(
         )
 
 
+def _weight_files(config: Config, model_path: Path | str) -> Sequence[Path] | None:
+    """The files from which ranks read the weights by themselves, None for none."""
+    from treegraft.policy.learn.pieces import weight_files
+
+    with about("model.path"):
+        return weight_files(config, model_path)
+
+
 def _build_learner(
-    config: Config, model: Any, checkpoint: Path | None, ranks: Ranks | None
+    config: Config,
+    model: Any,
+    checkpoint: Path | None,
+    ranks: Ranks | None,
+    files: Sequence[Path] | None,
 ) -> LearnerLike:
     if ranks is not None:
         from treegraft.policy.learn.leader import Leader
 
-        return Leader(ranks, model, config, checkpoint)
+        return Leader(ranks, model, config, checkpoint, files)
     from treegraft.policy.learn.learner import Learner
 
     learner = Learner(
@@ -509,12 +539,13 @@ def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
 
 def _refuse_grafts(config: Config, kind: EnvironmentKind | None) -> None:
     """Refuses grafts over a state on which their calls cannot be tried."""
-    grafts = "graft" in config.explore.explorers
-    if grafts and kind is not None and kind.capability is Capability.NONE:
+    explorers = config.explore.explorers
+    if retrieves(explorers) and kind is not None and kind.capability is Capability.NONE:
+        name = next(name for name in RETRIEVING if name in explorers)
         raise SettingError(
-            "explore.explorers: got 'graft' with an environment whose capability is 'none';"
-            " expected 'fork' or 'replay', since a grafted step's calls are made on a copy first."
-            " Declare one of them, or leave 'graft' out."
+            f"explore.explorers: got '{name}' with an environment whose capability is 'none';"
+            " expected 'fork' or 'replay', since the calls of stored steps are made in it first."
+            f" Declare one of them, or leave '{name}' out."
         )
 
 

@@ -10,11 +10,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.distributed.jobs import DEADLINE_S, children, torchrun
+from tests.fake_vllm import fakes
+from transformers import AutoModelForCausalLM
 
 from treegraft import train
+from treegraft.core.types import BranchCause
+from treegraft.runs.record import read_metrics, read_trees
+from treegraft.settings.load import load_config
 
 SMALL = (
     *("warmup.num_steps=6", "tasks.num_train=40", "tasks.num_eval=4", "eval.every=0"),
@@ -107,3 +113,53 @@ def test_ranks_with_another_recipe_are_refused(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode != 0
     assert re.search(r"rank 1 on \S+: its settings differ .*learn.lr was 0.01, now 0.5 there", said)
+
+
+def trees_of(run_dir: Path) -> list[Any]:
+    """Each tree's steps: place, tokens, cause; its rewards."""
+    return [
+        (
+            [(step.id, step.token_ids, type(step.cause)) for step in tree.steps],
+            [leaf.reward for leaf in tree.leaves],
+        )
+        for tree in read_trees(run_dir)
+    ]
+
+
+@pytest.mark.slow
+def test_ranks_that_sample_on_a_server_grow_the_trees_of_one_process(tmp_path: Path) -> None:
+    """Two ranks, and a server of ours that answers as vLLM does; the same updates by one process
+    and the native engine."""
+    overrides = (
+        *("run.num_updates=2", "run.tasks_per_update=3", "warmup.num_steps=150", "eval.every=0"),
+        *("tasks.num_train=40", "tasks.num_eval=4", "explore.num_leaves=4"),
+        *("explore.explorers=['entropy']", "explore.entropy.num_starts=2"),
+        "rollout.max_completion_tokens=40",
+        *("tasks.search_world.hops=[1,2]", "eval.at_start=false", "eval.at_end=false"),
+    )
+    own = (f"run.dir={tmp_path}", "run.name=native")
+    config = load_config("demo", [*overrides, *own])
+    result = train(config, display=False)
+    # Of its shape alone something is used: a run publishes its weights first.
+    model = AutoModelForCausalLM.from_pretrained(result.checkpoint_dir)
+    with fakes(model.eval(), max_context=256) as (server,):
+        served = (
+            "run.dir=.",
+            "run.name=run",
+            "engine.kind=vllm",
+            f"engine.vllm.servers=['{server.url}']",
+        )
+        with job(tmp_path, "demo", *overrides, *served) as (_, _, lines):
+            said = "".join(lines)
+    assert "finished run" in said, said
+    # Before the run, after the warm-up, after each update.
+    assert server.num_loads == 4
+    found = trees_of(tmp_path / "run")
+    assert found == trees_of(tmp_path / "native") and len(found) == 6
+    assert any(kind is BranchCause for steps, _ in found for _, _, kind in steps)
+    for mine, other in zip(
+        *map(read_metrics, (tmp_path / "run", tmp_path / "native")), strict=True
+    ):
+        expected = pytest.approx(other.get("learn/grad_norm", 0.0), rel=1e-4)
+        assert mine.get("learn/grad_norm", 0.0) == expected
+        assert mine.get("learn/engine_gap", 0.0) < 1e-4

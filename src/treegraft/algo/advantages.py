@@ -11,9 +11,18 @@ from typing import Literal
 
 import numpy as np
 
+from treegraft.algo.appo import advantages_apart, is_branch, with_prefix_credit
 from treegraft.algo.arpo import shared_advantages
 from treegraft.algo.gigpo import state_advantages
-from treegraft.algo.groups import Floats, Scale, forest_advantages, group_advantages, whitened
+from treegraft.algo.groups import (
+    Floats,
+    Scale,
+    by_place,
+    forest_advantages,
+    group_advantages,
+    split_advantages,
+    whitened,
+)
 from treegraft.algo.rapo import (
     RetrievalVariant,
     combined_advantages,
@@ -22,7 +31,9 @@ from treegraft.algo.rapo import (
 )
 from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Trajectory, Tree
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"]
+Advantage = Literal[
+    "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
+]
 """The outcome's advantage by the name of its method; the last two compare the whole batch."""
 _SCALES: Mapping[str, Scale] = {"grpo": "std", "dr_grpo": "none", "rloo": "leave-one-out"}
 
@@ -68,6 +79,8 @@ def assign_credit(
     discount: float = 0.95,
     retrieval_reward: RetrievalVariant = "paper",
     retrieval_weight: float = 0.2,
+    restarts: Literal["apart", "together"] = "apart",
+    stored: Literal["joint", "own"] = "joint",
     learn_from_truncated: bool = True,
 ) -> Tree:
     """Returns the tree with the credit of every leaf filled in, by the status table of `types`.
@@ -78,7 +91,8 @@ def assign_credit(
     others' weights sum to 1 without them.
 
     Args:
-        advantage: how the outcome is compared; one of those over a whole batch needs `outcomes`.
+        advantage: how the outcome is compared; one of those over a whole batch needs `outcomes`,
+            and "appo" goes with "soft" alone (see `appo.with_prefix_credit`).
         outcomes: [leaves in the group] advantages of the outcome, computed already; None computes
             them.
         attribution: "soft" leaves it at that; "hard" also sets `Step.advantage` of every step that
@@ -88,6 +102,11 @@ def assign_credit(
         discount: γ of "states" (see `gigpo.state_advantages`).
         retrieval_reward: which retrieval reward (see `rapo.retrieval_reward`).
         retrieval_weight: its share a.
+        restarts: rollouts that begin below stored steps are compared with those of the same place
+            ("apart"), or with all of the tree.
+        stored: statistics that the rewards of stored trajectories in the group enter: "joint", of
+            all together, or of the "own" rollouts (see `groups.split_advantages`; only where the
+            outcome is compared within one group).
         learn_from_truncated: whether truncated trajectories carry loss.
 
     Raises:
@@ -99,23 +118,13 @@ def assign_credit(
         )
     members = group_members(tree)
     if outcomes is None:
-        outcomes = _outcome_advantages(members, advantage, eps)
+        is_apart = restarts == "apart"
+        outcomes = _outcome_advantages(members, advantage, eps, stored=stored, is_apart=is_apart)
     helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
     advantages = combined_advantages(outcomes, helped, weight=retrieval_weight, eps=eps)
     weights = leaf_weights([_branching(tree, path.leaf) for path in members], kind=leaf_weight)
     # Every field is set anew, so that crediting a tree twice gives the same as once.
-    credited = {
-        leaf.step_id: replace(
-            leaf,
-            advantage=None,
-            outcome_advantage=None,
-            retrieval_reward=0.0,
-            retrieved_frac=0.0,
-            weight=0.0,
-            has_loss=False,
-        )
-        for leaf in tree.leaves
-    }
+    credited = {leaf.step_id: _without_credit(leaf) for leaf in tree.leaves}
     columns = zip(members, advantages, outcomes, helped, weights, strict=True)
     for path, advantage_, outcome, reward, weight in columns:
         is_taught = learn_from_truncated or path.status is not Status.TRUNCATED
@@ -139,7 +148,20 @@ def assign_credit(
         step if step.advantage == value else replace(step, advantage=value)
         for step, value in zip(tree.steps, shared, strict=True)
     ]
-    return replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
+    found = replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
+    return with_prefix_credit(found) if advantage == "appo" else found
+
+
+def _without_credit(leaf: Leaf) -> Leaf:
+    return replace(
+        leaf,
+        advantage=None,
+        outcome_advantage=None,
+        retrieval_reward=0.0,
+        retrieved_frac=0.0,
+        weight=0.0,
+        has_loss=False,
+    )
 
 
 def group_members(tree: Tree) -> list[Trajectory]:
@@ -160,23 +182,56 @@ def group_members(tree: Tree) -> list[Trajectory]:
 def batch_outcomes(trees: Sequence[Tree], *, has_baseline: bool) -> list[Floats]:
     """Returns, for each tree, [leaves in the group] the outcome's advantages by REINFORCE++
     (arXiv 2501.03262), see `whitened`."""
-    groups = [group_members(tree) for tree in trees]
-    return whitened(
-        [[path.leaf.reward or 0.0 for path in group] for group in groups],
-        [[sum(sum(step.loss_mask) for step in path.steps) for path in group] for group in groups],
-        has_baseline=has_baseline,
+    every = [group_members(tree) for tree in trees]
+    places = [by_place([path.start_id for path in members]) for members in every]
+    groups = [
+        [members[index] for index in own]
+        for members, found in zip(every, places, strict=True)
+        for own in found
+    ]
+    values = iter(
+        whitened(
+            [[path.leaf.reward or 0.0 for path in group] for group in groups],
+            [[sum(sum(s.loss_mask) for s in path.steps) for path in group] for group in groups],
+            has_baseline=has_baseline,
+        )
     )
+    outcomes = []
+    for members, found in zip(every, places, strict=True):
+        outcomes.append(np.zeros(len(members)))
+        for own in found:
+            outcomes[-1][own] = next(values)
+    return outcomes
 
 
-def _outcome_advantages(members: Sequence[Trajectory], advantage: Advantage, eps: float) -> Floats:
+def _outcome_advantages(
+    members: Sequence[Trajectory],
+    advantage: Advantage,
+    eps: float,
+    *,
+    stored: Literal["joint", "own"] = "joint",
+    is_apart: bool = True,
+) -> Floats:
+    groups = by_place([path.start_id for path in members])
+    if len(groups) > 1 and is_apart:
+        found = np.zeros(len(members))
+        for group in groups:
+            ours = [members[index] for index in group]
+            found[group] = _outcome_advantages(ours, advantage, eps, stored=stored)
+        return found
     rewards = [path.leaf.reward or 0.0 for path in members]
+    if stored == "own" and advantage in _SCALES:
+        own = [not path.is_stored for path in members]
+        return split_advantages(rewards, own, scale=_SCALES[advantage], eps=eps)
+    if advantage == "appo":
+        return advantages_apart(rewards, [is_branch(path) for path in members], eps=eps)
     if advantage == "tree_grpo":
         # The root is the prompt, so the second step of a path is its start.
         return forest_advantages(rewards, [path.steps[1].ordinals[-1] for path in members], eps=eps)
     if advantage not in _SCALES:
         raise ValueError(
             f"assign_credit: advantage is '{advantage}', which compares a whole batch; expected"
-            f" `outcomes` with it, or one of {', '.join([*_SCALES, 'tree_grpo'])}"
+            f" `outcomes` with it, or one of {', '.join([*_SCALES, 'tree_grpo', 'appo'])}"
         )
     return group_advantages(rewards, scale=_SCALES[advantage], eps=eps)
 
@@ -217,6 +272,8 @@ def _step_advantages(
 
 def _branching(tree: Tree, leaf: Leaf) -> float:
     """Product over the steps above the leaf of the policy's children of that step."""
-    # Without the root: how many starts it has is our choice, not the policy's.
+    # Without the root and stored steps: how many rollouts begin there is our choice, not the
+    # policy's.
     num_children = Counter(step.parent for step in tree.steps if step.origin is Origin.POLICY)
-    return math.prod(float(max(1, num_children[step.id])) for step in tree.path(leaf.step_id)[1:-1])
+    above = [step for step in tree.path(leaf.step_id)[1:-1] if step.origin is not Origin.RETRIEVED]
+    return math.prod(float(max(1, num_children[step.id])) for step in above)

@@ -54,6 +54,44 @@ def group_advantages(
     return advantages
 
 
+def by_place(places: Sequence[str]) -> list[list[int]]:
+    """Returns the indices of the leaves that began at each place, by the first leaf of each.
+
+    Source: AXPO (arXiv 2605.28774), whose ablation has 53.9 with groups of their own for rollouts
+    that begin elsewhere, and 51.2 with one group for all.
+    """
+    found: dict[str, list[int]] = {}
+    for index, place in enumerate(places):
+        found.setdefault(place, []).append(index)
+    return list(found.values())
+
+
+def split_advantages(
+    rewards: Sequence[float], is_own: Sequence[bool], *, scale: Scale = "std", eps: float = 1e-6
+) -> Floats:
+    """Returns [leaves] advantages of own rollouts among themselves, and of stored trajectories
+    against the own rollouts' mean and deviation.
+
+    A_i = (r_i - mean_own r) / (std_own r + eps)
+
+    Source: the split estimator of LUFFY's code (Yan et al., arXiv 2504.14945); its default takes
+    the statistics of all together, as `group_advantages` does. Where the own rewards are all equal
+    the divisor is 1, not eps.
+
+    Args:
+        is_own: [leaves] False for a stored trajectory.
+    """
+    values, own = np.asarray(rewards, dtype=np.float64), np.asarray(is_own, dtype=bool)
+    advantages = np.zeros_like(values)
+    if not own.any():
+        return advantages
+    advantages[own] = group_advantages(values[own], scale=scale, eps=eps)
+    varies = (values[own] != values[own][0]).any()
+    spread = float(values[own].std(ddof=1)) + eps if scale == "std" and varies else 1.0
+    advantages[~own] = (values[~own] - values[own].mean()) / spread
+    return advantages
+
+
 def forest_advantages(
     rewards: Sequence[float], starts: Sequence[int], *, eps: float = 1e-6
 ) -> Floats:

@@ -11,7 +11,7 @@ from typing import Literal, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.types import Origin, Step, Trajectory
+from treegraft.core.types import EntropyKind, Origin, Step, StoredCause, Trajectory, Tree
 
 Floats = npt.NDArray[np.float64]
 
@@ -157,12 +157,24 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
     """
     found = []
     for index, step in enumerate(steps):
-        if step.origin is Origin.RETRIEVED:
+        if step.is_graft:
             before = next((s for s in reversed(steps[:index]) if any(s.sampled_mask)), None)
             after = next((s for s in steps[index + 1 :] if any(s.sampled_mask)), None)
             if before is not None and after is not None:
                 found.append((before, after))
     return found
+
+
+def inexact_neighbours(tree: Tree) -> set[str]:
+    """Returns the ids of the steps around grafts whose entropies are of an engine's top-k tokens
+    alone, which the retrieval reward (arXiv 2603.03078, eq. 5) cannot use."""
+    return {
+        step.id
+        for path in tree.trajectories()
+        for pair in graft_neighbours(path.steps)
+        for step in pair
+        if step.entropy_kind is not EntropyKind.EXACT
+    }
 
 
 def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper") -> float:
@@ -188,5 +200,7 @@ def path_retrieved_frac(path: Trajectory) -> float:
 
     Source: RAPO, arXiv 2603.03078, eq. 8.
     """
-    origins = [origin for step in path.steps[1:] for origin in step.origins]
+    # Stored steps that the rollout began below are history, as the prompt is.
+    after = [step for step in path.steps[1:] if not isinstance(step.cause, StoredCause)]
+    origins = [origin for step in after for origin in step.origins]
     return origins.count(Origin.RETRIEVED) / len(origins) if origins else 0.0

@@ -275,7 +275,7 @@ def search(
 ) -> None:
     """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.keys import step_lines
+    from treegraft.traces.keys import value_text
     from treegraft.traces.run_buffer import buffer_file
 
     with TraceBuffer.open_as_built(buffer_file(buffer)) as opened:
@@ -288,9 +288,5 @@ def search(
     for trace, similarity in found:
         place = f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}"
         title = plain(f"{place}, reward {trace.reward:g}")
-        value = trace.value
-        if not isinstance(value, str):
-            answer = [] if value.answer is None else [f"answer {value.answer}"]
-            value = "\n".join([*step_lines(value), *answer])
-        rows = {"history": plain(trace.key), "step": plain(value)}
+        rows = {"history": plain(trace.key), "step": plain(value_text(trace.value))}
         print_rows(f"{similarity:.3f}  {title}", rows)

@@ -29,7 +29,7 @@ from treegraft.core.locate import locate
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
-from treegraft.settings.explore import takes_warmup_of_buffer
+from treegraft.settings.explore import retrieves, takes_warmup_of_buffer
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -131,7 +131,7 @@ def data_files(config: Config) -> Iterator[Finding]:
         wanted.append(("tools.search.corpus", config.tools.search.corpus))
     if config.warmup.num_steps and config.warmup.traces not in ("expert", "buffer"):
         wanted.append(("warmup.traces", config.warmup.traces))
-    reads_buffer = "graft" in config.explore.explorers or takes_warmup_of_buffer(config)
+    reads_buffer = retrieves(config.explore.explorers) or takes_warmup_of_buffer(config)
     if reads_buffer and config.buffer.path != "expert":
         wanted.append(("buffer.path", config.buffer.path))
     for setting, name in wanted:
@@ -191,9 +191,16 @@ def placement(config: Config) -> Iterator[Finding]:
     device = "GPU" if gpus() and "+cpu" not in (_version("torch") or "+cpu") else "CPU"
     threads = num_threads(config)
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "CPU" else device
-    yield Finding("learner", f"{where}, {config.model.dtype}")
-    is_native = config.engine.kind == "native"
-    yield Finding("engine", f"{where}, in this process" if is_native else config.engine.kind)
+    ranks, vllm = config.learn.ranks, config.engine.vllm
+    is_one = ranks in ("auto", 1)
+    note = "" if is_one else f"torchrun --nproc-per-node {ranks} -m treegraft train RECIPE"
+    value = f"{where}, {config.model.dtype}"
+    yield Finding("learner", value if is_one else f"{ranks} ranks on {value}", note=note)
+    engine = {
+        "native": f"{where}, in this process" if is_one else f"{where}, in rank 0",
+        "vllm": ", ".join(vllm.servers) or f"vLLM, servers to start: {vllm.num_servers}",
+    }.get(config.engine.kind, config.engine.kind)
+    yield Finding("engine", engine)
     search = config.tools.search
     for tool in config.tools.use:
         if tool == "python" and config.tools.python.backend == "bwrap":
@@ -256,11 +263,12 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
 
     Args:
         plan: GPUs for which the recipe's memory and time are estimated; None looks at this
-            machine's memory.
+            machine's GPUs where ranks or servers divide them, else at the memory of one process.
     """
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
+    plan = plan or Plan.here(config)
     try:
         if plan is None:
             parts, total = recipe_memory(config)
@@ -292,6 +300,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
 async def _try_first_tasks(config: Config, found: Examination) -> None:
     from treegraft.assemble import assemble_setup
     from treegraft.evals.preflight import Preflight
+    from treegraft.traces.replay import replayed
 
     title = "first tasks"
     try:
@@ -300,6 +309,7 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
             found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
+            found.sections["gold traces"] = await replayed(setup)
             found.sections[title] = [*notes, *await preflight.findings()]
             found.sample = preflight.sample(shown)
     except TreegraftError as error:

@@ -37,6 +37,7 @@ from treegraft.cli.options import (
     say,
     table,
 )
+from treegraft.cli.prune import prune, show
 from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.cli.study import study
@@ -88,6 +89,8 @@ app = typer.Typer(
 )
 buffer_app.command()(build)
 app.add_typer(buffer_app)
+buffer_app.command()(prune)
+buffer_app.command()(show)
 app.add_typer(data_app)
 app.add_typer(serve_app)
 

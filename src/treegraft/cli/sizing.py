@@ -1,33 +1,45 @@
 """The memory of each GPU, and the split of an update's time, for a recipe on cards that need not be
 here: estimates from the model's shape and a card's data sheet.
 
-One GPU holds learner and engine as they run in one process:
+One GPU that learns and samples in one process holds
 
     weights N·b, engine's copy N·b, masters and their gradients 4 T each, AdamW 8 T,
     the bfloat16 gradient of one tensor (they move to the masters as they are made)
 
-G GPUs share the learner's masters, gradients and AdamW's moments, 16 T / G bytes each; a server on
-each has the whole weights N·b. Two layers are gathered at a time, for the pass and ahead of it.
+R ranks share masters, gradients and AdamW's moments, 16 T / R bytes each, or in the hosts' memory
+(`learn.offload`); two layers are gathered at a time, for the pass and ahead of it. The native
+engine is rank 0's. A server holds N·b, divided among its GPUs, and takes the share of each that
+vLLM is told, keys and values being what is left of it.
 Activations of a pack of t tokens, with k kept numbers a token and layer:
 
     checkpointing   n · t · h · b + t · k · b        (one layer's are computed again at a time)
     without         n · t · k · b,                   k = 3 i + 2 q + 8 h
 
-with n layers of width h, i of the feed-forward part and q of all query heads. Keys and values get
-the rest of the memory.
+with n layers of width h, i of the feed-forward part and q of all query heads; t / P of them where P
+ranks share a pass. The native engine's keys and values get the rest of the memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from treegraft.cli.memory import BYTES, PROMPT_TOKENS, gigabytes
+from treegraft.cli.layout import Layout, ServerOptions, ranges
+from treegraft.cli.memory import BYTES, PROMPT_TOKENS, gigabytes, gpus
 from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
-from treegraft.policy.bounds import CARDS, Card, ModelShape, decode_bytes, forward_flops, kv_bytes
+from treegraft.policy.bounds import (
+    CARDS,
+    Card,
+    ModelShape,
+    decode_bytes,
+    forward_flops,
+    known_card,
+    kv_bytes,
+)
 from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
 
 RESERVED = 2e9
 """Of each card for the driver's context, kernels and fragments; a guess."""
@@ -64,8 +76,23 @@ class Plan:
         memory = found.memory if memory_gb is None else memory_gb * 1e9
         return cls(
             num_gpus=num_gpus,
-            card=Card(name=found.name, flops=found.flops, bandwidth=found.bandwidth, memory=memory),
+            card=replace(found, memory=memory),
         )
+
+    @classmethod
+    def here(cls, config: Config) -> Plan | None:
+        """Returns the plan for this machine's GPUs; None where one process needs one at most, or
+        where there are none whose data sheet is known."""
+        cards = gpus()
+        if not cards or (config.learn.ranks in ("auto", 1) and config.engine.kind != "vllm"):
+            return None
+        name, _, memory = cards[0].rpartition(",")
+        found = known_card(name)
+        if found is None:
+            return None
+        # As the driver says it: "81559 MiB".
+        size = int(memory.split()[0]) * 2.0**20
+        return cls(num_gpus=len(cards), card=replace(found, memory=size))
 
 
 def _num_trained(config: Config, shape: ModelShape) -> int:
@@ -79,16 +106,16 @@ def _num_trained(config: Config, shape: ModelShape) -> int:
     return shape.num_layers * rank * ends
 
 
-def gpu_parts(config: Config, shape: ModelShape, plan: Plan) -> dict[str, float]:
-    """Returns the bytes of each part on each GPU, without keys and values."""
+def learner_parts(config: Config, shape: ModelShape, ranks: int) -> dict[str, float]:
+    """Returns the bytes of each part of the learner on each GPU of a rank."""
     model, learn, width = config.model, config.learn, BYTES[config.model.dtype]
-    trained, count = _num_trained(config, shape), plan.num_gpus
+    trained, is_one = _num_trained(config, shape), ranks == 1
     weights, layer = shape.num_weights * width, shape.num_layer_weights / shape.num_layers
+    shards = max(1, ranks // learn.replicate)
     frozen = (shape.num_weights - trained if model.lora.rank else 0) * width
-    is_one = count == 1
     has_masters = width == 2 or not is_one
     kept = 3 * shape.inner_width + 2 * shape.query_width + 8 * shape.hidden_size
-    tokens = learn.max_pack_tokens
+    tokens = learn.max_pack_tokens / learn.sequence_parallel
     passes = tokens * kept * width
     if model.gradient_checkpointing:
         activations = shape.num_layers * tokens * shape.hidden_size * width + passes
@@ -98,19 +125,56 @@ def gpu_parts(config: Config, shape: ModelShape, plan: Plan) -> dict[str, float]
     logits = 2 * rows * shape.vocab_size * width
     floats = 4 * min(3 * rows * shape.vocab_size, ROOMY_FLOATS)
     reference = weights if config.loss.kl_coef > 0 and not model.lora.rank else 0
-    parts: dict[str, float] = {
-        "weights": weights if is_one else frozen / count,
-        "masters": 4 * trained / count if has_masters else 0,
-        "gradients": 4 * trained / count,
-        "AdamW": 8 * trained / count,
+    state: dict[str, float] = {
+        "weights": weights if is_one else frozen / shards,
+        "masters": 4 * trained / shards if has_masters else 0,
+        "gradients": 4 * trained / shards,
+        "AdamW": 8 * trained / shards,
+        "reference": reference / shards,
+    }
+    parts = {} if learn.offload and not is_one else state
+    parts |= {
         "gathered layers": 0 if is_one else 2 * layer * width,
-        "engine's weights": weights,
-        "reference": reference / count,
         "activations": activations,
         "logits": logits + floats,
         "reserved": RESERVED,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def host_bytes(config: Config, shape: ModelShape, ranks: int) -> float:
+    """Returns the bytes of the shards of all ranks in their hosts' memory, 0 where they lie on the
+    GPUs."""
+    if not config.learn.offload or ranks == 1:
+        return 0.0
+    trained, copies = _num_trained(config, shape), config.learn.replicate
+    frozen = (shape.num_weights - trained) * BYTES[config.model.dtype]
+    return copies * (16.0 * trained + (frozen if config.model.lora.rank else 0))
+
+
+def server_bytes(config: Config, shape: ModelShape, plan: Plan, num_gpus: int) -> float:
+    """Returns the bytes that a server on `num_gpus` takes of each: weights, keys and values, and
+    what it reserves."""
+    options = ServerOptions.of(config)
+    if options.share is not None:
+        return options.share * plan.card.memory
+    weights = shape.num_weights * BYTES[config.model.dtype] / _parallel(config, num_gpus)
+    return weights + 1e9 * (config.engine.vllm.cache_gb or 0.0) + RESERVED
+
+
+def _parallel(config: Config, num_gpus: int) -> int:
+    return min(num_gpus, ServerOptions.of(config).tensor_parallel)
+
+
+def gpu_parts(config: Config, shape: ModelShape, plan: Plan, gpu: int = 0) -> dict[str, float]:
+    """Returns the bytes of each part on a GPU, without the native engine's keys and values."""
+    layout = Layout.of(config, plan.num_gpus)
+    parts = learner_parts(config, shape, layout.ranks) if gpu < layout.ranks else {}
+    if layout.is_native:
+        own = {"engine's weights": float(shape.num_weights * BYTES[config.model.dtype])}
+        return own | parts if gpu == 0 else parts
+    taken = sum(server_bytes(config, shape, plan, len(own)) for own in layout.servers if gpu in own)
+    return parts | ({"server": taken} if taken else {})
 
 
 def _path_tokens(config: Config) -> tuple[int, int]:
@@ -136,14 +200,30 @@ def _tree_tokens(config: Config) -> tuple[float, float]:
 
 
 def _kv_wanted(config: Config, shape: ModelShape, plan: Plan) -> float:
-    """Bytes of keys and values that let every row of a GPU run at its longest path."""
+    """Bytes of keys and values that let every row of an engine run at its longest path."""
     rows, tokens = _rows(config, plan), sum(_path_tokens(config))
     return rows * tokens * kv_bytes(shape, BYTES[config.model.dtype])
 
 
+def _kv_free(config: Config, shape: ModelShape, plan: Plan) -> float:
+    """Bytes that an engine has for keys and values, on all its GPUs."""
+    layout = Layout.of(config, plan.num_gpus)
+    if layout.is_native:
+        return _free(config, shape, plan, 0)
+    count = len(layout.servers[0])
+    each = server_bytes(config, shape, plan, count) - RESERVED
+    used = _parallel(config, count)
+    return used * each - shape.num_weights * BYTES[config.model.dtype]
+
+
+def _num_engines(config: Config, plan: Plan) -> int:
+    vllm = config.engine.vllm
+    return max(1, len(vllm.servers) or len(Layout.of(config, plan.num_gpus).servers))
+
+
 def _rows(config: Config, plan: Plan) -> int:
     leaves = config.explore.num_leaves * config.run.tasks_per_update
-    return min(config.engine.max_rows, math.ceil(leaves / plan.num_gpus))
+    return min(config.engine.max_rows, math.ceil(leaves / _num_engines(config, plan)))
 
 
 def seconds_by_phase(config: Config, shape: ModelShape, plan: Plan) -> dict[str, float]:
@@ -154,10 +234,10 @@ def seconds_by_phase(config: Config, shape: ModelShape, plan: Plan) -> dict[str,
     rows = _rows(config, plan)
     step = decode_bytes(shape, rows, prompt + rest / 2, width) / card.bandwidth / DECODE_SHARE
     leaves = config.explore.num_leaves * config.run.tasks_per_update
-    rounds = math.ceil(leaves / (rows * plan.num_gpus))
+    rounds = math.ceil(leaves / (rows * _num_engines(config, plan)))
     unique = _tree_tokens(config)[0] * config.run.tasks_per_update
     token = forward_flops(shape, (prompt + rest) / 2, SAMPLED_FRAC)
-    forward = unique * token / plan.num_gpus / card.flops
+    forward = unique * token / Layout.of(config, plan.num_gpus).ranks / card.flops
     phases = {
         "sampling": rounds * SAMPLED_FRAC * rest * step,
         "forward and backward": 3 * forward * config.learn.num_epochs / LEARN_SHARE,
@@ -172,27 +252,27 @@ def seconds_by_phase(config: Config, shape: ModelShape, plan: Plan) -> dict[str,
     return phases
 
 
-def _advice(config: Config, shape: ModelShape, plan: Plan, free: float) -> str:
-    """What would make it fit, largest part first."""
-    parts = gpu_parts(config, shape, plan)
-    ways = []
-    if not config.model.gradient_checkpointing:
-        ways.append("model.gradient_checkpointing=true")
-    per_token = parts["activations"] / config.learn.max_pack_tokens
-    longest = sum(_path_tokens(config))
-    wanted = int((parts["activations"] + min(free, 0.0) - 1e9) / per_token) // 1024 * 1024
-    if config.model.gradient_checkpointing and wanted >= longest:
-        ways.append(f"learn.max_pack_tokens={wanted}")
-    if config.model.dtype == "float32":
-        ways.append("model.dtype=bfloat16")
-    if not config.model.lora.rank:
-        ways.append("model.lora.rank=16")
+def _advice(config: Config, shape: ModelShape, plan: Plan, gpu: int, free: float) -> str:
+    """What would make a GPU's parts fit, largest part first; `free` bytes are left, below 0."""
+    layout, parts, ways = Layout.of(config, plan.num_gpus), gpu_parts(config, shape, plan, gpu), []
+    others = sum(size for name, size in parts.items() if name != "server")
+    room = plan.card.memory - others
+    smallest = shape.num_weights * BYTES[config.model.dtype] + RESERVED
+    count = layout.num_servers_on(gpu)
+    if "server" in parts and room > count * smallest:
+        share = math.floor(100 * room / plan.card.memory / count) / 100
+        ways.append(f'engine.vllm.server_args=["--gpu-memory-utilization","{share:g}"]')
+    if "activations" in parts:
+        ways += _smaller_learner(config, parts, free)
+    if not config.learn.offload and layout.ranks > 1 and gpu < layout.ranks:
+        ways.append("learn.offload=true")
+    # Each by itself, as it is to be typed; where none is enough, all of them.
+    ways = [way for way in ways if _fits(load_config(config, [way]), shape, plan)] or ways
     fewest = next(
         (
             count
             for count in (2, 4, 8, 16, 32, 64)
-            if count > plan.num_gpus
-            and _free(config, shape, Plan(num_gpus=count, card=plan.card)) > 0
+            if count > plan.num_gpus and _fits(config, shape, Plan(num_gpus=count, card=plan.card))
         ),
         None,
     )
@@ -201,41 +281,111 @@ def _advice(config: Config, shape: ModelShape, plan: Plan, free: float) -> str:
     return f"Change: {'; or '.join(ways)}" if ways else "Take a smaller model or a larger card"
 
 
-def _free(config: Config, shape: ModelShape, plan: Plan) -> float:
-    return plan.card.memory - sum(gpu_parts(config, shape, plan).values())
+def _smaller_learner(config: Config, parts: dict[str, float], free: float) -> Iterator[str]:
+    if not config.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true"
+    per_token = parts["activations"] / config.learn.max_pack_tokens
+    longest = sum(_path_tokens(config))
+    wanted = int((parts["activations"] + min(free, 0.0) - 1e9) / per_token) // 1024 * 1024
+    if config.model.gradient_checkpointing and wanted >= longest:
+        yield f"learn.max_pack_tokens={wanted}"
+    if config.model.dtype == "float32":
+        yield "model.dtype=bfloat16"
+    if not config.model.lora.rank:
+        yield "model.lora.rank=16"
+
+
+def _free(config: Config, shape: ModelShape, plan: Plan, gpu: int) -> float:
+    return plan.card.memory - sum(gpu_parts(config, shape, plan, gpu).values())
+
+
+def _fits(config: Config, shape: ModelShape, plan: Plan) -> bool:
+    path = sum(_path_tokens(config)) * kv_bytes(shape, BYTES[config.model.dtype])
+    layout = Layout.of(config, plan.num_gpus)
+    frees = [_free(config, shape, plan, alike[0]) for alike in layout.kinds().values()]
+    has_room = not layout.servers or _kv_free(config, shape, plan) > path
+    return not layout.problem(config) and min(frees) >= 0 and has_room
 
 
 def sizing(config: Config, shape: ModelShape | None, plan: Plan) -> Iterator[Finding]:
-    """Yields memory by part, keys and values, and time by phase; the verdict of the memory is bad
-    where it cannot fit."""
+    """Yields memory by part for each kind of GPU, keys and values, and time by phase; what cannot
+    fit is bad."""
     if shape is None:
         note = f"the shape of '{config.model.path}' is not known here: it has not been fetched yet"
         yield Finding("each GPU", "unknown", note=note, is_doubtful=True)
         return
-    card, one = plan.card, kv_bytes(shape, BYTES[config.model.dtype])
+    card, layout = plan.card, Layout.of(config, plan.num_gpus)
     said = f"{plan.num_gpus} x {card.name} of {gigabytes(card.memory)}"
     yield Finding("GPUs", said, note="an estimate; nothing of it was measured on such cards")
-    for name, size in gpu_parts(config, shape, plan).items():
-        yield Finding(name, gigabytes(size))
-    free, wanted = _free(config, shape, plan), _kv_wanted(config, shape, plan)
-    tokens, longest = free / one, sum(_path_tokens(config))
-    if tokens < longest:
-        short = gigabytes(longest * one - free)
-        note = f"{short} short of one path of {longest:,} tokens. "
-        note += _advice(config, shape, plan, free - longest * one)
-        yield Finding("keys and values", "do not fit", False, note)
+    if problem := layout.problem(config) or _head_problem(config, shape):
+        yield Finding("layout", "cannot be", False, problem)
         return
-    enough = free >= wanted
+    kinds = layout.kinds()
+    for holds, numbers in kinds.items():
+        yield from _memory(config, shape, plan, numbers, holds, is_only=len(kinds) == 1)
+    if size := host_bytes(config, shape, layout.ranks):
+        note = "learn.offload: weights, gradients and moments of all ranks, on all hosts together"
+        yield Finding("hosts' memory", gigabytes(size), note=note)
+    verdict = _keys_and_values(config, shape, plan)
+    yield verdict
+    if verdict.is_good:
+        yield from _time(config, shape, plan)
+
+
+def _head_problem(config: Config, shape: ModelShape) -> str:
+    parallel = config.learn.sequence_parallel
+    if shape.num_kv_heads % parallel == 0:
+        return ""
+    return (
+        f"learn.sequence_parallel: got {parallel}, but the model has {shape.num_kv_heads} key-value"
+        " heads; expected a divisor of that number"
+    )
+
+
+def _memory(
+    config: Config, shape: ModelShape, plan: Plan, alike: list[int], holds: str, *, is_only: bool
+) -> Iterator[Finding]:
+    """The parts of GPUs that hold the same, and whether they fit."""
+    where = f"GPU{'s' if len(alike) > 1 else ''} {ranges(alike)}"
+    yield Finding(where, holds, is_doubtful=holds == "nothing")
+    for name, size in gpu_parts(config, shape, plan, alike[0]).items():
+        yield Finding(name if is_only else f"{where}: {name}", gigabytes(size))
+    if Layout.of(config, plan.num_gpus).is_native and alike[0] == 0:
+        return  # the rest is for keys and values, which have a line of their own
+    free = _free(config, shape, plan, alike[0])
+    name = "left" if is_only else f"{where}: left"
+    if free >= 0:
+        yield Finding(name, gigabytes(free))
+    else:
+        note = f"{gigabytes(-free)} more than the card has. "
+        note += _advice(config, shape, plan, alike[0], free)
+        yield Finding(name, "does not fit", False, note)
+
+
+def _keys_and_values(config: Config, shape: ModelShape, plan: Plan) -> Finding:
+    """Room for them in an engine, against what its rows want; bad where one path does not fit."""
+    one, longest = kv_bytes(shape, BYTES[config.model.dtype]), sum(_path_tokens(config))
+    if not Layout.of(config, plan.num_gpus).servers:
+        note = "in servers that run already; not known here"
+        return Finding("keys and values", "elsewhere", note=note)
+    free, wanted = _kv_free(config, shape, plan), _kv_wanted(config, shape, plan)
+    tokens = free / one
+    if tokens < longest:
+        short = longest * one - free
+        note = f"{gigabytes(short)} short of one path of {longest:,} tokens. "
+        gpu = Layout.of(config, plan.num_gpus).servers[0][0]
+        note += _advice(config, shape, plan, gpu, -short)
+        return Finding("keys and values", "do not fit", False, note)
     note = f"room for {tokens:,.0f} tokens"
-    if not enough:
+    if config.engine.kind == "vllm":
+        note += " in each server"
+    if free < wanted:
         note += (
             f"; {_rows(config, plan)} rows of {longest:,} tokens are {gigabytes(wanted)}: fewer run"
             " at once"
         )
-    yield Finding(
-        "keys and values", gigabytes(min(free, wanted)), note=note, is_doubtful=not enough
-    )
-    yield from _time(config, shape, plan)
+    value = gigabytes(min(free, wanted))
+    return Finding("keys and values", value, note=note, is_doubtful=free < wanted)
 
 
 def _time(config: Config, shape: ModelShape, plan: Plan) -> Iterator[Finding]:

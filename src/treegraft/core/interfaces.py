@@ -20,6 +20,7 @@ from treegraft.core.types import (
     Sampling,
     Start,
     StepContent,
+    Stored,
     Task,
     Trace,
     Tree,
@@ -72,9 +73,11 @@ class LearnerLike(Protocol):
     def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
         """Returns the trees with exact entropies around grafts, for the retrieval reward."""
 
-    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+    def learn(
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+    ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
-        metrics."""
+        metrics; stored trajectories are learned beside them, by their leaves' advantages."""
 
     def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
         """Returns the mean loss per token, after one optimiser step on demonstrations; without a
@@ -83,6 +86,10 @@ class LearnerLike(Protocol):
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """Returns (steps of demonstrations in which every token with loss is the most likely one,
         steps)."""
+
+    def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Returns the trees with the log-probabilities of their sampled tokens under the present
+        weights as `Step.old_logprobs`."""
 
     def forget_moments(self) -> None:
         """Starts the optimiser anew, as between warm-up and training."""
@@ -418,6 +425,10 @@ class Retriever(Measured, Protocol):
             noise_key: a random draw is a function of it.
         """
 
+    async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
+        """Returns the stored trajectories of the task itself, whole and in order, best first; asked
+        for an explorer with `restarts`."""
+
 
 class Explorer(Protocol):
     """Decides where a tree grows. Pure: a function of tree facts and of keyed randomness, never of
@@ -426,7 +437,10 @@ class Explorer(Protocol):
     An explorer whose `fill` returns `Expand` has the attribute `expands = True` besides: the states
     between steps are then kept until the tree is done, which takes a copy each of an environment
     that forks. With the attribute `wants_rewards = True`, `fill` gets the tree scored; reward
-    functions then see it once before each call of `fill`, with all of its leaves so far.
+    functions then see it once before each call of `fill`, with all of its leaves so far. One whose
+    `starts` are fewer than it may open in `fill` says so by the attribute `plans_starts = False`.
+
+    An explorer that begins rollouts below stored steps is a `Restarting` besides.
     """
 
     probe_tokens: int | None
@@ -459,6 +473,27 @@ class Explorer(Protocol):
         """Returns what to open once all leaves have ended, as long as the tree has fewer than
         `max_leaves`: further first-level rollouts, or children of finished steps. Nothing ends the
         tree."""
+
+
+@runtime_checkable
+class Restarting(Protocol):
+    """The further method of an explorer that begins rollouts below steps of stored trajectories,
+    in place of `fill`."""
+
+    def restarts(
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+    ) -> Sequence[Start]:
+        """Returns what to open next; nothing ends the tree.
+
+        Asked first with a tree that has no leaf, in place of `starts`, whose number says only how
+        many environments to prepare; then whenever all leaves have ended, with the tree scored
+        where the attribute `wants_rewards` is True. A stored trajectory that an environment
+        contradicts is missing from `stored` the next time, as an entry without steps and answer.
+
+        Args:
+            stored: those of the task, best first.
+            noise_key: of the tree.
+        """
 
 
 CreditRule = Callable[[Tree], Tree]

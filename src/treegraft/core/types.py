@@ -352,9 +352,35 @@ class GraftCause:
     """Tokens cut from its left for want of room."""
 
 
-Cause = StartCause | ContinuationCause | BranchCause | GraftCause
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCause:
+    """A step of a stored trajectory of the same task: history for the rollouts that begin below
+    it, in no loss, length or entropy."""
 
-_PER_TOKEN = ("origins", "loss_mask", "sampling_logprobs", "entropies", "old_logprobs", "ratios")
+    source: str
+    """The agent that wrote it."""
+    reward: float
+    """Of its trajectory, when it was stored."""
+    content_hash: str = ""
+    """Which trace of the buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartCause:
+    """The first sampled step of a rollout that begins below steps which it did not sample."""
+
+    rule: str
+    """The rule's name."""
+    num_steps: int
+    """Steps above it."""
+
+
+Cause = StartCause | ContinuationCause | BranchCause | GraftCause | StoredCause | RestartCause
+
+_PER_TOKEN = (
+    *("origins", "loss_mask", "sampling_logprobs", "entropies"),
+    *("old_logprobs", "ratios", "credit_factors"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,6 +431,9 @@ class Step:
     advantage: float | None = None
     """The advantage of its tokens on every trajectory (hard attribution); None: on each trajectory
     that one's own."""
+    credit_factors: tuple[float, ...] | None = None
+    """[tokens] factors of the advantage, token by token, on every trajectory (AEPO); 1.0 where not
+    sampled; None: 1 everywhere."""
     old_logprobs: tuple[float, ...] | None = None
     """[tokens] of the learner before learning, 0.0 where not sampled; None before learning or when
     not learned from."""
@@ -442,6 +471,12 @@ class Step:
         return self.origins[0] if self.origins else Origin.FORCED
 
     @property
+    def is_graft(self) -> bool:
+        """Whether it was retrieved for this path; False for a stored step that rollouts begin
+        below."""
+        return self.origin is Origin.RETRIEVED and not isinstance(self.cause, StoredCause)
+
+    @property
     def ordinals(self) -> tuple[int, ...]:
         """The id as numbers; sorting by it is depth-first order."""
         return tuple(int(part) for part in self.id.split("."))
@@ -469,14 +504,44 @@ class PathView:
     @property
     def num_grafts(self) -> int:
         """Steps that were retrieved."""
-        return sum(step.origin is Origin.RETRIEVED for step in self.steps)
+        return sum(step.is_graft for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A stored trajectory of the task, as an explorer sees it. Stored(num_steps=4, has_answer=True,
+    reward=1.0, source="expert")"""
+
+    num_steps: int
+    """Steps that a rollout can begin below: those before the answer that leave it room."""
+    has_answer: bool
+    """Whether it can stand in the tree whole, as a leaf."""
+    reward: float
+    """When it was stored."""
+    source: str
+    """The agent that wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The place below the first steps of a stored trajectory."""
+
+    stored: int
+    """Its number among those of the task."""
+    num_steps: int | None
+    """Steps, at least 1; None for all with the answer: the stored trajectory is then a leaf, and
+    nothing is sampled."""
+    rule: str = ""
+    """The name of the rule that chose it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Opens first-level rollouts."""
+    """Opens rollouts at the prompt, or below stored steps."""
 
     num: int
+    below: Below | None = None
+    """None for the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -669,6 +734,19 @@ class Trajectory:
     @property
     def status(self) -> Status:
         return self.leaf.status
+
+    @property
+    def start_id(self) -> str:
+        """The step below which its own rollout began: the root, or the last of the steps that it
+        restarted below. Trajectories are compared with those that began at the same place."""
+        restarted = (step for step in reversed(self.steps) if isinstance(step.cause, RestartCause))
+        first = next(restarted, None)
+        return ROOT_ID if first is None else str(first.parent)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is a stored trajectory as a whole, of which nothing was sampled here."""
+        return isinstance(self.steps[-1].cause, StoredCause)
 
     @property
     def contents(self) -> Iterator[StepContent]:

@@ -1,5 +1,5 @@
-"""The source of a grafted trajectory's answer: its own work, a graft's tool results, or another
-agent's words."""
+"""Where answers stand: in a trajectory's own work, in a graft's tool results, in another agent's
+words; and whether searches found them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterable
 
 from treegraft.core.types import Origin, Step, Trajectory
+
+_SEARCHES = re.compile(r"search|retriev|browse", re.IGNORECASE)
+"""The names of tools that look answers up."""
 
 
 def _words(steps: Iterable[Step]) -> list[str]:
@@ -39,7 +42,7 @@ def answer_source(path: Trajectory) -> str | None:
     trace that is plain text counts as words.
     """
     steps = path.steps
-    grafts = [n for n, step in enumerate(steps) if step.origin is Origin.RETRIEVED]
+    grafts = [n for n, step in enumerate(steps) if step.is_graft]
     answer = path.leaf.answer
     if not grafts or answer is None or not answer.split():
         return None
@@ -64,4 +67,27 @@ def copied_metrics(paths: Iterable[Trajectory]) -> dict[str, float]:
     return {
         "graft/answer_frac": sum(source != "own" for source in sources) / len(sources),
         "graft/copied_frac": sources.count("words") / len(sources),
+    }
+
+
+def found_metrics(paths: Iterable[Trajectory]) -> dict[str, float]:
+    """Returns tools/NAME_found_frac for each tool that looks something up, by its name: among the
+    trajectories that got a result of it, the share in whose results an accepted answer occurs.
+
+    Tasks without a reference are left out; a reference of several words has to occur as a whole.
+    """
+    found: dict[str, list[bool]] = {}
+    for path in paths:
+        answers = [answer for answer in path.task.reference if answer.split()]
+        results: dict[str, list[str]] = {}
+        for step in path.steps[1:] if answers else ():
+            calls = zip(step.content.calls, step.content.observations, strict=False)
+            for call, seen in calls if step.origin is Origin.POLICY else ():
+                if _SEARCHES.search(call.name) and not seen.is_error:
+                    results.setdefault(call.name, []).append(seen.text)
+        for name, texts in results.items():
+            has_one = any(_stands_in(answer, texts) for answer in answers)
+            found.setdefault(name, []).append(has_one)
+    return {
+        f"tools/{name}_found_frac": sum(flags) / len(flags) for name, flags in sorted(found.items())
     }

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from treegraft.core.interfaces import (
     Format,
     NoiseKey,
     Parsed,
+    Restarting,
     Retrieved,
     Retriever,
     TreeScorer,
@@ -33,24 +34,22 @@ from treegraft.core.types import (
     Completion,
     Expand,
     Graft,
-    GraftCause,
     Origin,
     PathView,
     Sampling,
     Start,
     Status,
-    StepContent,
     StopReason,
     Task,
+    Trace,
     Tree,
 )
 from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
+from treegraft.rollout.once import Once
+from treegraft.rollout.restart import StoredSteps
 from treegraft.rollout.tree import OpenPath, OpenTree
-
-MIN_CUT_GRAFT = 16
-"""Fewest tokens that the rest of a cut graft must have to be attached, and that the agent must have
-left after a graft."""
 
 
 @dataclass(slots=True)
@@ -99,13 +98,19 @@ class Grower:
         self.watch = Watch()
         self.num_grafts_without_room = 0
         """Retrieved steps that were not attached: the trajectory's token limit was too near."""
+        self.num_untrue_stored = 0
+        """Stored trajectories that nothing was begun below: an environment contradicted them."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns graft/num_without_room where trees are grafted, and starts counting anew."""
-        if self.retriever is None:
-            return {}
-        num, self.num_grafts_without_room = self.num_grafts_without_room, 0
-        return {"graft/num_without_room": float(num)}
+        """Returns graft/num_without_room where trees are grafted, restart/num_untrue where they
+        begin below stored steps, and starts counting anew."""
+        metrics: dict[str, float] = {}
+        if isinstance(self.explorer, Restarting):
+            metrics["restart/num_untrue"] = float(self.num_untrue_stored)
+        elif self.retriever is not None:
+            metrics["graft/num_without_room"] = float(self.num_grafts_without_room)
+        self.num_grafts_without_room = self.num_untrue_stored = 0
+        return metrics
 
     async def grow_all(
         self,
@@ -160,22 +165,29 @@ class Grower:
 
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
-        budget = Budget(self.limits.num_leaves)
-        granted = budget.grant(self.explorer.starts(budget.max_leaves))
+        budget, explorer = Budget(self.limits.num_leaves), self.explorer
+        first = explorer.starts(budget.max_leaves)
+        num_prepared = max(1, min(first.num, budget.max_leaves))
+        wants_rewards = getattr(explorer, "wants_rewards", False)
         async with self.toolbox.sessions(task) as sessions:
             with self.watch.waiting("environments"):
-                task, prompt_ids = self._opening(task, await sessions.prepare(granted), sessions)
+                shown = await sessions.prepare(num_prepared)
+            task, prompt_ids = self._opening(task, shown, sessions)
             tree = OpenTree(task, group_id, prompt_ids, budget)
             growth = _Growth(self, tree, (*noise_key, task.id), sessions)
-            await growth.run_starts(granted)
+            if isinstance(explorer, Restarting):
+                await growth.find_stored()
+                closed = tree.close()
+            else:
+                await growth.open([first])
+                closed = await self._closed(tree, is_scored=wants_rewards)
             # Only now is it known which leaves will never be branched off; fresh starts or
             # children of finished steps take them, so that every group has as many.
-            wants_rewards = getattr(self.explorer, "wants_rewards", False)
-            closed = await self._closed(tree, is_scored=wants_rewards)
-            while await growth.fill(self.explorer.fill(closed, budget.max_leaves)):
+            while await growth.fill(growth.proposal(closed)):
                 closed = await self._closed(tree, is_scored=wants_rewards)
             # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)
+            self.num_untrue_stored += growth.num_untrue
         # Outside the sessions, so that environments are closed while rewards are computed.
         return closed if wants_rewards else await self._closed(tree, is_scored=True)
 
@@ -211,42 +223,81 @@ class _Growth:
         """Where children may be opened once all leaves have ended, by the step above them; empty
         where the explorer opens none."""
         self._num_starts = 0
+        self._stored: StoredSteps | None = None
+        """What rollouts may begin below; None where the explorer never does."""
         self._group: asyncio.TaskGroup
 
-    async def run_starts(self, num: int) -> None:
-        """Runs so many first-level rollouts, and all that branches off them, to their ends."""
+    async def find_stored(self) -> None:
+        """Looks up the stored trajectories of the task."""
+        g, found = self._g, list[tuple[Trace, ...]]()
+        if g.retriever is not None:
+            with g.watch.waiting("retrieval"):
+                found += await g.retriever.trajectories(self._tree.task)
+        self._stored = StoredSteps(found, self._tree, self._sessions, g.format, g.limits)
+
+    @property
+    def num_untrue(self) -> int:
+        """Stored trajectories that the environment contradicted."""
+        return 0 if self._stored is None else self._stored.num_untrue
+
+    def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand]:
+        """Returns what the explorer opens next."""
+        explorer, num = self._g.explorer, self._tree.budget.max_leaves
+        if self._stored is not None and isinstance(explorer, Restarting):
+            return explorer.restarts(tree, self._stored.stored, num, self._key)
+        return explorer.fill(tree, num)
+
+    async def open(self, starts: Sequence[Start]) -> bool:
+        """Opens what the budget grants of first-level rollouts, and of those below stored steps,
+        and runs that to its end; returns whether there was anything."""
+        num_granted = num_fresh = 0
+        grown: list[tuple[OpenPath, Cause]] = []
+        for start in starts:
+            num_granted += (granted := self._tree.budget.grant(start))
+            paths: list[tuple[OpenPath, Cause]] | None = None
+            if start.below is not None and self._stored is not None and granted:
+                with self._g.watch.waiting("environments"):
+                    paths = await self._stored.open(start.below, granted)
+            # Where the environment contradicts them, the prompt.
+            num_fresh += granted if paths is None else 0
+            grown += paths or []
+        await self._run_all(num_fresh, grown)
+        return num_granted > 0
+
+    async def _run_all(self, num_fresh: int, others: Sequence[tuple[OpenPath, Cause]]) -> None:
+        """Runs first-level rollouts, and paths that stand elsewhere, and all that branches off
+        them, to their ends."""
         async with asyncio.TaskGroup() as self._group:
-            for _ in range(num):
+            for _ in range(num_fresh):
                 path = self._tree.open_path(self._sessions.start(self._num_starts))
                 self._allocation.open_start(path, self._num_starts)
                 self._num_starts += 1
                 self._launch(path, None)
+            for path, cause in others:
+                self._allocation.open_start(path, self._num_starts)
+                self._launch(path, cause)
 
-    async def fill(self, proposal: Start | Sequence[Expand]) -> bool:
+    async def fill(self, proposal: Start | Sequence[Start] | Sequence[Expand]) -> bool:
         """Opens what the budget grants of it, and runs that to its end; returns whether there was
         anything."""
+        starts = [proposal] if isinstance(proposal, Start) else proposal
+        if self._stored is not None or isinstance(proposal, Start):
+            return await self.open([one for one in starts if isinstance(one, Start)])
         budget = self._tree.budget
-        if isinstance(proposal, Start):
-            if granted := budget.grant(proposal):
-                await self.run_starts(granted)
-            return granted > 0
         # A state that cannot be had again, past environment.max_replay_calls, has no end kept.
         grown = [
             (self._ends[one.step_id], granted, one.cause)
             for one in proposal
-            if one.step_id in self._ends
+            if isinstance(one, Expand) and one.step_id in self._ends
             if (granted := budget.grant(Branch(one.num, one.cause)))
         ]
         if not grown:
-            return await self.fill(Start(budget.max_leaves - budget.state.num_leaves))
-        async with asyncio.TaskGroup() as self._group:
-            for end, granted, cause in grown:
-                if end.point is not None:
-                    end.point.reserve(granted)
-                for _ in range(granted):
-                    path = end.copy()
-                    self._allocation.open_start(path, self._num_starts)
-                    self._launch(path, cause)
+            return await self.open([Start(budget.max_leaves - budget.state.num_leaves)])
+        for end, granted, _ in grown:
+            if end.point is not None:
+                end.point.reserve(granted)
+        paths = [(end.copy(), cause) for end, granted, cause in grown for _ in range(granted)]
+        await self._run_all(0, paths)
         return True
 
     def _launch(self, path: OpenPath, cause: Cause | None) -> None:
@@ -331,36 +382,12 @@ class _Growth:
 
     def _attach(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
         """Appends the retrieved steps; False where the token limit leaves no room for them."""
-        values = [trace.value for trace in found.traces]
-        token_ids = self._g.format.render_graft(values)
-        num_whole = len(token_ids)
-        room = self._g.limits.max_completion_tokens - path.num_used
-        if room - num_whole < MIN_CUT_GRAFT:
-            # Half of the room, from the left: the end of a result is nearest to its answer, and the
-            # agent needs the other half to use it.
-            if room // 2 < MIN_CUT_GRAFT:
-                self._g.num_grafts_without_room += 1
-                return False
-            token_ids = self._g.format.render_graft(values, max_tokens=room // 2)
-        first = found.traces[0]
-        cause = GraftCause(
-            source=first.source,
-            task_id=first.task_id,
-            reward=first.reward,
-            similarity=found.similarity,
-            content_hash=first.content_hash,
-            num_cut=num_whole - len(token_ids),
-        )
-        only = values[0] if len(values) == 1 else None
-        content = only if isinstance(only, StepContent) else StepContent(thought=_as_text(values))
-        lesson: list[int] = []
-        # Nothing is taught of a graft that was cut: the agent was not shown the whole of it.
-        if content is only and not cause.num_cut:
-            with suppress(ValueError):  # a step that the policy could not have written
-                for ids, origin in self._g.format.render_step(content):
-                    lesson += ids if origin is Origin.POLICY else ()
-        temperature = self._g.limits.temperature
-        self._tree.add_graft(step_id, path, token_ids, content, cause, tuple(lesson), temperature)
+        limits = self._g.limits
+        step = grafted(found, self._g.format, limits.max_completion_tokens - path.num_used)
+        if step is None:
+            self._g.num_grafts_without_room += 1
+            return False
+        self._tree.add_graft(step_id, path, *step, limits.temperature)
         return True
 
     # ------------------------------------------------------------------ sampled steps
@@ -423,7 +450,7 @@ class _Growth:
         propose = None
         if num_probed is not None:
             # The path as it stands now: a branch begins beside the step, not behind it.
-            propose = _Once(partial(self._propose, path, path.copy(), step_id))
+            propose = Once(partial(self._propose, path, path.copy(), step_id))
             # Nothing in this step's tokens matters to the decision, so it need not wait for them.
             if num_probed == 0 or path.after is Origin.RETRIEVED:
                 propose(())
@@ -500,40 +527,3 @@ class _Growth:
                     path = fork.copy()
                     self._allocation.open_branch(path, grant)
                     self._launch(path, grant.cause)
-
-
-class _Once:
-    """Passes on one probe: a step is probed while it is sampled or, if short, when it is done."""
-
-    def __init__(self, function: Callable[[Sequence[float]], None]) -> None:
-        self._function: Callable[[Sequence[float]], None] | None = function
-        self._error: Exception | None = None
-
-    def early(self, probe: Sequence[float]) -> None:
-        """Passes the probe on and keeps an error."""
-        try:
-            self(probe)
-        except Exception as error:
-            # This is a callback, where it would be lost; the call that comes with the
-            # completion raises it on the leaf's own task.
-            self._error = error
-
-    def __call__(self, probe: Sequence[float]) -> None:
-        if self._error is not None:
-            raise self._error
-        function, self._function = self._function, None
-        if function is not None:
-            function(probe)
-
-
-def _as_text(values: Sequence[str | StepContent]) -> str:
-    """Several steps as one text, for the record."""
-    lines: list[str] = []
-    for value in values:
-        if isinstance(value, str):
-            lines.append(value)
-            continue
-        calls = [f"{call.name} {call.body}" for call in value.calls]
-        seen = [observation.text for observation in value.observations]
-        lines += filter(None, (value.thought, *calls, *seen, value.answer))
-    return "\n".join(lines)

@@ -8,9 +8,20 @@ from math import comb
 
 import numpy as np
 
-from treegraft.core.interfaces import Explorer
-from treegraft.core.types import BranchCause, GraftCause, Origin, Status, Step, Trajectory, Tree
-from treegraft.rollout.copied import copied_metrics
+from treegraft.core.interfaces import Explorer, Restarting
+from treegraft.core.types import (
+    ROOT_ID,
+    BranchCause,
+    GraftCause,
+    Origin,
+    RestartCause,
+    Status,
+    Step,
+    StoredCause,
+    Trajectory,
+    Tree,
+)
+from treegraft.rollout.copied import copied_metrics, found_metrics
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -42,19 +53,29 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         "rollout/steps_mean": _mean(len(path.steps) - 1 for path in paths),
         # Of unique tokens: a shared graft counts once.
         "rollout/retrieved_frac": (
-            sum(s.origins.count(Origin.RETRIEVED) for s in after_prompt) / max(1, num_tokens)
+            sum(step.origins.count(Origin.RETRIEVED) for step in after_prompt if step.is_graft)
+            / max(1, num_tokens)
         ),
         "rollout/completed_frac": _ended_frac(paths, Status.COMPLETED),
         "rollout/truncated_frac": _ended_frac(paths, Status.TRUNCATED),
         "rollout/violation_frac": _ended_frac(paths, Status.FORMAT_VIOLATION),
         "rollout/failed_frac": _ended_frac(paths, Status.FAILED),
         "rollout/accuracy": _mean(bool(leaf.is_correct) for leaf in scored),
-        "branch/num_starts": float(sum(step.depth == 1 for step in after_prompt)),
+        # What the agent was shown: a stored step's results too, which cost no call here.
+        "rollout/num_shown_calls": float(
+            sum(len(step.content.observations) for step in after_prompt)
+        ),
+        "branch/num_starts": float(
+            sum(
+                step.depth == 1 and not isinstance(step.cause, StoredCause) for step in after_prompt
+            )
+        ),
         "branch/num_branches": float(
             sum(isinstance(step.cause, BranchCause) for step in after_prompt)
         ),
     }
-    metrics |= _graft_metrics(trees, paths)
+    metrics |= _graft_metrics(trees, paths) | _restart_metrics(trees, paths)
+    metrics |= found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
     for name in sorted({name for leaf in scored for name in leaf.reward_parts}):
         values = [leaf.reward_parts[name] for leaf in scored if name in leaf.reward_parts]
@@ -91,8 +112,29 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
     return metrics | copied_metrics(paths)
 
 
+def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
+    """The restart/* metrics; none where nothing began below stored steps."""
+    stored = [path for path in paths if path.is_stored]
+    below = [path for path in paths if path.start_id != ROOT_ID]
+    if not stored and not below:
+        return {}
+    own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
+    causes = [step.cause for path in below for step in path.steps]
+    depths = [cause.num_steps for cause in causes if isinstance(cause, RestartCause)]
+    places = [{path.start_id for path in tree.trajectories()} - {ROOT_ID} for tree in trees]
+    metrics = {
+        "restart/num_restarts": float(len(below)),
+        "restart/num_whole": float(len(stored)),
+        "restart/num_places": float(sum(map(len, places))),
+    } | ({"restart/steps_mean": _mean(depths)} if depths else {})
+    for name, group in (("restart/reward_below", below), ("restart/reward_prompt", own)):
+        if rewards := [path.reward for path in group if path.reward is not None]:
+            metrics[name] = statistics.fmean(rewards)
+    return metrics
+
+
 def _is_hybrid(steps: Sequence[Step]) -> bool:
-    return any(step.origin is Origin.RETRIEVED for step in steps)
+    return any(step.is_graft for step in steps)
 
 
 def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -> dict[str, float]:
@@ -107,7 +149,12 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     num_starts = explorer.starts(num_leaves).num
     if trees and getattr(explorer, "wants_rewards", False):
         metrics["rollout/second_stage_frac"] = _mean(len(t.leaves) > num_starts for t in trees)
-    elif trees and num_starts < num_leaves:
+    elif (
+        trees
+        and num_starts < num_leaves
+        and getattr(explorer, "plans_starts", True)
+        and not isinstance(explorer, Restarting)
+    ):
         # Leaves that no branch took became fresh starts.
         back_fill = [sum(step.depth == 1 for step in tree.steps) - num_starts for tree in trees]
         num_planned = len(trees) * (num_leaves - num_starts)

@@ -72,10 +72,13 @@ async def sample_rounds(
 
 
 def _varies(tree: Tree, penalty: float) -> bool:
-    outcomes = [
-        (leaf.reward or 0.0) - penalty * leaf.reward_parts.get("overlong", 0.0)
-        for leaf in tree.leaves
-        if LEARNING_RULES[leaf.status].in_group
-    ]
-    # The difference leaves rounding errors of the penalty behind.
-    return any(abs(one - outcomes[0]) > _SAME for one in outcomes)
+    first: dict[str, float] = {}
+    for path in tree.trajectories():
+        leaf = path.leaf
+        if LEARNING_RULES[leaf.status].in_group:
+            outcome = (leaf.reward or 0.0) - penalty * leaf.reward_parts.get("overlong", 0.0)
+            # Each place where rollouts began is a group of its own; the difference leaves rounding
+            # errors of the penalty behind.
+            if abs(outcome - first.setdefault(path.start_id, outcome)) > _SAME:
+                return True
+    return False

@@ -24,6 +24,7 @@ from treegraft.core.types import (
     Step,
     StepContent,
     StopReason,
+    StoredCause,
     Task,
     Tree,
     ids_to,
@@ -84,6 +85,8 @@ class OpenTree:
     _leaves: dict[str, Leaf] = field(default_factory=dict)
     _num_children: Counter[str] = field(default_factory=Counter)
     _decisions: dict[str, BranchDecision] = field(default_factory=dict)
+    _stored: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
+    """Ids of stored steps, by the step above and their tokens."""
 
     def __post_init__(self) -> None:
         count = len(self.prompt_ids)
@@ -103,8 +106,9 @@ class OpenTree:
         """Returns the steps from the root to `step_id`."""
         return tuple(self._steps[one] for one in ids_to(step_id))
 
-    def open_path(self, point: Point) -> OpenPath:
-        """Returns a path that starts at the root, in the session that `point` opens."""
+    def open_path(self, point: Point | None) -> OpenPath:
+        """Returns a path that starts at the root, in the session that `point` opens; None for one
+        that makes no call."""
         return OpenPath(ROOT_ID, list(self.prompt_ids), len(self.prompt_ids), point=point)
 
     def next_id(self, parent: str) -> str:
@@ -174,6 +178,35 @@ class OpenTree:
         )
         path.after = Origin.RETRIEVED
 
+    def add_stored(
+        self,
+        path: OpenPath,
+        token_ids: tuple[int, ...],
+        content: StepContent,
+        cause: StoredCause,
+        lesson_ids: tuple[int, ...],
+        temperature: float,
+    ) -> None:
+        """Moves the path below a stored step, which is appended where the tree does not have it
+        yet; arguments as in `add_graft`."""
+        # By its tokens: trajectories that begin alike share their first steps.
+        place = (path.parent, token_ids)
+        if place not in self._stored:
+            self._stored[place] = self.next_id(path.parent)
+        step_id = self._stored[place]
+        known = self._steps.get(step_id)
+        self._append(
+            step_id,
+            path,
+            token_ids,
+            (Origin.RETRIEVED,) * len(token_ids),
+            temperature=temperature,
+            content=content,
+            cause=cause if known is None else known.cause,
+            lesson_ids=lesson_ids if known is None else known.lesson_ids or lesson_ids,
+        )
+        path.after = Origin.RETRIEVED
+
     def _append(
         self,
         step_id: str,
@@ -197,6 +230,10 @@ class OpenTree:
         path.parent = step_id
         path.prefix_ids.extend(token_ids)
         path.num_steps += 1
+
+    def has_leaf(self, step_id: str) -> bool:
+        """Returns whether a trajectory has ended with this step."""
+        return step_id in self._leaves
 
     def end_path(self, path: OpenPath, status: Status, answer: str | None = None) -> None:
         """Makes the path's last step a leaf."""

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, compress, groupby, islice, repeat
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, get_args
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
@@ -40,12 +40,10 @@ from treegraft.core.types import (
     BranchCause,
     BranchDecision,
     BudgetState,
-    ContinuationCause,
+    Cause,
     EntropyKind,
-    GraftCause,
     Leaf,
     Origin,
-    StartCause,
     Status,
     Step,
     StepContent,
@@ -57,17 +55,16 @@ from treegraft.core.types import (
 )
 
 CAUSES: Mapping[str, type[Any]] = {
-    "start": StartCause,
-    "continuation": ContinuationCause,
-    "branch": BranchCause,
-    "graft": GraftCause,
+    cause.__name__.removesuffix("Cause").lower(): cause for cause in get_args(Cause)
 }
+"""By the kinds that files name: "graft" for `GraftCause`."""
 _KINDS = {cause: kind for kind, cause in CAUSES.items()}
 SAMPLED_COLUMNS: Mapping[str, float] = {
     "sampling_logprobs": 0.0,
     "entropies": 0.0,
     "old_logprobs": 0.0,
     "ratios": 1.0,
+    "credit_factors": 1.0,
 }
 """Columns written for sampled tokens only, with the value that a tree has for the others."""
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -142,6 +139,9 @@ def step_to_dict(step: Step) -> dict[str, Any]:
     for name in SAMPLED_COLUMNS:
         column = getattr(step, name)
         data[name] = None if column is None else list(compress(column, mask))
+    # Without factors a step is written as before there were any.
+    if step.credit_factors is None:
+        del data["credit_factors"]
     return data
 
 
@@ -190,7 +190,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
     num_sampled = sum(count for origin, count in runs if origin == Origin.POLICY)
     columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(SAMPLED_COLUMNS)
     for name, filler in SAMPLED_COLUMNS.items():
-        values = data.pop(name)
+        values = data.pop("credit_factors", None) if name == "credit_factors" else data.pop(name)
         if values is None:
             continue
         if len(values) != num_sampled:

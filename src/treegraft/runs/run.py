@@ -15,6 +15,7 @@ from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
 from treegraft.core.types import Status, Tree
+from treegraft.runs.background import BackgroundWriter
 from treegraft.runs.beside import Beside
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
@@ -70,6 +71,7 @@ class Run:
         self.more_beside: Callable[[], dict[str, str]] = dict
         """Gives the checksums of what else a resume depends on, see `runs.beside`."""
         self._beside = Beside(start.path)
+        self._writer = BackgroundWriter()
         self.latest: dict[str, float] = {}
         """The latest value of every metric."""
         self._resume_command = f"treegraft {command} --resume {start.path}"
@@ -122,6 +124,8 @@ class Run:
         self.folder = self.start.open_folder()
         with ExitStack() as ends:
             ends.callback(self.folder.release)
+            # Before the folder is given up, also where the run has failed.
+            ends.callback(self._writer.close)
             signals = self.stop.on_signals(
                 self.display.warn, "stopping and saving", "Ctrl-C again to stop without saving"
             )
@@ -226,6 +230,7 @@ class Run:
     def result(self) -> RunResult:
         """Returns where the results are, after a last checkpoint."""
         self.save()
+        self.written()
         self._trackers.finish(self.latest)
         return self._finished(self._checkpoint_path(), self.latest)
 
@@ -260,7 +265,7 @@ class Run:
         if not self.folder.warmup_path.exists():
             return False
         lines = read_metrics(self.path, self.folder.warmup_path.name)
-        return any(line.get("warmup/num_steps") == self.state.warmup_steps for line in lines)
+        return any(line.get("warmup/num_steps", 0) == self.state.warmup_steps for line in lines)
 
     def log_warmup(self, evaluated: Mapping[str, float]) -> None:
         """Writes the evaluation after a warm-up step, with what has been spent so far."""
@@ -284,6 +289,8 @@ class Run:
                 f"{len(failed)} of {len(leaves)} trajectories failed and left their groups; the"
                 f" first: {failed[0].error}"
             )
+        # One update's trees wait at most: a slow disk would fill the memory with more.
+        self.written()
         self.record(update, trees)
         self.display.sample(trees[0])
         self._trackers.sample(update, trees)
@@ -292,9 +299,15 @@ class Run:
         )
 
     def record(self, update: int, trees: Sequence[Tree], kind: str = "") -> None:
-        """Writes trees where the recipe asks for it; `kind` names those of an evaluation."""
+        """Has trees written where the recipe asks for it; `kind` names those of an evaluation.
+        They are there before the update's line of metrics and before a checkpoint."""
         if self.config.track.record_trees:
-            write_trees(self.folder.trees_path(update, kind), trees)
+            path = self.folder.trees_path(update, kind)
+            self._writer.submit(lambda: write_trees(path, trees))
+
+    def written(self) -> None:
+        """Waits for all trees and metrics so far to be in the run folder."""
+        self._writer.drain()
 
     def keep_update(self, evaluated: Mapping[str, float]) -> None:
         """Logs the update with its evaluation (empty for none), and keeps the best and the latest
@@ -325,7 +338,8 @@ class Run:
         full = {**metrics, "policy_version": float(update)}
         found, began, over = self.health.take({"update": update, **full})
         full |= {warning.key: warning.value for warning in found}
-        self.folder.append_metrics(update, full)
+        # Behind the update's trees: a line of metrics says that they are there.
+        self._writer.submit(lambda: self.folder.append_metrics(update, full))
         self.latest = update_latest(self.latest, full)
         self._trackers.log(update, full, began)
         # Update 0 is the evaluation before the first update: no progress to show.
@@ -348,6 +362,7 @@ class Run:
         prune_checkpoints(self.folder.checkpoints_dir, self.config.checkpoint.keep)
 
     def _write(self, place: Path) -> None:
+        self.written()
         # A resume cuts the metrics to this length.
         state = replace(self.state, metrics_size=self.folder.metrics_size())
         beside = self._beside.checksums(state) | self.more_beside()

@@ -20,7 +20,7 @@ from treegraft.settings.policy import (
     PublishSettings,
     WarmupSettings,
 )
-from treegraft.settings.table import Setting, Settings, by_model, setting, walk, when
+from treegraft.settings.table import Condition, Setting, Settings, by_model, setting, walk, when
 from treegraft.settings.tasks import FormatSettings, RewardSettings, TasksSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 
@@ -65,6 +65,16 @@ class RolloutSettings(Settings):
     loss.graft_coef would still learn from."""
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
+
+
+class ReplaySettings(Settings):
+    fresh_frac: float = setting(1.0, gt=0, le=1)
+    """Share of run.tasks_per_update that is sampled anew (sigma, 0.5 in the paper); the rest are
+    groups of earlier updates. 1 replays none."""
+    capacity: int = setting(
+        512, ge=1, idle_unless=Condition("replay.fresh_frac", lambda share: share < 1)
+    )
+    """Groups that are kept, one for each task, the latest."""
 
 
 class EvalSettings(Settings):
@@ -141,6 +151,7 @@ class Config(Settings):
         BufferSettings(), idle_unless=(reads_buffer,), ignored_by_eval=True
     )
     rollout: RolloutSettings = RolloutSettings()
+    replay: ReplaySettings = setting(ReplaySettings(), ignored_by_eval=True)
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
     publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from treegraft.settings.explore import with_entropy, with_graft
+from treegraft.settings.explore import with_arpo, with_graft
 from treegraft.settings.table import Settings, setting, when
 
 
@@ -36,8 +36,21 @@ class HealthSettings(Settings):
     `treegraft.runs.health`."""
 
     window: int = setting(3, ge=1)
-    """Updates that no_tool_calls, policy_still, branch_unused, graft_unused and graft_untrue look
-    back on; they are silent before."""
+    """Updates that no_tool_calls, policy_still, branch_unused, graft_unused, graft_untrue and
+    answer_not_found look back on, and measurements that success_falling does; they are silent
+    before."""
+    symptoms_every: int = setting(5, ge=0)
+    """Updates from one measurement for success_falling and question_ignored to the next; 0 for
+    none. It takes some forward passes and changes nothing else."""
+    success_falling: Amount = 0.01
+    """Fall of the log-probability of successful trajectories' own tokens by the update, in nats a
+    token, mean of the window, from which on to warn."""
+    question_ignored: Share = 0.1
+    """Share of the first measured learn/question_information down to which the agent counts as
+    ignoring the question."""
+    answer_not_found: Share = 0.02
+    """Share of the trajectories that searched in whose results the reference occurs, mean of the
+    window, up to which to warn."""
     no_tool_calls: Amount = 0.0
     """Mean tool calls of a trajectory, in the window, up to which the agent counts as calling
     none."""
@@ -53,7 +66,7 @@ class HealthSettings(Settings):
     """Share of trajectories that broke the format from which on to warn."""
     failed: Share = 0.0
     """Share of trajectories lost to failures of ours above which to warn."""
-    branch_unused: Share = setting(0.95, idle_unless=with_entropy)
+    branch_unused: Share = setting(0.95, idle_unless=with_arpo)
     """Share of the leaves meant for branches that became fresh starts, mean of the window, from
     which on to warn."""
     graft_unused: Share = setting(0.95, idle_unless=with_graft)

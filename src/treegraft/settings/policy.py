@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import with_entropy, with_graft, with_tree_search
+from treegraft.settings.explore import (
+    teaches,
+    with_entropy,
+    with_graft,
+    with_peaks,
+    with_prefix,
+    with_tree_search,
+)
 from treegraft.settings.table import (
     Condition,
     Settings,
@@ -43,7 +50,7 @@ def _by_objective(**values: float) -> Callable[[Any], float]:
 
 
 def _branches(config: Settings) -> str:
-    if not with_entropy(config) or not with_tree_search(config):
+    if not all(one(config) for one in (with_entropy, with_tree_search, with_peaks)):
         return ""
     return "explore.explorers is without 'entropy' and 'tree_search', so no step has two children"
 
@@ -53,7 +60,7 @@ def _shares_steps(config: Settings) -> str:
     return "" if value_of(config, "credit.attribution") == "states" else _branches(config)
 
 
-_by_std = when("credit.advantage", "grpo", "tree_grpo")
+_by_std = when("credit.advantage", "grpo", "tree_grpo", "appo")
 
 
 def _divides_by_std(config: Settings) -> str:
@@ -207,10 +214,11 @@ class EngineSettings(Settings):
 
 class CreditSettings(Settings):
     advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"
+        "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
     ] = setting("grpo")
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
     reward - mean of the others; "tree_grpo": "grpo" over the task plus "grpo" below each start;
+    "appo": "grpo" among rollouts and among branches apart, and branches teach the steps above them;
     "reinforce++": rewards whitened over all tokens of the update; "reinforce++-baseline": the same
     after the group's mean is taken off."""
     eps: float = setting(1e-6, gt=0, idle_unless=(_divides_by_std,))
@@ -249,6 +257,17 @@ class CreditSettings(Settings):
         ),
     )
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
+    token_entropy_weight: float = setting(0.0, ge=0)
+    """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
+    1 + this times the standardised entropy of its token; 0 for none."""
+    restarts: Literal["apart", "together"] = setting("apart", idle_unless=(with_prefix,))
+    """Rollouts that begin below stored steps are compared with those of the same place ("apart"),
+    or with all of the tree ("together", an ablation)."""
+    stored: Literal["joint", "own"] = setting(
+        "joint", idle_unless=(with_prefix, when("explore.prefix.rule", "whole"))
+    )
+    """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
+    "own" of the rollouts alone (its split estimator)."""
     rule: str | None = None
     """Import path "package.module:function" of a rule of your own, which takes each tree with the
     credit above and returns it with other advantages; None for none."""
@@ -306,6 +325,14 @@ class LossSettings(Settings):
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
+    future_weight: float = setting(0.0, ge=0)
+    """Raises advantages by how much likelier the policy has made what follows the token (APPO's b,
+    1 in its code): each is multiplied by 1 + this times a factor from 1 to future_highest; 0 for
+    none."""
+    future_half_life: float = setting(64.0, gt=0, idle_unless=when("loss.future_weight"))
+    """Loss tokens after which what follows counts half."""
+    future_highest: float = setting(1.2, ge=1, idle_unless=when("loss.future_weight"))
+    """Largest such factor."""
     length_constant: int | None = setting(
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )
@@ -315,9 +342,9 @@ class LossSettings(Settings):
     shaping_weight: float = setting(0.05, ge=0, idle_unless=with_graft)
     """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share
     (RAPO's m, eq. 8)."""
-    graft_coef: float = setting(0.0, ge=0, idle_unless=with_graft)
-    """Weight of learning from grafts: imitation of grafted steps, times the trajectory's advantage
-    where above 0; 0 for none."""
+    graft_coef: float = setting(0.0, ge=0, idle_unless=(teaches,))
+    """Weight of learning from grafts and from whole stored trajectories: imitation of their steps,
+    times the trajectory's advantage where above 0; 0 for none."""
     graft_form: Literal["log", "luffy"] = setting("log", idle_unless=when("loss.graft_coef"))
     """The quantity that is raised there: "log" the log-probability, "luffy" p / (p +
     graft_gamma)."""
@@ -325,6 +352,9 @@ class LossSettings(Settings):
         0.1, gt=0, idle_unless=(when("loss.graft_coef"), when("loss.graft_form", "luffy"))
     )
     """The constant of "luffy"."""
+    lesson_coef: float = setting(0.0, ge=0)
+    """Weight of lessons: the best stored trajectory of each of the update's tasks is imitated,
+    without rollouts, by how much its reward exceeds the mean one of all tasks; 0 for none."""
 
 
 class LearnSettings(Settings):
@@ -359,6 +389,8 @@ class LearnSettings(Settings):
     """Optimiser steps in one pass over an update's trees; whole trees each."""
     num_epochs: int = setting(1, ge=1)
     """Passes over an update's trees."""
+    num_lessons: int = setting(0, ge=0, idle_unless=when("loss.lesson_coef"))
+    """Lessons at tasks of earlier updates besides, drawn for each update anew."""
     max_pack_tokens: int = setting(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
     price of its shared tokens."""
@@ -395,8 +427,9 @@ class WarmupSettings(Settings):
     """Stored trajectories of each question that are imitated, the best by reward, of these those
     with the fewest steps; None for all."""
     eval_every: int = setting(0, ge=0)
-    """Warm-up steps between evaluations on the held-out tasks, which also come after the last step;
-    written with the costs so far to warmup.jsonl of the run folder. 0 for none."""
+    """Warm-up steps between evaluations on the held-out tasks, which also come after the last step
+    and, with eval.at_start, before the first; written with the costs so far to warmup.jsonl of the
+    run folder. 0 for none."""
     batch_size: int = setting(48, ge=1, default_of=by_model(tiny=48, full=8))
     """Demonstrations per optimiser step; by default 48 for the "tiny" model, 8 for a language
     model."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.settings.plain import read_tables, shown
-from treegraft.settings.recipe import SMOKE, merged
+from treegraft.settings.recipe import BASE, SMOKE, merged
 
 
 class _Table(BaseModel):
@@ -71,6 +71,13 @@ class Buffer(_Table):
     """Only trajectories with a reward above this are kept."""
     num_tasks: int | None = Field(None, ge=1)
     """Training tasks that are answered; None for all."""
+    prune: str | None = None
+    """Name of a buffer that this one is made from by `treegraft buffer prune`, with the weights of
+    the run's warm-up; None asks the agent."""
+    margin: float = 0.0
+    """Nats, as --margin there."""
+    only_best: bool = False
+    """Of each task only the trajectory with the best reward."""
 
 
 class StudyFile(_Table):
@@ -78,7 +85,7 @@ class StudyFile(_Table):
 
     recipe: str
     """Recipe that all runs start from: a path from the study's folder, or the name of a shipped
-    one."""
+    one. `base = "FILE"` takes the tables of another study, and puts those of this one over them."""
     title: str = ""
     """A sentence above the tables."""
     pairs: int = Field(10, ge=1)
@@ -91,6 +98,15 @@ class StudyFile(_Table):
     """Arm that the others' differences are taken from; None for the first."""
     primary: str | None = None
     """Arm that is compared with each of the others; None for no such tests."""
+    at_calls: list[float] = []
+    """Executed calls at which tables compare arms; empty takes, pair by pair, the total of the arm
+    that makes the fewest."""
+    at_cpu_s: list[float] = []
+    """The same in CPU seconds."""
+    after_end: Literal["none", "last"] = "none"
+    """Accuracy of a run at a budget that it ended before: none, or its last one."""
+    only: list[str] = []
+    """Worlds and arms that are run; of the kind that none is named of, all."""
     keep: Literal["none", "last", "all"] = "none"
     """What stays of a run's folder once its line is written: nothing, its settings, metrics and
     last checkpoint, or everything."""
@@ -124,7 +140,7 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
         SettingError: no such file, unknown keys, values of the wrong type, names that the file does
             not define, or --smoke without a table for it.
     """
-    data = read_tables(path)
+    data = _based(path)
     overlay = data.pop(SMOKE, None)
     study = _checked(data, path)
     if overlay is not None:
@@ -137,6 +153,21 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
             f" smoke test there, such as pairs = 2 and [{SMOKE}.settings.run]."
         )
     return study
+
+
+def _based(path: Path) -> dict[str, Any]:
+    """The tables of a study over those of the file that it builds on."""
+    data = read_tables(path)
+    base = data.pop(BASE, None)
+    if base is None:
+        return data
+    place = path.parent / str(base)
+    if not place.is_file():
+        raise SettingError(
+            f"{path}: '{BASE}': got {shown(base)}; expected a file of study tables in"
+            f" '{path.parent}' or below."
+        )
+    return merged(read_tables(place), data)
 
 
 def _overlaid(data: dict[str, Any], overlay: Any, path: Path) -> dict[str, Any]:
@@ -179,7 +210,7 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
     for prefix, table, model in places:
         for key in table if isinstance(table, Mapping) else ():
             if key not in model.model_fields:
-                known = ", ".join([*model.model_fields, *([] if prefix else [SMOKE])])
+                known = ", ".join([*model.model_fields, *([] if prefix else [BASE, SMOKE])])
                 yield (
                     f"unknown key '{prefix}{key}'; expected one of"
                     f" {known}.{nearest(key, model.model_fields)}"
@@ -188,7 +219,9 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
 
 def _names_wrong(study: StudyFile) -> Iterator[str]:
     """A sentence for each name that nothing in the file has."""
+    known = {**study.worlds, **study.arms}
     used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
+        *(("only", one, known, "worlds] and [arms") for one in study.only),
         ("baseline", study.baseline, study.arms, "arms"),
         ("primary", study.primary, study.arms, "arms"),
     ]
@@ -197,6 +230,15 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
         if world.warmup is None and len(study.warmups) > 1:
             names = ", ".join(study.warmups)
             yield f"'worlds.{name}.warmup' is missing; expected one of {names}, or \"\" for none."
+    for name, made in study.buffers.items():
+        used.append((f"buffers.{name}.prune", made.prune, study.buffers, "buffers"))
+        if made.prune in study.buffers and study.buffers[made.prune].prune is not None:
+            yield (
+                f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name what it is made of."
+            )
+        own = made.model_fields_set & {"agent", "samples", "keep", "min_reward", "num_tasks"}
+        if made.prune is not None and own:
+            yield f"'buffers.{name}.{min(own)}' would have no effect: it is pruned, not built."
     for name, arm in study.arms.items():
         used.append((f"arms.{name}.base", arm.base, study.arms, "arms"))
         used.append((f"arms.{name}.buffer", arm.buffer, study.buffers, "buffers"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,11 @@ from treegraft.study.plan import RunPlan
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
+
+CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
+SHOWN = "rollout/num_shown_calls"
+"""Executed calls, and grafted or replayed ones."""
+COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
 
 
 def read_results(path: Path) -> list[Line]:
@@ -99,3 +104,56 @@ def _without_own(line: Line) -> Line:
         "settings",
     )
     return {name: value for name, value in line.items() if name not in own}
+
+
+def curve(
+    lines: Sequence[Mapping[str, float]], warmup: Sequence[Mapping[str, float]] = ()
+) -> list[Line]:
+    """Returns the accuracy at each evaluation, sampled where that was measured, with the costs so
+    far.
+
+    Args:
+        lines: of metrics.jsonl; the costs in it are those of each update.
+        warmup: of warmup.jsonl, the evaluations during a run's own imitation; they get updates
+            below 0, its last step 0.
+
+    Raises:
+        DataError: no evaluation.
+    """
+    points = []
+    steps = [line.get("warmup/num_steps", 0.0) for line in warmup]
+    for line, step in zip(warmup, steps, strict=True):
+        spent = dict.fromkeys(COSTS, 0.0) | {SECONDS: line.get("time/warmup_cpu_s", 0.0)}
+        points.append({"update": int(step - steps[-1]), **_measured(line), **spent})
+    spent = dict.fromkeys(COSTS, 0.0)
+    for line in lines:
+        spent = {cost: total + _spent(line, cost) for cost, total in spent.items()}
+        if measured := _measured(line):
+            if points and points[-1]["update"] == line["update"]:
+                points.pop()
+            points.append({"update": line["update"], **measured, **spent})
+    if not points:
+        raise DataError(
+            "the run has no evaluation; expected eval.at_end = true, or warmup.eval_every where it"
+            " imitates alone."
+        )
+    return points
+
+
+def _measured(line: Mapping[str, float]) -> dict[str, float]:
+    """The accuracies of a line, the one that curves show first; none without an evaluation."""
+    kinds = ("eval/accuracy_sampled", "eval/accuracy")
+    found = [line[kind] for kind in kinds if kind in line]
+    # The second is the greedy one, where both were measured.
+    also = {kind: line[kind] for kind in kinds[1:] if len(found) > 1}
+    also |= {key: value for key, value in line.items() if key.startswith("eval/pass_at_")}
+    return {"accuracy": found[0], **also} if found else {}
+
+
+def _spent(line: Mapping[str, float], cost: str) -> float:
+    if cost == SECONDS:
+        # Imitation before the first update stands in the line of update 0.
+        return line.get(SECONDS, 0.0) + line.get("time/warmup_cpu_s", 0.0)
+    if cost == SHOWN and cost not in line:
+        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0)
+    return line.get(cost, 0.0)

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,9 @@ from treegraft.settings.load import load_config
 from treegraft.settings.recipe import merged
 from treegraft.study.calibration import calibrate
 from treegraft.study.plan import BufferPlan, RunPlan, WarmupPlan
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.fill import AgentChoice, BufferBuild
+from treegraft.study.results import Line, curve
 
-Line = dict[str, Any]
-CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
-SHOWN = "rollout/num_shown_calls"
-"""Executed calls, and grafted or replayed ones."""
-COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
+WARMUP = "warmup.jsonl"
 
 
 def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
@@ -49,8 +44,12 @@ def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
     if note.is_file():
         return read_note(note)
     began = time.process_time()
-    costs = _warm_up(job, out) if isinstance(job, WarmupPlan) else _build(job, out)
-    costs |= {"cpu_s": time.process_time() - began, "calibration_s": calibrate()}
+    if isinstance(job, WarmupPlan):
+        costs = _warm_up(job, out)
+    else:
+        costs = _build(job, out) if job.source is None else _prune(job, job.source, out)
+    spent = time.process_time() - began + costs.pop("source_cpu_s", 0.0)
+    costs |= {"cpu_s": spent, "calibration_s": calibrate()}
     write_atomically(note, json.dumps(costs) + "\n")
     return costs
 
@@ -101,6 +100,9 @@ def _warm_up(job: WarmupPlan, out: Path) -> Line:
 
 
 def _build(job: BufferPlan, out: Path) -> Line:
+    from treegraft.traces.buffer import TraceBuffer
+    from treegraft.traces.fill import AgentChoice, BufferBuild
+
     place = out / job.file
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = place.with_name(f".{place.name}.partial")
@@ -128,18 +130,57 @@ def _build(job: BufferPlan, out: Path) -> Line:
     return {"attempts": work.report.num_attempts, "trajectories": len(stored), "calls": calls}
 
 
+def _prune(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
+    from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
+
+    assert job.warmup is not None
+    place, before = out / job.file, read_note(note_of(source, out))
+    # Complete, but killed before its note: quickly made again.
+    place.unlink(missing_ok=True)
+    choice = PruneChoice(
+        model=str(_start(job.warmup, out)),
+        buffer=out / source.file,
+        out=place,
+        margin=job.margin,
+        only_best=job.only_best,
+    )
+    work = BufferPruning(job.config, choice)
+    work.run(display=NoDisplay())
+    if work.stopped_by is not None:
+        raise Ended(work.stopped_by)
+    report = work.report
+    return {
+        "trajectories": report.num_trajectories,
+        "shortened": report.num_shortened,
+        "steps_cut": report.num_cut,
+        # Those of the trajectories as they were stored: somebody made them.
+        "calls": before["calls"],
+        "source_cpu_s": before["cpu_s"],
+    }
+
+
+def _start(warmup: WarmupPlan, out: Path) -> Path:
+    """The checkpoint of a warm-up."""
+    found = latest_checkpoint(out / warmup.folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"'{out / warmup.folder}' has no checkpoint; expected one. Remove the folder and its"
+            " .json, and the warm-up is trained again."
+        )
+    return found
+
+
 def _run(job: RunPlan, out: Path) -> Line:
     place = out / job.folder
     more: dict[str, Any] = {}
     if job.warmup is not None:
-        start = latest_checkpoint(out / job.warmup.folder / "checkpoints")
-        if start is None:
-            raise CheckpointError(f"'{out / job.warmup.folder}' has no checkpoint; remove it.")
-        more["model"] = {"path": str(start)}
+        more["model"] = {"path": str(_start(job.warmup, out))}
     if job.buffer is not None:
         more["buffer"] = {"path": str(out / job.buffer.file)}
     calibration_s = calibrate()
     _trained(job.command, _placed(job.config, place, more), place)
+    has_warmup = (place / WARMUP).is_file()
+    warmup = read_metrics(place, WARMUP) if has_warmup else []
     costs = {
         kind: read_note(note_of(one, out))
         for kind, one in (("warmup", job.warmup), ("buffer", job.buffer))
@@ -149,40 +190,6 @@ def _run(job: RunPlan, out: Path) -> Line:
         "command": job.command,
         "calibration_s": calibration_s,
         "num_eval": job.config.tasks.num_eval,
-        "curve": curve(read_metrics(place)),
+        "curve": curve(read_metrics(place), warmup),
         **costs,
     }
-
-
-def curve(lines: Sequence[Mapping[str, float]]) -> list[Line]:
-    """Returns the accuracy at each evaluation, sampled where that was measured, with the costs so
-    far.
-
-    Args:
-        lines: of metrics.jsonl; the costs in it are those of each update.
-
-    Raises:
-        DataError: no evaluation.
-    """
-    spent, points = dict.fromkeys(COSTS, 0.0), []
-    for line in lines:
-        spent = {cost: total + _spent(line, cost) for cost, total in spent.items()}
-        measured = {
-            name: value
-            for name, value in line.items()
-            if name in ("eval/accuracy", "eval/accuracy_sampled") or "eval/pass_at_" in name
-        }
-        accuracy = measured.pop("eval/accuracy_sampled", None)
-        if accuracy is None:
-            accuracy = measured.pop("eval/accuracy", None)
-        if accuracy is not None:
-            points.append({"update": line["update"], "accuracy": accuracy, **measured, **spent})
-    if not points:
-        raise DataError("the run has no evaluation; expected eval.at_end = true.")
-    return points
-
-
-def _spent(line: Mapping[str, float], cost: str) -> float:
-    if cost == SHOWN and cost not in line:
-        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0)
-    return line.get(cost, 0.0)

@@ -3,6 +3,7 @@ from the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class BufferRetriever:
         environment.
         """
         self._buffer, self._settings = buffer, settings
-        self._num_nearest = settings.num_tries if is_tried else 1
+        self._is_tried, self._num_nearest = is_tried, settings.num_tries if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         self._counts: Counter[str] = Counter()
         self._busy_s = 0.0
@@ -61,6 +62,32 @@ class BufferRetriever:
         self._counts["asked"] += 1
         self._counts["nothing"] += found is None
         return found
+
+    async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
+        """Returns the task's own stored trajectories without gaps, of the sources that the recipe
+        names: the best rewarded first, of these those with the fewest steps."""
+        if not self._settings.allow_same_task:
+            return []
+        return await asyncio.to_thread(self._trajectories, task)
+
+    def _trajectories(self, task: Task) -> list[tuple[Trace, ...]]:
+        sources, first_key = self._settings.sources, retrieval_key(task.question, ())
+        whole = [
+            path
+            for path in self._buffer.trajectories(task.id)
+            if [trace.position for trace in path] == list(range(len(path)))
+            # Under another seed the same id may stand for another question; environments show it.
+            if path[0].key == first_key or self._is_tried
+            if not sources or path[0].source in sources
+        ]
+        return sorted(
+            whole,
+            key=lambda path: (
+                -path[-1].reward,
+                len(path),
+                [trace.content_hash for trace in path],
+            ),
+        )
 
     def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
         """Returns the answers to a batch; runs in the thread of retrievals."""

@@ -23,7 +23,7 @@ from treegraft.core.types import Origin, Status, Trace, Tree
 from treegraft.runs.beside import ways_out
 from treegraft.runs.start import Start
 from treegraft.settings.config import Config
-from treegraft.settings.explore import takes_warmup_of_buffer
+from treegraft.settings.explore import retrieves, takes_warmup_of_buffer
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
@@ -93,9 +93,8 @@ class RunBuffer:
         """None, like `buffer`, unless the buffer is used and open."""
         explorers = config.explore.explorers
         # A user's own explorer may retrieve too; it cannot be asked before it is built.
-        self.is_used = "graft" in explorers or (
-            bool(config.buffer.path) and any(":" in name for name in explorers)
-        )
+        is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
+        self.is_used = retrieves(explorers) or is_asked or config.loss.lesson_coef > 0
         self.is_imitated = takes_warmup_of_buffer(config)
         """Whether the warm-up takes its demonstrations from it."""
         # Loaded before the run folder is made: an encoder that cannot be loaded is bad input.

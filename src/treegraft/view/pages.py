@@ -10,7 +10,15 @@ from itertools import compress
 from statistics import fmean
 from typing import Any
 
-from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, Trajectory, Tree
+from treegraft.core.types import (
+    BranchCause,
+    GraftCause,
+    Leaf,
+    Step,
+    StoredCause,
+    Trajectory,
+    Tree,
+)
 from treegraft.runs.health import HealthWarning
 from treegraft.runs.record import SAMPLED_COLUMNS, step_to_dict
 from treegraft.view.branching import content_numbers, entropy_changes
@@ -26,8 +34,8 @@ def _is_graft(step: Step) -> bool:
 
 
 def _num_errors(steps: Sequence[Step]) -> int:
-    # Failed calls of the policy only; those of a graft are another agent's.
-    own = [step for step in steps if not _is_graft(step)]
+    # Failed calls of the policy only; those of a graft or a stored step are another agent's.
+    own = [step for step in steps if not isinstance(step.cause, GraftCause | StoredCause)]
     return sum(seen.is_error for step in own for seen in step.content.observations)
 
 
@@ -295,7 +303,7 @@ def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
     for step in path.steps:
         data = step_to_dict(step)
         names = ("id", "token_ids", "origins", "loss_mask", *SAMPLED_COLUMNS)
-        row = {name: data[name] for name in names}
+        row = {name: data.get(name) for name in names}
         row["advantage"] = path.advantage if step.advantage is None else step.advantage
         # A shared step may carry loss for other leaves, but not on this path.
         if not path.leaf.has_loss:

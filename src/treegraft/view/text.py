@@ -9,7 +9,15 @@ from rich.tree import Tree as Drawing
 
 from treegraft.core.errors import DataError
 from treegraft.core.text import plain
-from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, Tree
+from treegraft.core.types import (
+    BranchCause,
+    GraftCause,
+    Leaf,
+    RestartCause,
+    Step,
+    StoredCause,
+    Tree,
+)
 from treegraft.runs.transcript import transcript
 from treegraft.view.pages import best_leaf
 from treegraft.view.runs import Run
@@ -146,6 +154,12 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
             f"  graft from {plain(step.cause.source, 40)}, similarity {step.cause.similarity:.3f}",
             style="magenta",
         )
+    if isinstance(step.cause, StoredCause):
+        text.append(f"  stored, from {plain(step.cause.source, 40)}", style="magenta")
+    if isinstance(step.cause, RestartCause):
+        count = step.cause.num_steps
+        why = f"{step.cause.rule}, below {count} stored step{'s' * (count != 1)}"
+        text.append(f"  begins here: {plain(why, 60)}", style="cyan")
     if leaf is not None:
         number, end = leaf
         style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
+from treegraft.algo.aepo import with_entropy_factors
 from treegraft.algo.groups import Floats
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import CreditRule
 from treegraft.core.plugins import load_object
-from treegraft.core.types import LEARNING_RULES, Tree
+from treegraft.core.types import LEARNING_RULES, Step, Tree
 from treegraft.settings.config import Config
 
 
@@ -49,7 +50,7 @@ def credit_trees(
         SettingError: the rule failed, or returned something other than its tree with other
             advantages.
     """
-    own = config.credit.model_dump(exclude={"rule"}) | {
+    own = config.credit.model_dump(exclude={"rule", "token_entropy_weight"}) | {
         "learn_from_truncated": config.loss.learn_from_truncated
     }
     outcomes: Sequence[Floats | None] = [None] * len(trees)
@@ -59,6 +60,8 @@ def credit_trees(
         assign_credit(tree, outcomes=known, **own)
         for tree, known in zip(trees, outcomes, strict=True)
     ]
+    if weight := config.credit.token_entropy_weight:
+        credited = with_entropy_factors(credited, weight=weight)
     if rule is None:
         return credited
     return [_ruled(tree, rule, config.credit.rule) for tree in credited]
@@ -78,7 +81,8 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
     if _with_advantages(found, _none) != _with_advantages(tree, _none):
         raise SettingError(
             f"{where}: got a tree that differs in more than advantages; expected the tree it was"
-            " given, where only Leaf.advantage and Step.advantage are replaced."
+            " given, where only Leaf.advantage, Step.advantage and Step.credit_factors are other"
+            " ones."
         )
     try:
         found = _with_advantages(found, float)
@@ -103,18 +107,30 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
                 f"{where}: step '{step.id}' has advantage {step.advantage}; expected a finite"
                 " number or None."
             )
+        if not all(map(math.isfinite, step.credit_factors or ())):
+            raise SettingError(
+                f"{where}: step '{step.id}' has credit_factors {step.credit_factors}; expected"
+                " finite numbers, one for each of its tokens, or None."
+            )
     return found
 
 
 def _with_advantages(tree: Tree, change: Callable[[Any], float | None]) -> Tree:
-    """The tree with its advantages changed, where they are not None."""
+    """The tree with its advantages and factors changed, where they are not None."""
 
     def changed(value: float | None) -> float | None:
         return None if value is None else change(value)
 
+    def factors(step: Step) -> tuple[float, ...] | None:
+        column = step.credit_factors
+        return None if column is None or change is _none else tuple(map(float, column))
+
     return replace(
         tree,
-        steps=tuple(replace(step, advantage=changed(step.advantage)) for step in tree.steps),
+        steps=tuple(
+            replace(step, advantage=changed(step.advantage), credit_factors=factors(step))
+            for step in tree.steps
+        ),
         leaves=tuple(replace(leaf, advantage=changed(leaf.advantage)) for leaf in tree.leaves),
     )
 

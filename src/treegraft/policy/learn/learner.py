@@ -17,20 +17,23 @@ from treegraft.algo.losses import (
     k3_divergence,
     lesson_loss,
 )
-from treegraft.algo.rapo import graft_neighbours, shaping_factor
+from treegraft.algo.rapo import inexact_neighbours, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
-from treegraft.policy.head import Head, base_model, head_problem
-from treegraft.policy.hook import ATTENTION, install_attention, tree_attention
+from treegraft.policy.head import Head, base_model
+from treegraft.policy.hook import install_attention, tree_attention
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
+from treegraft.policy.learn.lessons import shared_out, teach, weight_of
 from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
     blank_batch,
     credit,
+    newest_of_several,
     num_lesson_tokens,
+    num_loss_tokens,
     num_tree_tokens,
     pack_trees,
 )
@@ -47,11 +50,13 @@ from treegraft.policy.learn.plan import (
     plan_passes,
     split_evenly,
     spread,
+    with_steps,
 )
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scored import Scored
 from treegraft.policy.learn.scores import (
     Scores,
+    check_head,
     chunked_scores,
     packed_hidden,
     packing_problem,
@@ -76,7 +81,7 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAU
     Raises:
         ModelError: its logits cannot be had from hidden states and output embeddings.
     """
-    _check_head(model)
+    check_head(model)
     if packing_problem(model) is not None:
         hidden = rowwise_hidden(model, batch)
     else:
@@ -132,7 +137,7 @@ class Learner:
         self.settings = learn
         self._loss = loss
         self._length_constant = float(loss.length_constant or length_constant)
-        _check_head(model)
+        check_head(model)
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
         """Why trees are run row by row; None where they are packed."""
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
@@ -144,6 +149,7 @@ class Learner:
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
+        self._newest: int | None = None
 
     def _placed(self, scored: Scored) -> Scored:
         """The module through which all passes run, where its weights are to lie."""
@@ -189,29 +195,37 @@ class Learner:
         be scored here, at the temperature they were sampled at. Trees without such a step come back
         as they are, at no cost.
         """
-        wanted = [
-            {
-                step.id
-                for path in tree.trajectories()
-                for pair in graft_neighbours(path.steps)
-                for step in pair
-                if step.entropy_kind is not EntropyKind.EXACT
-            }
-            for tree in trees
-        ]
-        plan = self._plan(trees, [n for n, names in enumerate(wanted) if names])
-        entropies = [
-            self.scores(batch)[1][: batch.sampled.numel() if pack else 0]
-            for pack, batch in self._batches(plan)
-        ]
+        wanted = [inexact_neighbours(tree) for tree in trees]
         found: dict[int, dict[str, Step]] = {}
-        # By step, not by tree: a tree that is split comes in several packs.
-        for n, step, values in by_step(plan, gathered(self._team, plan, entropies)):
+        indices = [n for n, names in enumerate(wanted) if names]
+        for n, step, values in self._scored_steps(trees, indices, entropies=True):
             if step.id in wanted[n]:
                 exact = spread(step, values, 0.0)
                 step = replace(step, entropies=exact, entropy_kind=EntropyKind.EXACT)
                 found.setdefault(n, {})[step.id] = step
-        return [_with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
+        return [with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
+
+    @torch.no_grad()
+    def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Returns the trees with the log-probabilities of their sampled tokens under the present
+        weights as `Step.old_logprobs`."""
+        found: dict[int, dict[str, Step]] = {}
+        for n, step, values in self._scored_steps(trees, range(len(trees)), entropies=False):
+            step = replace(step, old_logprobs=spread(step, values, 0.0))
+            found.setdefault(n, {})[step.id] = step
+        return [with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
+
+    def _scored_steps(
+        self, trees: Sequence[Tree], indices: Sequence[int], *, entropies: bool
+    ) -> Iterator[tuple[int, Step, list[float]]]:
+        """The policy's steps of some trees with their index, and what all ranks found for them."""
+        plan = self._plan(trees, indices)
+        columns = [
+            self.scores(batch)[int(entropies)][: batch.sampled.numel() if pack else 0]
+            for pack, batch in self._batches(plan)
+        ]
+        # By step, not by tree: a tree that is split comes in several packs.
+        return by_step(plan, gathered(self._team, plan, columns))
 
     def _plan(
         self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool = False
@@ -268,15 +282,19 @@ class Learner:
 
     # ------------------------------------------------------------------ one update
 
-    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+    def learn(
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+    ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
         metrics.
 
         Groups without variance are left out of the passes (unless the KL term needs them) and
-        counted in the denominators.
+        counted in the denominators. `lessons` are of a `LessonBook`, spread over the mini-batches.
         """
+        self._newest = newest_of_several(trees)
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
+        taught = shared_out(lessons, minibatches)
         is_learned = [self._is_learned(tree) for tree in trees]
         takes_lessons = self._loss.graft_coef > 0
         plans = {
@@ -298,13 +316,17 @@ class Learner:
         }
         tally = Tally()
         for part in passes:
+            # Gradients add up until the step.
+            tally.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, tally)
             denominators = self._denominators([trees[n] for n in part])
             packs[part] = self._optimiser_step(packs[part], denominators, tally)
         for own in packs.values():
             tally.add_sizes([pack.batch for pack in own if pack.parts])
         tally = combined(self._team, tally.state(), Tally.of)
         # A minibatch of skipped groups alone moves no weight.
-        num_steps = sum(any(is_learned[n] for n in part) for part in passes)
+        num_steps = sum(
+            any(is_learned[n] for n in part) or any(map(weight_of, taught[part])) for part in passes
+        )
         metrics = tally.metrics(num_steps, takes_lessons=takes_lessons)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
@@ -343,7 +365,7 @@ class Learner:
         for leaf in tree.leaves:
             factor = shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None
             leaves.append(replace(leaf, shaping_factor=factor))
-        return replace(_with_steps(tree, written), leaves=tuple(leaves))
+        return replace(with_steps(tree, written), leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
         has_signal = any(
@@ -406,7 +428,7 @@ class Learner:
             # A truncated path counts also where it carries no loss: without it, answers cut short
             # would raise the weight of those that remain.
             tokens += sum(
-                path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps)
+                path.leaf.weight * num_loss_tokens(path)
                 for path in tree.trajectories()
                 if LEARNING_RULES[path.status].in_denominator
             )
@@ -414,13 +436,10 @@ class Learner:
 
     def _factors(self, batch: TreeBatch, denominators: Denominators) -> Tensor:
         """[N] the factor of every contribution of each trajectory."""
-        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
-        owners = batch.trajectories[batch.carries_loss]
-        lengths = torch.bincount(owners, minlength=len(batch.paths)).to(torch.float64)
-        weights = torch.tensor(
-            [path.leaf.weight for path in batch.paths], dtype=torch.float64, device=owners.device
-        )
-        return contribution_weights(weights, lengths, denominators, self._loss.aggregation).float()
+        lengths = batch.lengths
+        weights = lengths.new_tensor([path.leaf.weight for path in batch.paths])
+        kind = self._loss.aggregation
+        return contribution_weights(weights, lengths, denominators, kind).float()
 
     def _pack_loss(
         self,
@@ -476,7 +495,7 @@ class Learner:
         # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
         if own is old or not any(tally.grad_norms):
-            tally.add("learn/engine_gap", (own - batch.sampling_logprobs).abs())
+            tally.add("learn/engine_gap", batch.engine_gaps(own, self._newest))
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
@@ -554,20 +573,3 @@ class Learner:
             self.optimiser.load_state(state)
         except KeyError as error:
             raise CheckpointError(f"the optimiser state does not fit the model: {error}") from error
-
-
-def _check_head(model: nn.Module) -> None:
-    # With our attention in place the model cannot be run plainly, and has been checked before.
-    is_checked = base_model(model).config._attn_implementation == ATTENTION
-    if not is_checked and (problem := head_problem(model)):
-        raise ModelError(
-            f"learner: this model cannot be trained here: {problem}; its head has a tail that is"
-            " not known yet"
-        )
-
-
-def _with_steps(tree: Tree, steps: Mapping[str, Step]) -> Tree:
-    """The tree with some of its steps exchanged, by id."""
-    if not steps:
-        return tree
-    return replace(tree, steps=tuple(steps.get(step.id, step) for step in tree.steps))

@@ -92,6 +92,8 @@ class TreeBatch:
     """[U] of its step; scores at temperature 0 are those of 1."""
     sampling_logprobs: Tensor
     """[U] of the engine."""
+    versions: Tensor
+    """[U] policy version that sampled it."""
     tokens: Tensor
     """[C] which unique sampled token a contribution is of."""
     trajectories: Tensor
@@ -100,7 +102,8 @@ class TreeBatch:
     carries_loss: Tensor
     """[C] bool"""
     advantages: Tensor
-    """[C] of the step where attribution is hard, else of the trajectory; 0 before credit."""
+    """[C] of the step where attribution is hard, else of the trajectory, times the token's factor
+    where it has one; 0 before credit."""
     paths: tuple[Trajectory, ...]
     """[N]"""
     step_offsets: tuple[dict[str, int], ...]
@@ -116,6 +119,23 @@ class TreeBatch:
     def num_path_tokens(self) -> int:
         """Tokens that separate trajectories would hold."""
         return sum(len(step.token_ids) for path in self.paths for step in path.steps)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] float64: |y|, the loss tokens of each trajectory's whole path; of a stored one, those
+        that its agent wrote."""
+        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
+        owners = self.trajectories[self.carries_loss]
+        sampled = torch.bincount(owners, minlength=len(self.paths)).to(torch.float64)
+        stored = [num_loss_tokens(path) if path.is_stored else 0 for path in self.paths]
+        return sampled + sampled.new_tensor(stored)
+
+    def engine_gaps(self, logprobs: Tensor, version: int | None) -> Tensor:
+        """Returns the distances of log-probabilities [U] from the engine's, where `version`
+        sampled; None for all tokens."""
+        gaps = (logprobs - self.sampling_logprobs).abs()
+        # Of a group that is replayed, it is how far the policy has moved since.
+        return gaps if version is None else gaps[self.versions == version]
 
     def per_trajectory(self, values: Tensor) -> list[Tensor]:
         """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories
@@ -266,6 +286,8 @@ class _Packer:
             columns["temperatures"].append(temperatures[mask])
         logprobs = _flat((step.sampling_logprobs for step in steps), np.float64, count)
         self.columns["sampling_logprobs"].append(logprobs[is_sampled])
+        versions = np.repeat([step.policy_version for step in steps], lengths)
+        self.columns["versions"].append(versions[is_sampled])
         added = np.concatenate([[0], np.cumsum(scored)])
         until = np.cumsum(lengths)
         counts = (added[until] - added[until - lengths]).tolist()
@@ -295,7 +317,7 @@ class _Packer:
             for step in path.steps:
                 # Also tokens without loss: diagnostics and the record go over every sampled token.
                 rows.append((*unique[step.id], number, credit(step, leaf), leaf.has_loss))
-                if step.id in lessons and has_lesson(leaf):
+                if step.id in lessons and teaches(path, step):
                     taught.append((*unique[lessons[step.id].id], number))
             self.paths.append(path)
         if not rows:
@@ -304,7 +326,10 @@ class _Packer:
         tokens = _ranges(starts, counts)
         self.columns["tokens"].append(tokens)
         self.columns["trajectories"].append(np.repeat(owners, counts))
-        self.columns["advantages"].append(np.repeat(np.array(advantages, np.float64), counts))
+        spread = np.repeat(np.array(advantages, np.float64), counts)
+        if any(step.credit_factors is not None for step in own):
+            spread *= _factors(own)[tokens - base]
+        self.columns["advantages"].append(spread)
         self.columns["carries_loss"].append(carries[tokens - base] & np.repeat(has_loss, counts))
         if taught:
             starts, counts, owners = zip(*taught, strict=True)
@@ -312,9 +337,16 @@ class _Packer:
             self.lesson_columns["trajectories"].append(np.repeat(owners, counts))
 
 
+def _factors(steps: Sequence[Step]) -> np.ndarray:
+    """The credit factors of the steps' sampled tokens, one after another."""
+    filled = [step.credit_factors or (1.0,) * len(step.token_ids) for step in steps]
+    masks = [step.sampled_mask for step in steps]
+    return _flat(map(compress, filled, masks), np.float64, sum(map(sum, masks)))
+
+
 def credit(step: Step, leaf: Leaf) -> float:
-    """Returns the advantage that a step's tokens carry on the trajectory that ends in `leaf`; 0
-    before credit."""
+    """Returns the advantage that a step's tokens carry on the trajectory that ends in `leaf`,
+    without `Step.credit_factors`; 0 before credit."""
     return (leaf.advantage or 0.0) if step.advantage is None else step.advantage
 
 
@@ -324,6 +356,20 @@ def has_lesson(leaf: Leaf) -> bool:
     return leaf.has_loss and (leaf.advantage or 0.0) > 0.0
 
 
+def teaches(path: Trajectory, step: Step) -> bool:
+    """Whether a trajectory imitates a step's lesson: a graft's, or one of the stored trajectory
+    that it is; never of stored steps that it began below."""
+    return bool(step.lesson_ids) and has_lesson(path.leaf) and (step.is_graft or path.is_stored)
+
+
+def num_loss_tokens(path: Trajectory) -> int:
+    """Returns |y|, the loss tokens of a whole path; of a stored trajectory, those that its agent
+    wrote."""
+    if path.is_stored:
+        return sum(len(step.lesson_ids) for step in path.steps)
+    return sum(sum(step.loss_mask) for step in path.steps)
+
+
 def lesson_steps(tree: Tree) -> dict[str, Step]:
     """Returns, for each graft that a trajectory worth imitating holds, its lesson as a step beside
     it.
@@ -331,13 +377,7 @@ def lesson_steps(tree: Tree) -> dict[str, Step]:
     The ordinals of lessons are negative, so that they stand before their siblings and are never
     taken.
     """
-    worth = {
-        step.id
-        for path in tree.trajectories()
-        if has_lesson(path.leaf)
-        for step in path.steps
-        if step.lesson_ids
-    }
+    worth = {step.id for path in tree.trajectories() for step in path.steps if teaches(path, step)}
     return {
         step.id: Step(
             # A step of its own beside the graft, not part of it: on the path below, the next step
@@ -417,10 +457,20 @@ def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
         "sources": [0],
         "temperatures": [1.0],
         "sampling_logprobs": [0.0],
+        "versions": [0],
     }
     columns = {name: [np.asarray(values.get(name, []))] for name in columns_of(TreeBatch)}
     tree = PackedTree(0, 2, (Node(0, 2, 2),))
     return TreeBatch(**_tensors(columns, device), trees=(tree,), paths=(), step_offsets=())
+
+
+def newest_of_several(trees: Sequence[Tree]) -> int | None:
+    """Returns the newest policy version that sampled any of the trees, None where one version
+    sampled all."""
+    versions = {
+        step.policy_version for tree in trees for step in tree.steps if any(step.sampled_mask)
+    }
+    return max(versions) if len(versions) > 1 else None
 
 
 def num_tree_tokens(tree: Tree) -> int:

@@ -11,12 +11,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from treegraft.policy.head import Head, base_model, decoder, first_line
+from treegraft.core.errors import ModelError
+from treegraft.policy.head import Head, base_model, decoder, first_line, head_problem
 from treegraft.policy.hook import ATTENTION, tree_attention
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
 
 Scores = tuple[Tensor, Tensor]
+
+
+def check_head(model: nn.Module) -> None:
+    """Raises ModelError for a model whose logits cannot be had from hidden states and output
+    embeddings."""
+    # With our attention in place the model cannot be run plainly, and has been checked before.
+    is_checked = base_model(model).config._attn_implementation == ATTENTION
+    if not is_checked and (problem := head_problem(model)):
+        raise ModelError(
+            f"learner: this model cannot be trained here: {problem}; its head has a tail that is"
+            " not known yet"
+        )
 
 
 def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True) -> Tensor:

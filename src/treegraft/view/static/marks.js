@@ -138,6 +138,8 @@ export function causeWords(step) {
   if (cause.kind === "continuation") return "the ordinary next step of its parent";
   if (isDrawn(step)) return "a branch: a further child of a finished step, drawn at random";
   if (cause.kind === "branch") return `a branch: ${changeWords(step, cause)}, ${decided(cause, true)}`;
+  if (cause.kind === "stored") return `a stored step of “${plain(cause.source)}”, whose trajectory earned ${score(cause.reward)}; rollouts begin below it`;
+  if (cause.kind === "restart") return `the beginning of a rollout below ${plural(cause.num_steps, "stored step")} (${plain(cause.rule)})`;
   return `a graft: retrieved from “${plain(cause.source)}”, written on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${score(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
 }
 

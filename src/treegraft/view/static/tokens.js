@@ -24,6 +24,7 @@ export function records(steps, isRight = null) {
       const one = { id, text: step.texts ? step.texts[n] : `#${id} `, origin: ORIGINS[origins[n]], loss: loss[n] === 1, step: step.id, position: position++, advantage: step.advantage, share: isRight && origins[n] === 1 ? 0.5 : 0 };
       const isSampled = origins[n] === 1;
       for (const [name, column] of Object.entries(SCORES)) one[name] = isSampled && step[column] ? step[column][sampled] : null;
+      if (isSampled && step.credit_factors && step.advantage !== null) one.advantage = step.advantage * step.credit_factors[sampled];
       if (isSampled) sampled++;
       found.push(one);
     });

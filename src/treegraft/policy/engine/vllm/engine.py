@@ -260,12 +260,13 @@ class VllmEngine:
             "time/engine_moved": float(fleet.num_moved),
             "time/engine_stale": float(fleet.num_repeated),
             "time/engine_restarts": float(fleet.num_revivals),
+            "time/engine_drained": float(fleet.num_drained),
             "time/engine_servers": float(len(fleet.live)),
             "time/engine_cached_frac": fleet.num_cached / max(1, fleet.num_prompt),
             "time/publish_bytes": float(self._num_bytes),
         }
         fleet.num_requests = fleet.num_moved = fleet.num_repeated = fleet.num_revivals = 0
-        fleet.num_cached = fleet.num_prompt = 0
+        fleet.num_cached = fleet.num_prompt = fleet.num_drained = 0
         self._num_bytes = 0
         return metrics
 

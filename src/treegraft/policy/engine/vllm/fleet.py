@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import statistics
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ WATCH_S = 5.0
 """Time between two looks at the servers, in seconds."""
 MAX_FAULTS = 8
 """A request that so many servers, or one server so often, failed to answer is given up."""
+SLOW_SHARE = 0.25
+"""A server is slow where it computes less than this share of what the others do in the median, in
+all and for each of its requests: one with few requests is slow by the first alone."""
+SLOW_LOOKS = 3
+"""Looks in a row after which it is drained."""
 _LOADING = "loading"
 _UNREADABLE = (ValueError, KeyError, TypeError, IndexError)
 """Raised by answers of another shape; SettingError, of a server that does not fit, is one of
@@ -45,6 +51,8 @@ class State(StrEnum):
     """Nothing yet, or nothing any more until it is back."""
     LIVE = "live"
     """It answers, with the weights that are due."""
+    DRAINED = "drained"
+    """It is slow: it gets no request until the next publish, unless no other is left."""
     LEFT_OUT = "left out"
     """It has died too often."""
 
@@ -74,6 +82,10 @@ class Member:
         self.hangs = False
         self.loading = asyncio.Lock()
         self.num_tokens, self.progress_at = -1.0, 0.0
+        self.speed: tuple[float, float] | None = None
+        """Tokens since the last look, in all and for each request; None where it had none."""
+        self.num_slow = 0
+        """Looks in a row at which it was slow."""
         self.identity: Mapping[str, Any] = {}
 
     @property
@@ -103,6 +115,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_requests = self.num_moved = self.num_repeated = self.num_revivals = 0
+        self.num_drained = 0
         self.num_prompt = self.num_cached = 0
 
     # ------------------------------------------------------------------ requests
@@ -170,6 +183,8 @@ class Fleet:
         while True:
             if self.death is not None:
                 raise self.death
+            if not self.live:
+                self._take_back()
             member = self._homes.get(home)
             if (member is None or member.state is not State.LIVE) and self.live:
                 member = self._homes[home] = min(self.live, key=lambda one: one.load)
@@ -263,7 +278,7 @@ class Fleet:
 
     def _go_live(self, member: Member) -> None:
         member.state, member.fault, member.hangs = State.LIVE, "", False
-        member.num_tokens = -1.0
+        member.num_tokens, member.speed, member.num_slow = -1.0, None, 0
         self._changed.set()
 
     def lost(self, member: Member, fault: str) -> None:
@@ -273,6 +288,24 @@ class Fleet:
             return
         member.state, member.fault = State.DOWN, fault
         self._spawn(self._revive(member))
+
+    def _drain(self, member: Member) -> None:
+        """Moves a slow server's requests to the others."""
+        member.state, member.fault = State.DRAINED, f"{member.server} is slow"
+        self.num_drained += 1
+        _log.warning(
+            "%s computes less than a quarter of the other servers' tokens a second; its requests"
+            " go to them until the next publish",
+            member.server,
+        )
+        for task in member.asking:
+            task.cancel()
+
+    def _take_back(self) -> None:
+        """Lets drained servers answer again."""
+        for member in self.members:
+            if member.state is State.DRAINED:
+                self._go_live(member)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -375,12 +408,29 @@ class Fleet:
                 except (Unreachable, EngineError, *_UNREADABLE) as error:
                     self.lost(member, str(error))
                     continue
-                if num_tokens != member.num_tokens or not member.asking:
+                since, count = num_tokens - member.num_tokens, len(member.asking)
+                is_known = member.num_tokens >= 0 and count
+                member.speed = (since, since / count) if is_known else None
+                if since or not count:
                     member.num_tokens, member.progress_at = num_tokens, loop.time()
                 elif loop.time() - member.progress_at > self.settings.vllm.hang_timeout_s:
                     waited = f"{self.settings.vllm.hang_timeout_s:g} s"
                     member.hangs = True
                     self.lost(member, f"it computed no token within {waited}")
+            self._find_slow()
+
+    def _find_slow(self) -> None:
+        """Drains a server that was slow at `SLOW_LOOKS` looks in a row."""
+        speeds = [(one, one.speed) for one in self.live if one.speed is not None]
+        for member, own in speeds:
+            others = [speed for one, speed in speeds if one is not member]
+            medians = map(statistics.median, zip(*others, strict=True))
+            is_slow = bool(others) and all(
+                mine < SLOW_SHARE * median for mine, median in zip(own, medians, strict=True)
+            )
+            member.num_slow = member.num_slow + 1 if is_slow else 0
+            if member.num_slow >= SLOW_LOOKS:
+                self._drain(member)
 
     def _log_of(self, member: Member) -> str:
         process = member.server.process
@@ -397,6 +447,7 @@ class Fleet:
         """
         self.due = due
         self.forget_homes()
+        self._take_back()
 
         async def load(member: Member) -> float | None:
             try:

@@ -1,0 +1,126 @@
+"""Rollouts below steps of a stored trajectory of the same task, and stored trajectories as
+leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treegraft.core.interfaces import NoiseKey
+from treegraft.core.keyed import keyed_int
+from treegraft.core.types import Below, RestartCause, Start, Stored, Tree
+from treegraft.explore.independent import Independent
+from treegraft.settings.explore import PrefixSettings
+
+
+class UniformPrefix(Independent):
+    """Opens some leaves at the prompt, and the others below the first steps of the task's best
+    stored trajectory, how many is drawn evenly.
+
+    Source: PrefixRL (arXiv 2601.18795): on-policy learning on prefixed problems, whose prefixes are
+    context and never targets, mixed with the problems themselves. Each place is a group of its own,
+    as the prefixed problem is in the paper. Departures: a tree holds both, so the share of
+    prefixes is one of leaves; a prefix ends with a step.
+    """
+
+    rule = "prefixrl"
+
+    def __init__(self, settings: PrefixSettings) -> None:
+        """Takes the number of leaves below stored steps, and of places, from the settings."""
+        self._settings = settings
+
+    def starts(self, max_leaves: int) -> Start:
+        """Returns the leaves at the prompt."""
+        return Start(max(0, max_leaves - self._settings.num_restarts))
+
+    def usable(self, stored: Sequence[Stored]) -> list[int]:
+        """Returns the numbers of the stored trajectories that were good enough, best first."""
+        return [n for n, one in enumerate(stored) if one.reward >= self._settings.min_reward]
+
+    def best(self, stored: Sequence[Stored]) -> int | None:
+        """Returns the number of the best one that rollouts can begin below; None without one."""
+        return next((n for n in self.usable(stored) if stored[n].num_steps), None)
+
+    def restarts(
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+    ) -> Sequence[Start]:
+        """Returns all leaves at once; later those that are missing, at the prompt."""
+        best = self.best(stored)
+        if tree.leaves or best is None:
+            return [Start(max_leaves - len(tree.leaves))]
+        own, counts = self.starts(max_leaves), dict[int, int]()
+        for leaf in range(max_leaves - own.num):
+            place = keyed_int(*noise_key, "prefix", leaf % self._settings.num_places)
+            num_steps = 1 + place % stored[best].num_steps
+            counts[num_steps] = counts.get(num_steps, 0) + 1
+        below = [Start(num, Below(best, num_steps, self.rule)) for num_steps, num in counts.items()]
+        return [own, *below]
+
+
+class ShortestPrefix(UniformPrefix):
+    """Where all own rollouts failed, looks for the shortest prefix of the best stored trajectory
+    from which some succeed, and spends the other leaves there.
+
+    Source: BREAD (arXiv 2506.17211): branched rollouts from expert anchors, by binary search, for
+    tasks that the agent does not solve. Departures: the search is paid from the tree's own leaves;
+    those of the places that were tried stay in the tree, each place a group of its own; a
+    prefix ends with a step.
+    """
+
+    rule = "bread"
+    wants_rewards = True
+
+    def restarts(
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+    ) -> Sequence[Start]:
+        """Returns the own rollouts; then, one at a time, the places that the search tries; then
+        what is left, at the place it found, or at the prompt where an own rollout succeeded."""
+        if not tree.leaves:
+            return [self.starts(max_leaves)]
+        missing, best = Start(max_leaves - len(tree.leaves)), self.best(stored)
+        succeeded = self._successes(tree)
+        if best is None or succeeded.get(0, False) or missing.num <= 0:
+            return [missing]
+        # Every prefix up to `low` failed; `high` is the shortest that succeeded.
+        low = max((place for place, is_won in succeeded.items() if not is_won), default=0)
+        high = min((place for place, is_won in succeeded.items() if is_won), default=None)
+        last = stored[best].num_steps
+        place = last if low >= last else (low + (last if high is None else high) + 1) // 2
+        is_found = low >= last or (high is not None and high - low <= 1)
+        if is_found:
+            place = last if high is None else high
+        num = missing.num if is_found else min(self._settings.num_probes, missing.num)
+        return [Start(num, Below(best, place, self.rule))]
+
+    def _successes(self, tree: Tree) -> dict[int, bool]:
+        """Whether any rollout succeeded, by the number of stored steps above it."""
+        found: dict[int, bool] = {}
+        for path in tree.trajectories():
+            causes = [step.cause for step in path.steps]
+            above = [one.num_steps for one in causes if isinstance(one, RestartCause)]
+            place = above[-1] if above else 0
+            is_won = path.reward is not None and path.reward >= self._settings.min_reward
+            found[place] = found.get(place, False) or is_won
+        return found
+
+
+class WholeTrajectory(UniformPrefix):
+    """Takes the best stored trajectories themselves as leaves of the group, beside own rollouts.
+
+    Source: LUFFY (arXiv 2504.14945): 7 rollouts and 1 expert trajectory. Its loss on them is
+    loss.graft_coef = 1 with loss.graft_form = "luffy"; which statistics their rewards enter is
+    credit.stored.
+    """
+
+    def restarts(
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+    ) -> Sequence[Start]:
+        """Returns all leaves at once; later those that are missing, at the prompt."""
+        if tree.leaves:
+            return [Start(max_leaves - len(tree.leaves))]
+        whole = [number for number in self.usable(stored) if stored[number].has_answer]
+        chosen = whole[: self._settings.num_restarts]
+        own = Start(max_leaves - len(chosen))
+        return [own, *(Start(1, Below(number, None)) for number in chosen)]
+
+
+PREFIX_RULES = {"prefixrl": UniformPrefix, "bread": ShortestPrefix, "whole": WholeTrajectory}

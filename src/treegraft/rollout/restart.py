@@ -1,0 +1,196 @@
+"""Rollouts that begin below steps of a stored trajectory of the same task: the stored steps in the
+tree, and the environment in the state after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from treegraft.core.errors import ToolUnavailable
+from treegraft.core.interfaces import Format
+from treegraft.core.sessions import Point, Session, Sessions, Untrue
+from treegraft.core.types import (
+    Below,
+    Cause,
+    Origin,
+    RestartCause,
+    Status,
+    StepContent,
+    Stored,
+    StoredCause,
+    Trace,
+)
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.tree import OpenPath, OpenTree
+
+MIN_ROOM = 16
+"""Fewest tokens that a rollout must have left below stored steps."""
+_NOTHING = Stored(num_steps=0, has_answer=False, reward=0.0, source="")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A stored step as the policy would have written it."""
+
+    content: StepContent
+    token_ids: tuple[int, ...]
+    own_ids: tuple[int, ...]
+    """Those of them that its agent wrote."""
+
+
+class StoredSteps:
+    """The stored trajectories of one tree's task."""
+
+    def __init__(
+        self,
+        found: Sequence[Sequence[Trace]],
+        tree: OpenTree,
+        sessions: Sessions,
+        format: Format,
+        limits: Limits,
+    ) -> None:
+        """Args: found: trajectories of the tree's task, whole and in order."""
+        self._tree, self._sessions, self._format, self._limits = tree, sessions, format, limits
+        steps = [list(self._rendered([trace.value for trace in traces])) for traces in found]
+        self._usable = [
+            (traces, own, self._size(traces, own)) for traces, own in zip(found, steps, strict=True)
+        ]
+        self.num_untrue = 0
+        """Stored trajectories that the environment contradicted."""
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """What an explorer sees of them, in their order."""
+        return tuple(size for _, _, size in self._usable)
+
+    def _rendered(self, values: Sequence[str | StepContent]) -> Iterator[_Step]:
+        """The steps up to the first that the policy could not have written."""
+        for value in values:
+            if isinstance(value, str):
+                return
+            try:
+                spans = self._format.render_step(value)
+            except ValueError:
+                return
+            own = tuple(token for ids, origin in spans if origin is Origin.POLICY for token in ids)
+            yield _Step(value, tuple(token for ids, _ in spans for token in ids), own)
+
+    def _size(self, traces: Sequence[Trace], steps: Sequence[_Step]) -> Stored:
+        limit = self._limits.max_completion_tokens
+        ends = list(accumulate(len(step.token_ids) for step in steps))
+        # A call without its result is not a place from which an agent could go on.
+        before = [step.content.answer is None and step.content.observations for step in steps]
+        num_before = next((n for n, fits in enumerate(before) if not fits), len(steps))
+        ends_well = len(steps) == len(traces) and steps[-1].content.answer is not None
+        return Stored(
+            num_steps=sum(end + MIN_ROOM <= limit for end in ends[:num_before]),
+            has_answer=bool(ends_well and num_before == len(steps) - 1 and ends[-1] <= limit),
+            reward=traces[0].reward,
+            source=traces[0].source,
+        )
+
+    def _drop(self, number: int) -> None:
+        traces, steps, _ = self._usable[number]
+        self._usable[number] = (traces, steps, _NOTHING)
+        self.num_untrue += 1
+
+    async def open(self, below: Below, num: int) -> list[tuple[OpenPath, Cause]] | None:
+        """Returns `num` paths that stand below stored steps, and why; none of them for a whole
+        stored trajectory, which becomes a leaf. None where there are no such steps, or where the
+        environment contradicts them."""
+        _, steps, size = self._usable[below.stored]
+        count = below.num_steps
+        if count is None:
+            return [] if num == 1 and await self._attach(below.stored) else None
+        if not 1 <= count <= size.num_steps:
+            return None
+        found = await self._enacted(below.stored, steps[:count])
+        if found is None:
+            return None
+        session, shown = found
+        try:
+            if not session.can_branch:
+                return None
+            # Kept: each rollout takes a copy or a replay of its own.
+            point = session.mark(is_kept=True)
+            point.reserve(num)
+            path = self._appended(below.stored, shown, point)
+            cause = RestartCause(rule=below.rule, num_steps=count)
+            return [(path.copy(), cause) for _ in range(num)]
+        finally:
+            session.release()
+
+    async def _attach(self, number: int) -> bool:
+        """Makes a whole stored trajectory a leaf of the tree; returns whether that could be
+        done."""
+        _, steps, size = self._usable[number]
+        found = await self._enacted(number, steps) if size.has_answer else None
+        if found is None:
+            return False
+        session, shown = found
+        try:
+            reward = await session.reward()
+        except ToolUnavailable:
+            return False
+        finally:
+            session.release()
+        path = self._appended(number, shown, None, is_taught=True)
+        # Another trajectory with the same tokens is that leaf.
+        if self._tree.has_leaf(path.parent):
+            return False
+        answer = self._format.answer_of(shown[-1].content, self._tree.task)
+        self._tree.end_path(path, Status.COMPLETED, answer)
+        self._tree.reward_path(path, reward)
+        return True
+
+    async def _enacted(
+        self, number: int, steps: Sequence[_Step]
+    ) -> tuple[Session, list[_Step]] | None:
+        """A session in the state after the steps, and these with the results that came; None where
+        others came."""
+        # Behind the ordinals of the rollouts that begin at the prompt, whose environments may have
+        # begun.
+        point = self._sessions.start(self._limits.num_leaves)
+        try:
+            session = await point.open()
+        except ToolUnavailable:
+            return None
+        contents = [step.content for step in steps]
+        try:
+            came = await session.enact(contents)
+        except (Untrue, ToolUnavailable) as error:
+            session.release()
+            if isinstance(error, Untrue):
+                self._drop(number)
+            return None
+        shown = list(steps) if list(came) == contents else list(self._rendered(came))
+        num_tokens = sum(len(step.token_ids) for step in shown)
+        # Results that say the same in more words may leave no room.
+        room = self._limits.max_completion_tokens - num_tokens
+        is_whole = steps[-1].content.answer is not None
+        if len(shown) < len(steps) or room < (0 if is_whole else MIN_ROOM):
+            session.release()
+            return None
+        return session, shown
+
+    def _appended(
+        self,
+        number: int,
+        steps: Sequence[_Step],
+        point: Point | None,
+        *,
+        is_taught: bool = False,
+    ) -> OpenPath:
+        """A path below the steps, which the tree then has."""
+        traces, _, _ = self._usable[number]
+        tree = self._tree
+        path = tree.open_path(point)
+        for trace, step in zip(traces, steps, strict=False):
+            cause = StoredCause(
+                source=trace.source, reward=trace.reward, content_hash=trace.content_hash
+            )
+            lesson = step.own_ids if is_taught else ()
+            temperature = self._limits.temperature
+            tree.add_stored(path, step.token_ids, step.content, cause, lesson, temperature)
+        return path

@@ -1,0 +1,427 @@
+"""Tables of a study's results: one row for each arm in each world, over complete pairs."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, Key, Line, key_of
+from treegraft.study.statistics import (
+    accuracy_at,
+    area,
+    bootstrap_interval,
+    holm,
+    interquartile_mean,
+    permutation_test,
+    probability_of_improvement,
+)
+
+WITH_BUFFER = "calls with the buffer's"
+"""A cost of its own: executed calls after those that the buffer's trajectories hold."""
+NAMES: Mapping[str, str] = {
+    CALLS: "calls",
+    WITH_BUFFER: WITH_BUFFER,
+    SHOWN: "shown calls",
+    SECONDS: "CPU s",
+}
+SPREAD = 1.05
+"""Ratio of calibrations from which a table says that they differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What tables compare: Question(baseline="GRPO", primary=None, at={CALLS: (4000,)})"""
+
+    baseline: str
+    primary: str | None = None
+    at: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Budgets at which arms are compared, by cost; a cost without one takes, pair by pair, the
+    total of the arm that spends least of it."""
+    goes_on: bool = False
+    """Whether a run that ended before a budget counts with its last accuracy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """An arm in a world, over the pairs that all arms have finished. Intervals are 95 % (bootstrap
+    over pairs)."""
+
+    world: str
+    arm: str
+    last: Sequence[float]
+    """Accuracy at the last evaluation, pair by pair."""
+    mean: float
+    interval: tuple[float, float]
+    iqm: float
+    gain: float
+    """Mean paired difference to the baseline."""
+    gain_interval: tuple[float, float]
+    better: float
+    """Probability of improvement over the baseline."""
+    totals: Mapping[str, float]
+    """Mean of each cost of a whole run; seconds as those of the median calibration."""
+    buffer_calls: float
+    """Mean calls in the buffer's trajectories, buffer_cpu_s the seconds to make it; these are part
+    of the seconds of the curve, the calls are not part of its calls."""
+    buffer_cpu_s: float
+    tuning: Mapping[str, float]
+    at: Mapping[str, Sequence[float | None]]
+    """Accuracy at each budget, pair by pair; None where the run ended before."""
+    areas: Mapping[str, float | None]
+    """Mean area under the accuracy-cost curve up to the same budgets, over the pairs that reach
+    them."""
+    pass_at: Mapping[str, float]
+    """Mean pass@k at the last evaluation, where it was sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Test:
+    """The primary arm less another one: difference, interval, and p of the paired permutation test
+    before and after Holm's correction over the arms of its world and column."""
+
+    world: str
+    column: str
+    other: str
+    num_pairs: int
+    difference: float
+    interval: tuple[float, float]
+    p: float
+    p_holm: float
+
+
+class Runs:
+    """The results of a study, by world, arm and pair."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines: dict[Key, Line] = {key_of(line): line for line in lines}
+        self.worlds = list(dict.fromkeys(key[0] for key in self._lines))
+        calibrations = [line["calibration_s"] for line in lines if line.get("calibration_s")]
+        self.calibrations = sorted(calibrations)
+        self._reference = statistics.median(calibrations) if calibrations else 1.0
+
+    def arms(self, world: str) -> list[str]:
+        """Returns the arms that have a run in the world, in order."""
+        return list(dict.fromkeys(arm for place, arm, _ in self._lines if place == world))
+
+    def pairs(self, world: str) -> list[int]:
+        """Returns the pairs that all these arms have finished."""
+        found = [
+            {pair for place, one, pair in self._lines if (place, one) == (world, arm)}
+            for arm in self.arms(world)
+        ]
+        return sorted(set.intersection(*found)) if found else []
+
+    def of(self, world: str, arm: str) -> list[Line]:
+        """Returns an arm's runs of those pairs."""
+        return [self._lines[world, arm, pair] for pair in self.pairs(world)]
+
+    def has(self, cost: str) -> bool:
+        """Returns whether all runs recorded this cost."""
+        name = CALLS if cost == WITH_BUFFER else cost
+        return all(name in line["curve"][-1] for line in self._lines.values())
+
+    def curve(self, line: Line, cost: str) -> tuple[list[float], list[float]]:
+        """Returns the cost so far and the accuracy at each evaluation; the cost of the buffer comes
+        first, at the accuracy of the start."""
+        points, before = line["curve"], 0.0
+        name = CALLS if cost == WITH_BUFFER else cost
+        costs = [point.get(name, 0.0) for point in points]
+        accuracies = [point["accuracy"] for point in points]
+        if cost == WITH_BUFFER:
+            before = float(line.get("buffer", {}).get("calls", 0))
+        if cost == SECONDS:
+            own = line.get("calibration_s") or self._reference
+            before = self._scaled(line.get("buffer", {}))
+            costs = [one * self._reference / own for one in costs]
+        if before:
+            return [0.0, *(before + one for one in costs)], [accuracies[0], *accuracies]
+        return costs, accuracies
+
+    def _scaled(self, costs: Mapping[str, float]) -> float:
+        own = costs.get("calibration_s") or self._reference
+        return costs.get("cpu_s", 0.0) * self._reference / own
+
+    def buffer_costs(self, line: Line) -> tuple[float, float]:
+        """Returns calls and seconds of a run's buffer; 0 without one."""
+        made = line.get("buffer", {})
+        return float(made.get("calls", 0)), self._scaled(made)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    kept = [value for value in values if value is not None]
+    return statistics.fmean(kept) if kept else None
+
+
+def _budgets(
+    runs: Runs, world: str, question: Question
+) -> Iterator[tuple[str, str, Sequence[float]]]:
+    """Each column of accuracy at equal cost: its name, cost, and the budget of each pair."""
+    num_pairs = len(runs.pairs(world))
+    has_buffer = any("buffer" in line for arm in runs.arms(world) for line in runs.of(world, arm))
+    for cost, name in NAMES.items():
+        if (cost == WITH_BUFFER and not has_buffer) or not runs.has(cost):
+            continue
+        given = question.at.get(CALLS if cost in (WITH_BUFFER, SHOWN) else cost, ())
+        for at in given:
+            yield f"at {at:,.0f} {name}", cost, [at] * num_pairs
+        if not given:
+            ends = [
+                [runs.curve(line, cost)[0][-1] for line in runs.of(world, arm)]
+                for arm in runs.arms(world)
+            ]
+            # A run that spends none of it says nothing about what is affordable.
+            least = [min(filter(None, of_pair), default=0.0) for of_pair in zip(*ends, strict=True)]
+            yield f"at equal {name}", cost, least
+
+
+def rows(runs: Runs, world: str, question: Question) -> list[Row]:
+    """Returns the rows of a world, in the order of its arms; none where no pair is complete."""
+    if not runs.pairs(world):
+        return []
+    arms, budgets = runs.arms(world), list(_budgets(runs, world, question))
+    last = {arm: [line["curve"][-1]["accuracy"] for line in runs.of(world, arm)] for arm in arms}
+    reference = last[question.baseline if question.baseline in arms else arms[0]]
+    found = []
+    for arm in arms:
+        lines = runs.of(world, arm)
+        gains = [a - b for a, b in zip(last[arm], reference, strict=True)]
+        at = {
+            name: [
+                accuracy_at(*runs.curve(line, cost), limit, goes_on=question.goes_on)
+                for line, limit in zip(lines, limits, strict=True)
+            ]
+            for name, cost, limits in budgets
+        }
+        areas = {
+            name: _mean(
+                [
+                    area(*runs.curve(line, cost), limit, goes_on=question.goes_on)
+                    for line, limit in zip(lines, limits, strict=True)
+                ]
+            )
+            for name, cost, limits in budgets
+        }
+        ends = {
+            cost: statistics.fmean(runs.curve(line, cost)[0][-1] for line in lines)
+            for cost in (CALLS, SHOWN, TOKENS, SECONDS)
+            if runs.has(cost)
+        }
+        made = [runs.buffer_costs(line) for line in lines]
+        keys = [key for key in lines[0]["curve"][-1] if key.startswith("eval/pass_at_")]
+        found.append(
+            Row(
+                world=world,
+                arm=arm,
+                last=last[arm],
+                mean=statistics.fmean(last[arm]),
+                interval=bootstrap_interval(last[arm]),
+                iqm=interquartile_mean(last[arm]),
+                gain=statistics.fmean(gains),
+                gain_interval=bootstrap_interval(gains),
+                better=probability_of_improvement(last[arm], reference),
+                totals=ends,
+                buffer_calls=statistics.fmean(calls for calls, _ in made),
+                buffer_cpu_s=statistics.fmean(seconds for _, seconds in made),
+                tuning=lines[0].get("tuning", {}),
+                at=at,
+                areas=areas,
+                pass_at={
+                    key: statistics.fmean(line["curve"][-1].get(key, 0.0) for line in lines)
+                    for key in keys
+                },
+            )
+        )
+    return found
+
+
+def tests(found: Sequence[Row], primary: str) -> list[Test]:
+    """Returns the primary arm against each of the others, at the end and at each budget."""
+    by_arm = {row.arm: row for row in found}
+    if primary not in by_arm:
+        return []
+    ours = by_arm[primary]
+    columns: dict[str, Mapping[str, Sequence[float | None]]] = {
+        "last": {arm: row.last for arm, row in by_arm.items()}
+    }
+    columns |= {name: {arm: row.at[name] for arm, row in by_arm.items()} for name in ours.at}
+    made: list[Test] = []
+    for column, values in columns.items():
+        of_column = []
+        for other in by_arm:
+            both = [
+                (a, b)
+                for a, b in zip(values[primary], values[other], strict=True)
+                if a is not None and b is not None
+            ]
+            if other != primary and both:
+                x, y = zip(*both, strict=True)
+                of_column.append((other, [a - b for a, b in both], permutation_test(x, y)))
+        corrected = holm([p for *_, p in of_column])
+        made += [
+            Test(
+                world=ours.world,
+                column=column,
+                other=other,
+                num_pairs=len(differences),
+                difference=statistics.fmean(differences),
+                interval=bootstrap_interval(differences),
+                p=p,
+                p_holm=p_holm,
+            )
+            for (other, differences, p), p_holm in zip(of_column, corrected, strict=True)
+        ]
+    return made
+
+
+# ---------------------------------------------------------------------- Markdown
+
+
+def _interval(value: float, interval: tuple[float, float]) -> str:
+    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def _share(values: Sequence[float | None]) -> str:
+    mean = _mean(values)
+    if mean is None:
+        return "-"
+    num = sum(value is not None for value in values)
+    return f"{mean:.2f}" + (f" ({num} of {len(values)})" if num < len(values) else "")
+
+
+def _table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *body]
+    return [f"| {' | '.join(line)} |" for line in lines] + [""]
+
+
+def markdown(runs: Runs, question: Question) -> str:
+    """Returns all tables of a study, with what a reader has to know about its runs."""
+    lines = list(_about(runs))
+    for world in runs.worlds:
+        found = rows(runs, world, question)
+        if not found:
+            lines += [f"**{world}**: no pair is complete for all arms yet.", ""]
+            continue
+        baseline = question.baseline if question.baseline in runs.arms(world) else found[0].arm
+        names = list(found[0].at)
+        shown = list(found[0].pass_at)
+        header = ["arm", "held out", "IQM", f"less {baseline}", "P(better)"]
+        header += [key.removeprefix("eval/").replace("_at_", "@") for key in shown]
+        lines += [f"**{world}**, {len(found[0].last)} pairs", ""]
+        lines += _table(
+            [*header, *names],
+            [
+                [
+                    row.arm,
+                    _interval(row.mean, row.interval),
+                    f"{row.iqm:.2f}",
+                    "" if row.arm == baseline else _interval(row.gain, row.gain_interval),
+                    "" if row.arm == baseline else f"{row.better:.2f}",
+                    *(f"{row.pass_at.get(key, 0.0):.2f}" for key in shown),
+                    *(_share(row.at[name]) for name in names),
+                ]
+                for row in found
+            ],
+        )
+        lines += _costs(found)
+        if question.primary is not None:
+            lines += _tests(tests(found, question.primary), question.primary)
+    return "\n".join(lines)
+
+
+def _costs(found: Sequence[Row]) -> list[str]:
+    names = list(found[0].at)
+    columns: dict[str, Callable[[Row], str]] = {
+        title: functools.partial(_total, cost=cost, form=form)
+        for title, cost, form in (
+            ("calls", CALLS, ",.0f"),
+            ("shown calls", SHOWN, ",.0f"),
+            ("tokens", TOKENS, ",.0f"),
+            ("CPU s", SECONDS, ",.1f"),
+        )
+        if any(cost in row.totals for row in found)
+    }
+    if any(row.buffer_calls or row.buffer_cpu_s for row in found):
+        columns["buffer's calls"] = lambda row: f"{row.buffer_calls:,.0f}"
+        columns["buffer's CPU s"] = lambda row: f"{row.buffer_cpu_s:,.1f}"
+    if any(row.tuning for row in found):
+        columns["tuning calls"] = lambda row: f"{row.tuning.get('calls', 0.0):,.0f}"
+        columns["tuning CPU s"] = lambda row: f"{row.tuning.get('cpu_s', 0.0):,.1f}"
+    areas = [[_number(row.areas[name]) for name in names] for row in found]
+    return _table(
+        ["arm", *columns, *(f"area {name.removeprefix('at ')}" for name in names)],
+        [
+            [row.arm, *(cell(row) for cell in columns.values()), *own]
+            for row, own in zip(found, areas, strict=True)
+        ],
+    )
+
+
+def _total(row: Row, *, cost: str, form: str) -> str:
+    return format(row.totals[cost], form) if cost in row.totals else "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _tests(found: Sequence[Test], primary: str) -> list[str]:
+    body = [
+        [
+            one.column,
+            one.other,
+            str(one.num_pairs),
+            _interval(one.difference, one.interval),
+            f"{one.p:.4f}",
+            f"{one.p_holm:.4f}",
+        ]
+        for one in found
+    ]
+    header = ["column", f"{primary} less", "pairs", "difference", "p", "p (Holm)"]
+    return _table(header, body) if body else []
+
+
+def _about(runs: Runs) -> Iterator[str]:
+    lines = [
+        line for world in runs.worlds for arm in runs.arms(world) for line in runs.of(world, arm)
+    ]
+    dates = sorted({line["date"] for line in lines if "date" in line})
+    machines = sorted({str((line.get("machine") or {}).get("cpu", "")) for line in lines} - {""})
+    commits = sorted({str(line["commit"])[:7] for line in lines if line.get("commit")})
+    said = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
+    said += [", ".join(machines)] if machines else []
+    said += (
+        [f"commits {', '.join(commits)}" if len(commits) > 1 else f"commit {commits[0]}"]
+        if commits
+        else []
+    )
+    if any(line.get("is_dirty") for line in lines):
+        said.append("with changes that are not committed")
+    if said:
+        yield "; ".join(said) + "."
+    if runs.calibrations and runs.calibrations[-1] > SPREAD * runs.calibrations[0]:
+        yield (
+            f"The calibration took {runs.calibrations[0]:.3f} to {runs.calibrations[-1]:.3f} CPU s"
+            " beside the runs; their CPU seconds are scaled to its median."
+        )
+    if said:
+        yield ""
+
+
+def as_data(runs: Runs, question: Question) -> dict[str, Any]:
+    """Returns the same for programs."""
+    found = {world: rows(runs, world, question) for world in runs.worlds}
+    primary = question.primary
+    return {
+        "baseline": question.baseline,
+        "primary": primary,
+        "rows": [asdict(row) for of_world in found.values() for row in of_world],
+        "tests": [
+            asdict(one)
+            for of_world in found.values()
+            if primary is not None
+            for one in tests(of_world, primary)
+        ],
+    }
