@@ -6,7 +6,7 @@ STAMP := $(VENV)/.treegraft-installed
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test check bench gpu docs install clean
+.PHONY: vllm-env demo figures test check smoke bench gpu docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -41,6 +41,10 @@ figures: install
 # One process for each core; a file stays in one, so that what its tests share is made once.
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+# One update of each of the papers' recipes, in miniature.
+smoke: install
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_recipe_files.py
 
 check: install
 	$(BIN)/ruff check .

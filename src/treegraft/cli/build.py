@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -123,8 +123,8 @@ def build(
     from treegraft.traces.fill import AgentChoice, BufferBuild
 
     config = load_config(recipe, overrides or [])
-    given = {"agent": agent, "model": model, "num_samples": samples, "num_tasks": num_tasks}
-    given |= {"num_best": keep, "min_reward": min_reward}
+    given: dict[str, Any] = {"agent": agent, "model": model, "num_tasks": num_tasks}
+    given |= {"num_samples": samples, "num_best": keep, "min_reward": min_reward}
     settings = config.buffer.build.model_copy(
         update={name: value for name, value in given.items() if value is not None}
     )
