@@ -289,7 +289,7 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield from _above(config, "explore.num_first", "explore.num_leaves")
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
-    if retrieves(explore.explorers) or takes_warmup_of_buffer(config):
+    if retrieves(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
         yield from _buffer_wrong(config)
 
 
@@ -330,8 +330,12 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
         )
     if not settings.path:
         named = next((name for name in RETRIEVING if name in config.explore.explorers), None)
-        other = "warmup.traces" if named is None else "explore.explorers"
-        use = f'has "{named}", which retrieves from a' if named else 'is "buffer", which means this'
+        other = "explore.explorers"
+        use = f'has "{named}", which retrieves from a'
+        if named is None:
+            by_lessons = config.loss.lesson_coef > 0
+            other = "loss.lesson_coef" if by_lessons else "warmup.traces"
+            use = "takes lessons from a" if by_lessons else 'is "buffer", which means this'
         yield Contradiction(
             ("buffer.path", other),
             f"buffer.path: got none, but {other} {use} Step-Trace Buffer. Make one with"

@@ -44,9 +44,10 @@ def takes_warmup_of_buffer(config: Settings) -> bool:
 
 
 def reads_buffer(config: Settings) -> str:
-    """Returns why the buffer has no effect; "" where grafts, stored steps or the warm-up come from
-    it."""
-    if takes_warmup_of_buffer(config) or not with_prefix(config):
+    """Returns why the buffer has no effect; "" where grafts, stored steps, lessons or the warm-up
+    come from it."""
+    has_lessons = bool(value_of(config, "loss.lesson_coef"))
+    if has_lessons or takes_warmup_of_buffer(config) or not with_prefix(config):
         return ""
     return next(filter(None, (condition(config) for condition in _grafts)), "")
 
@@ -248,11 +249,32 @@ class GrowSettings(Settings):
     least rewarded."""
 
 
+class BuildSettings(Settings):
+    """Settings of `treegraft buffer build`, whose options count above them; of a .jsonl file as
+    buffer.path, `num_best` and `min_reward` count."""
+
+    agent: str = "expert"
+    """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
+    an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
+    model: str | None = None
+    """Model of the server; None where it serves only one."""
+    num_samples: int = setting(16, ge=1)
+    """Attempts per task (RAPO's N)."""
+    num_best: int = setting(5, ge=1)
+    """Trajectories kept per task, the best by reward (RAPO's K)."""
+    min_reward: float = 0.0
+    """Only trajectories with a reward above this are kept."""
+    num_tasks: int | None = setting(None, ge=1)
+    """Training tasks that are answered, the first ones; None for all."""
+
+
 class BufferSettings(Settings):
     path: str = setting("", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
-    are expanded), or "expert": the tasks' scripted expert solves the training tasks before the
-    first update."""
+    are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
+    the run makes its own buffer, or "expert": the tasks' scripted expert solves the training tasks
+    before the first update."""
+    build: BuildSettings = BuildSettings()
     encoder: str = "minilm"
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that

