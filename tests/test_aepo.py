@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def forked() -> Tree:
     return assign_credit(build_tree(Part("p", (shared, cut))), advantage="dr_grpo")
 
 
-def factors_of(trees: list[Tree], weight: float) -> dict[str, tuple[float, ...] | None]:
+def factors_of(trees: list[Tree], weight: float) -> dict[str, Any]:
     return {
         step.id: step.credit_factors
         for tree in with_entropy_factors(trees, weight=weight)

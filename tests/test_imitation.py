@@ -202,7 +202,7 @@ def gradient_after(trees: Sequence[Tree], max_pack_tokens: int) -> tuple[float, 
     )
     gradients: list[torch.Tensor] = []
 
-    def keep(lr: float) -> None:
+    def keep(lr: float, weight_decay: float | None) -> None:
         gradients.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
 
     learner.optimiser.step = keep  # type: ignore[assignment]
@@ -285,12 +285,12 @@ def test_an_interrupted_warmup_keeps_its_evaluations(
     assert [line["warmup/num_steps"] for line in expected[1:]] == [2, 4, 6, 8]
     steps = 0
 
-    def stop_after(self: Learner, trees: Sequence[Tree], lr: float) -> float:
+    def stop_after(self: Learner, trees: Sequence[Tree], *rest: Any) -> float:
         nonlocal steps
         steps += 1
         if steps == 8:
             raise CheckpointError("killed")
-        return imitate(self, trees, lr)
+        return imitate(self, trees, *rest)
 
     imitate = Learner.imitate
     monkeypatch.setattr(Learner, "imitate", stop_after)

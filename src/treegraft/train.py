@@ -466,8 +466,9 @@ async def held_out_skill(run: Run, parts: TrainingParts) -> dict[str, float]:
 async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) -> None:
     """Evaluates after a warm-up step where that is due and not done; the trees are not kept."""
     settings, done = run.config.warmup, run.state.warmup_steps
-    is_due = settings.eval_every and (done == settings.num_steps or done % settings.eval_every == 0)
-    is_due = is_due and (done or run.config.eval.at_start)
+    every = settings.eval_every
+    is_due = every > 0 and (done == settings.num_steps or done % every == 0)
+    is_due = is_due and (done > 0 or run.config.eval.at_start)
     if not (is_due and parts.eval_tasks) or run.is_warmup_evaluated():
         return
     await publisher.publish(0)

@@ -502,7 +502,7 @@ advantages and nothing else changed.
 
 `Leaf.advantage` goes to all tokens of the trajectory that the policy sampled; `Step.advantage`,
 where it is not None, takes its place for the tokens of that step, on every trajectory that contains
-it. Failed leaves keep None.
+it; `Step.credit_factors` multiply it token by token. Failed leaves keep None.
 """
 
 

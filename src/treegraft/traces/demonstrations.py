@@ -26,6 +26,7 @@ from treegraft.traces.run_buffer import OWN
 
 SQLITE = b"SQLite format 3\x00"
 """The first bytes of a Step-Trace Buffer."""
+OTHER_TASKS = "of other tasks than the recipe's training tasks, by id and question"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,9 @@ def read_demonstrations(
     kept = _best(found, path, settings, reasons)
     left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
     if not kept:
-        advice = "Name another file, or one of these tasks"
+        advice = "Name another file"
+        if OTHER_TASKS in reasons:
+            advice += ", or take the tasks and the run.seed that it was built with"
         if settings.min_reward is not None and best is not None and best < settings.min_reward:
             advice = f"The best reward is {best:g}: lower warmup.min_reward"
         counted = f"none of its {num_found} trajectories can be imitated ({left_out}). {advice}."
@@ -190,7 +193,7 @@ def _of_traces(
         task = _task_of(traces[0], by_id, has_environment)
         steps = [one.value for one in traces if isinstance(one.value, StepContent)]
         if task is None:
-            reasons["of other tasks than the recipe's training tasks"] += 1
+            reasons[OTHER_TASKS] += 1
         elif len(steps) < len(traces):
             reasons["with a step that is kept as text alone"] += 1
         elif [one.position for one in traces] != list(range(len(traces))):
