@@ -229,10 +229,8 @@ def test_prefixrl_mixes_both_and_draws_the_place_evenly() -> None:
         replace(tree, leaves=()),
         [Stored(num_steps=3, has_answer=True, reward=1.0, source="e")],
     )
-    places = [
-        explorer.restarts(bare, stored, 4, (seed, "train", 1, "t/0"))[1].below.num_steps  # type: ignore[union-attr]
-        for seed in range(300)
-    ]
+    drawn = [explorer.restarts(bare, stored, 4, (seed, "train", 1, "t/0")) for seed in range(300)]
+    places = [starts[1].below.num_steps or 0 for starts in drawn if starts[1].below is not None]
     assert sorted(set(places)) == [1, 2, 3]
     assert all(70 < places.count(place) < 130 for place in (1, 2, 3))
 
@@ -508,11 +506,8 @@ def test_trajectories_of_a_task_best_first(tmp_path: Path) -> None:
     poor = path_of("w6", reward=0.5)
     gap = path_of("w7", "w8")[1:]
     other = tuple(replace(trace, task_id="t/1") for trace in short)
-    elsewhere = tuple(
-        split_steps(
-            "t/0", "w8", [trace.value for trace in short], reward=1.0, source="x", trajectory="a"
-        )
-    )
+    answers = [StepContent(thought="so", answer="w9")]
+    elsewhere = tuple(split_steps("t/0", "w8", answers, reward=1.0, source="x", trajectory="a"))
     with TraceBuffer(tmp_path / "b.sqlite", "hashing") as buffer:
         for path in (poor, long, short, gap, other, elsewhere):
             buffer.add(path)
