@@ -25,6 +25,7 @@ from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.groups import by_place, split_advantages
 from treegraft.algo.rapo import path_retrieved_frac
+from treegraft.core.interfaces import Restarting
 from treegraft.core.types import (
     Below,
     Observation,
@@ -41,8 +42,10 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
+from treegraft.explore.compose import Composed
 from treegraft.explore.independent import Independent
 from treegraft.explore.prefix import ShortestPrefix, UniformPrefix, WholeTrajectory
+from treegraft.policy.learn.symptoms import _first_step, _first_success
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.rollout.rounds import sample_rounds
 from treegraft.runs.record import tree_from_json, tree_to_json
@@ -51,6 +54,7 @@ from treegraft.settings.policy import LossSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
 from treegraft.traces.retrieve import BufferRetriever
+from treegraft.traces.run_buffer import own_traces
 
 
 def path_of(*words: str, answer: str | None = "w9", reward: float = 1.0) -> tuple[Trace, ...]:
@@ -225,10 +229,8 @@ def test_prefixrl_mixes_both_and_draws_the_place_evenly() -> None:
         replace(tree, leaves=()),
         [Stored(num_steps=3, has_answer=True, reward=1.0, source="e")],
     )
-    places = [
-        explorer.restarts(bare, stored, 4, (seed, "train", 1, "t/0"))[1].below.num_steps  # type: ignore[union-attr]
-        for seed in range(300)
-    ]
+    drawn = [explorer.restarts(bare, stored, 4, (seed, "train", 1, "t/0")) for seed in range(300)]
+    places = [starts[1].below.num_steps or 0 for starts in drawn if starts[1].below is not None]
     assert sorted(set(places)) == [1, 2, 3]
     assert all(70 < places.count(place) < 130 for place in (1, 2, 3))
 
@@ -504,11 +506,8 @@ def test_trajectories_of_a_task_best_first(tmp_path: Path) -> None:
     poor = path_of("w6", reward=0.5)
     gap = path_of("w7", "w8")[1:]
     other = tuple(replace(trace, task_id="t/1") for trace in short)
-    elsewhere = tuple(
-        split_steps(
-            "t/0", "w8", [trace.value for trace in short], reward=1.0, source="x", trajectory="a"
-        )
-    )
+    answers = [StepContent(thought="so", answer="w9")]
+    elsewhere = tuple(split_steps("t/0", "w8", answers, reward=1.0, source="x", trajectory="a"))
     with TraceBuffer(tmp_path / "b.sqlite", "hashing") as buffer:
         for path in (poor, long, short, gap, other, elsewhere):
             buffer.add(path)
@@ -575,3 +574,29 @@ def test_a_whole_trajectory_has_the_environments_reward() -> None:
     )
     rewards = {path.is_stored: path.reward for path in worlds.grow(grower).trajectories()}
     assert rewards[True] == 1.0 and rewards[False] != 1.0
+
+
+def test_own_traces_are_not_those_of_a_stored_leaf() -> None:
+    """The best is the stored one, in the buffer already; the second best is the agent's."""
+    tree = grow(make(Opens([below(1, None), Start(2)]), by_step, retriever=Kept(THREE)))
+    traces = own_traces([tree], num_best=1, min_reward=1.0, update=3)
+    assert [trace.source for trace in traces] == ["self", "self"]
+
+
+def test_together_with_an_explorer_of_ones_own() -> None:
+    both = Composed([UniformPrefix(PrefixSettings(num_restarts=2)), Independent()])
+    assert restarts_of(grow(make(both, retriever=Kept(THREE)))).get(0) == 2
+    assert not isinstance(Composed([Independent()]), Restarting)
+
+
+def test_symptoms_are_measured_on_own_tokens() -> None:
+    """The first step at the prompt, not the first below stored steps; a success of its own."""
+    tree = restarted(
+        Part.of("rr", Part("ss", reward=1.0)), Part.of("rrr", reward=1.0), Part("sss", reward=1.0)
+    )
+    assert (_first_step(tree) or tree.root).id == "0.2"
+    right = tuple(replace(leaf, is_correct=True) for leaf in tree.leaves[1:])
+    steps = [replace(s, old_logprobs=(0.0,) * len(s.token_ids)) for s in tree.steps[:1]]
+    steps += [step for step in tree.steps[1:] if not step.id.startswith("0.0")]
+    own = _first_success(replace(tree, steps=tuple(steps), leaves=right))
+    assert own is not None and own.leaf.step_id == "0.2"

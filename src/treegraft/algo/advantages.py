@@ -29,7 +29,7 @@ from treegraft.algo.rapo import (
     path_retrieval_reward,
     path_retrieved_frac,
 )
-from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Trajectory, Tree
+from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, StoredCause, Trajectory, Tree
 
 Advantage = Literal[
     "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
@@ -275,5 +275,7 @@ def _branching(tree: Tree, leaf: Leaf) -> float:
     # Without the root and stored steps: how many rollouts begin there is our choice, not the
     # policy's.
     num_children = Counter(step.parent for step in tree.steps if step.origin is Origin.POLICY)
-    above = [step for step in tree.path(leaf.step_id)[1:-1] if step.origin is not Origin.RETRIEVED]
+    above = [
+        step for step in tree.path(leaf.step_id)[1:-1] if not isinstance(step.cause, StoredCause)
+    ]
     return math.prod(float(max(1, num_children[step.id])) for step in above)

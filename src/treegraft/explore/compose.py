@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treegraft.core.interfaces import Explorer
+from treegraft.core.interfaces import Explorer, Restarting
 from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Start, Tree
 
 
@@ -20,6 +20,8 @@ class Composed:
         self.expands = getattr(explorers[0], "expands", False)
         self.plans_starts = getattr(explorers[0], "plans_starts", True)
         self.wants_rewards = getattr(explorers[0], "wants_rewards", False)
+        if isinstance(explorers[0], Restarting):
+            self.restarts = explorers[0].restarts
         probes = [one.probe_tokens for one in explorers if one.probe_tokens is not None]
         self.probe_tokens: int | None = max(probes, default=None)
 

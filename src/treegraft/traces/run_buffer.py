@@ -391,6 +391,7 @@ def own_traces(
             path
             for path in tree.trajectories()
             if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
+            if not path.is_stored
         ]
         for path in sorted(paths, key=lambda path: -(path.reward or 0.0))[:num_best]:
             steps = path.steps[1:]

@@ -71,6 +71,8 @@ def method_name(config: Config) -> str:
     if config.run.num_updates == 0:
         return "supervised fine-tuning"
     known = {"independent": "GRPO", "entropy": "ARPO", "graft": "RAPO"}
+    rules = {"prefixrl": "PrefixRL", "bread": "BREAD", "whole": "LUFFY"}
+    known["prefix"] = rules[config.explore.prefix.rule]
     names = [known.get(name, plain(name)) for name in config.explore.explorers]
     return " + ".join(names) or known["independent"]
 

@@ -66,10 +66,8 @@ from treegraft.policy.learn.tally import Tally
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
-DEFAULT_CHUNK = 2048
 
-
-def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAULT_CHUNK) -> Scores:
+def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = 2048) -> Scores:
     """Returns (logprobs, entropies), each [U] float32, of the batch's unique sampled tokens in the
     order of `batch.sampled`.
 
@@ -149,7 +147,6 @@ class Learner:
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
-        self._newest: int | None = None
 
     def _placed(self, scored: Scored) -> Scored:
         """The module through which all passes run, where its weights are to lie."""
@@ -291,7 +288,6 @@ class Learner:
         Groups without variance are left out of the passes (unless the KL term needs them) and
         counted in the denominators. `lessons` are of a `LessonBook`, spread over the mini-batches.
         """
-        self._newest = newest_of_several(trees)
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         taught = shared_out(lessons, minibatches)
@@ -314,7 +310,7 @@ class Learner:
             )
             for part, plan in plans.items()
         }
-        tally = Tally()
+        tally = Tally(newest_of_several(trees))
         for part in passes:
             # Gradients add up until the step.
             tally.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, tally)
@@ -495,7 +491,7 @@ class Learner:
         # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
         if own is old or not any(tally.grad_norms):
-            tally.add("learn/engine_gap", batch.engine_gaps(own, self._newest))
+            tally.add("learn/engine_gap", batch.engine_gaps(own, tally.newest))
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(

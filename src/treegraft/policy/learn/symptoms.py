@@ -14,7 +14,7 @@ from statistics import fmean
 
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.interfaces import LearnerLike
-from treegraft.core.types import Origin, Step, Trajectory, Tree
+from treegraft.core.types import ROOT_ID, Origin, Step, Trajectory, Tree
 
 NUM_SUCCESSES = 8
 """Successful trajectories that are scored again, one a task."""
@@ -89,7 +89,9 @@ def _first_success(tree: Tree) -> Trajectory | None:
     """The first trajectory that counts as correct, of a tree that was learned from."""
     is_learned = any(step.old_logprobs is not None for step in tree.steps)
     paths = tree.trajectories() if is_learned else ()
-    return next((path for path in paths if path.leaf.is_correct), None)
+    # The tokens of a stored trajectory are another agent's.
+    own = (path for path in paths if not path.is_stored)
+    return next((path for path in own if path.leaf.is_correct), None)
 
 
 def _alone(path: Trajectory) -> Tree:
@@ -98,7 +100,9 @@ def _alone(path: Trajectory) -> Tree:
 
 
 def _first_step(tree: Tree) -> Step | None:
-    return next((step for step in tree.steps[1:] if step.origin is Origin.POLICY), None)
+    # Of those at the prompt: below stored steps the question is not all that stands above it.
+    firsts = (step for step in tree.steps if step.parent == ROOT_ID)
+    return next((step for step in firsts if step.origin is Origin.POLICY), None)
 
 
 def _as_sampled(step: Step) -> Written:

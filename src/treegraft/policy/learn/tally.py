@@ -15,7 +15,9 @@ from treegraft.policy.learn.pack import TreeBatch
 class Tally:
     """Sums of diagnostics over the contributions of an update."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest: int | None = None) -> None:
+        """Args: newest: policy version of the fresh trees; None where all are of one."""
+        self.newest = newest
         self.loss = 0.0
         self.ratio_max = 1.0
         self.grad_norms: list[float] = []
