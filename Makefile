@@ -38,8 +38,9 @@ demo: install
 figures: install
 	sh docs/figures/make.sh $(BIN)/treegraft
 
+# One process for each core; a file stays in one, so that what its tests share is made once.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .

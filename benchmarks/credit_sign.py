@@ -359,7 +359,7 @@ COLUMNS: Mapping[str, tuple[str, Share]] = {
 
 def with_interval(lines: Sequence[Mapping[str, object]], table: str, share: Share) -> str:
     """Returns "62 [58, 66]" in percent, tasks drawn with replacement; "-" without a case."""
-    pairs = np.array([share(line[table]) for line in lines], dtype=float)  # type: ignore[arg-type]
+    pairs = np.array([share(line[table]) for line in lines], dtype=np.float64)  # type: ignore[arg-type]
     hits, cases = pairs.sum(axis=0)
     if not cases:
         return "-"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import Explorer
 from treegraft.core.plugins import make, pick
+from treegraft.explore.balanced import BalancedBranching
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
@@ -20,6 +21,7 @@ EXPLORERS: Mapping[str, type[Explorer]] = {
     "entropy": EntropyBranching,
     "graft": HybridRollout,
     "tree_search": TreeSearch,
+    "balanced": BalancedBranching,
     "prefix": UniformPrefix,
 }
 
@@ -39,6 +41,8 @@ def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
 
 def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Explorer:
     found = pick(name, EXPLORERS, "explore.explorers")
+    if found is BalancedBranching:
+        return BalancedBranching(settings.entropy, settings.balanced, vocab_size=vocab_size)
     if found is EntropyBranching:
         return EntropyBranching(settings.entropy, vocab_size=vocab_size)
     if found is HybridRollout:

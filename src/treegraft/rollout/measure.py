@@ -159,7 +159,12 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     num_starts = explorer.starts(num_leaves).num
     if trees and getattr(explorer, "wants_rewards", False):
         metrics["rollout/second_stage_frac"] = _mean(len(t.leaves) > num_starts for t in trees)
-    elif trees and num_starts < num_leaves and not isinstance(explorer, Restarting):
+    elif (
+        trees
+        and num_starts < num_leaves
+        and getattr(explorer, "plans_starts", True)
+        and not isinstance(explorer, Restarting)
+    ):
         # Leaves that no branch took became fresh starts.
         back_fill = [sum(step.depth == 1 for step in tree.steps) - num_starts for tree in trees]
         num_planned = len(trees) * (num_leaves - num_starts)

