@@ -233,7 +233,9 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
     for name, made in study.buffers.items():
         used.append((f"buffers.{name}.prune", made.prune, study.buffers, "buffers"))
         if made.prune in study.buffers and study.buffers[made.prune].prune is not None:
-            yield f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name what it is made of."
+            yield (
+                f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name what it is made of."
+            )
         own = made.model_fields_set & {"agent", "samples", "keep", "min_reward", "num_tasks"}
         if made.prune is not None and own:
             yield f"'buffers.{name}.{min(own)}' would have no effect: it is pruned, not built."
