@@ -15,6 +15,7 @@ with_entropy = Condition(
 _by_threshold = when("explore.entropy.rule", "threshold")
 with_balanced = has("explore.explorers", "balanced")
 with_graft = has("explore.explorers", "graft", or_own=True)
+with_peaks = has("explore.explorers", "entropy_peaks")
 with_tree_search = has("explore.explorers", "tree_search")
 with_prefix = has("explore.explorers", "prefix")
 RETRIEVING = ("graft", "prefix")
@@ -192,16 +193,25 @@ class PrefixSettings(Settings):
     """Reward from which a stored trajectory is used, and from which a rollout is a success."""
 
 
+class PeaksSettings(Settings):
+    num_starts: int = setting(8, ge=1, default_of=_half_the_leaves)
+    """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest are
+    branches."""
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
         ["independent"],
         min_length=1,
-        built_in=("independent", "entropy", "graft", "tree_search", "balanced", "prefix"),
+        built_in=(
+            *("independent", "entropy", "graft", "tree_search", "balanced", "entropy_peaks"),
+            "prefix",
+        ),
     )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
-    "graft" (RAPO), "tree_search" (Tree-GRPO), "balanced" (AEPO), "prefix" (rollouts below steps of
-    stored trajectories), or import paths "package.module:Explorer". Starts come from the first,
-    grafts from the first that wants one, branches from all."""
+    "graft" (RAPO), "tree_search" (Tree-GRPO), "balanced" (AEPO), "entropy_peaks" (APPO), "prefix"
+    (rollouts below steps of stored trajectories), or import paths "package.module:Explorer". Starts
+    come from the first, grafts from the first that wants one, branches from all."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
@@ -217,6 +227,8 @@ class ExploreSettings(Settings):
     balanced: BalancedSettings = setting(BalancedSettings(), idle_unless=with_balanced)
     """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
     [explore.entropy]."""
+    entropy_peaks: PeaksSettings = setting(PeaksSettings(), idle_unless=with_peaks)
+    """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
     tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)
     """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
     graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)

@@ -11,6 +11,7 @@ from treegraft.settings.explore import (
     teaches,
     with_entropy,
     with_graft,
+    with_peaks,
     with_prefix,
     with_tree_search,
 )
@@ -49,7 +50,7 @@ def _by_objective(**values: float) -> Callable[[Any], float]:
 
 
 def _branches(config: Settings) -> str:
-    if not with_entropy(config) or not with_tree_search(config):
+    if not all(one(config) for one in (with_entropy, with_tree_search, with_peaks)):
         return ""
     return "explore.explorers is without 'entropy' and 'tree_search', so no step has two children"
 
@@ -59,7 +60,7 @@ def _shares_steps(config: Settings) -> str:
     return "" if value_of(config, "credit.attribution") == "states" else _branches(config)
 
 
-_by_std = when("credit.advantage", "grpo", "tree_grpo")
+_by_std = when("credit.advantage", "grpo", "tree_grpo", "appo")
 
 
 def _divides_by_std(config: Settings) -> str:
@@ -213,10 +214,11 @@ class EngineSettings(Settings):
 
 class CreditSettings(Settings):
     advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"
+        "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
     ] = setting("grpo")
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
     reward - mean of the others; "tree_grpo": "grpo" over the task plus "grpo" below each start;
+    "appo": "grpo" among rollouts and among branches apart, and branches teach the steps above them;
     "reinforce++": rewards whitened over all tokens of the update; "reinforce++-baseline": the same
     after the group's mean is taken off."""
     eps: float = setting(1e-6, gt=0, idle_unless=(_divides_by_std,))
@@ -323,6 +325,14 @@ class LossSettings(Settings):
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
+    future_weight: float = setting(0.0, ge=0)
+    """Raises advantages by how much likelier the policy has made what follows the token (APPO's b,
+    1 in its code): each is multiplied by 1 + this times a factor from 1 to future_highest; 0 for
+    none."""
+    future_half_life: float = setting(64.0, gt=0, idle_unless=when("loss.future_weight"))
+    """Loss tokens after which what follows counts half."""
+    future_highest: float = setting(1.2, ge=1, idle_unless=when("loss.future_weight"))
+    """Largest such factor."""
     length_constant: int | None = setting(
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )
