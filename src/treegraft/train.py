@@ -239,12 +239,7 @@ async def update(
             else []
             for trees in (sampled.kept, sampled.dropped)
         )
-        lessons = Given([], (0.0, 0.0), {})
-        if book is not None:
-            first, seed = num_drawn_before(run), config.run.seed
-            earlier = [one.id for one in draw_tasks(parts.train_tasks, 0, size=first, seed=seed)]
-            value = run.state.lesson_value or (0.0, 0.0)
-            lessons = book.choose(kept + dropped, earlier, number, value)
+        lessons = lessons_of(run, parts, book, kept + dropped) if book else Given([], (0, 0), {})
         kept, learned = learner.learn(replay.mixed(number, kept), lessons.trees)
         kept = replay.take_fresh(number, kept)
     # What was sampled in vain is recorded and counted like the rest.
@@ -274,6 +269,14 @@ async def update(
     if book is not None:
         state["lesson_value"] = lessons.value
     run.record_update(number, trees, metrics, state)
+
+
+def lessons_of(run: Run, parts: TrainingParts, book: LessonBook, trees: Sequence[Tree]) -> Given:
+    """Returns the lessons of the update that has grown these trees."""
+    first, seed = num_drawn_before(run), run.config.run.seed
+    earlier = [one.id for one in draw_tasks(parts.train_tasks, 0, size=first, seed=seed)]
+    value = run.state.lesson_value or (0.0, 0.0)
+    return book.choose(trees, earlier, run.state.update + 1, value)
 
 
 async def sample_update(

@@ -320,9 +320,8 @@ class Learner:
             tally.add_sizes([pack.batch for pack in own if pack.parts])
         tally = combined(self._team, tally.state(), Tally.of)
         # A minibatch of skipped groups alone moves no weight.
-        num_steps = sum(
-            any(is_learned[n] for n in part) or any(map(weight_of, taught[part])) for part in passes
-        )
+        teaches = {part: any(map(weight_of, own)) for part, own in taught.items()}
+        num_steps = sum(teaches[part] or any(is_learned[n] for n in part) for part in passes)
         metrics = tally.metrics(num_steps, takes_lessons=takes_lessons)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
@@ -356,11 +355,10 @@ class Learner:
     def _recorded(self, tree: Tree, written: Mapping[str, Step]) -> Tree:
         """The tree with its old log-probabilities and ratios, and with the shaping factor that each
         trajectory was learned with."""
-        weight = self._loss.shaping_weight
         leaves = []
         for leaf in tree.leaves:
-            factor = shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None
-            leaves.append(replace(leaf, shaping_factor=factor))
+            known = shaping_factor(leaf.retrieved_frac, self._loss.shaping_weight)
+            leaves.append(replace(leaf, shaping_factor=known if leaf.has_loss else None))
         return replace(with_steps(tree, written), leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
@@ -434,8 +432,7 @@ class Learner:
         """[N] the factor of every contribution of each trajectory."""
         lengths = batch.lengths
         weights = lengths.new_tensor([path.leaf.weight for path in batch.paths])
-        kind = self._loss.aggregation
-        return contribution_weights(weights, lengths, denominators, kind).float()
+        return contribution_weights(weights, lengths, denominators, self._loss.aggregation).float()
 
     def _pack_loss(
         self,
