@@ -84,7 +84,7 @@ def test_contributions_are_counted_by_kind_and_sign() -> None:
     line = {"optimal": dict(optimal)}
     assert with_interval([line], *COLUMNS["accuracy"]) == "75 [75, 75]"
     assert with_interval([line], *COLUMNS["precision of +"]) == "50 [50, 50]"
-    assert with_interval([line], *COLUMNS["fatal found"]) == "-"
+    assert with_interval([line], *COLUMNS["fatal with -"]) == "-"
 
 
 def test_a_node_is_compared_with_its_siblings() -> None:

@@ -4,6 +4,7 @@ masked, who is compared with whom."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests import test_environments as worlds
 from tests.families import build_model, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
 from tests.test_growth import OneTrace, grow, make
-from tests.test_loop import ANSWER, TASKS
+from tests.test_loop import ANSWER, TASKS, by_step
 from tests.trees import Part, build_tree
 from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
@@ -140,6 +141,22 @@ def test_the_engine_is_given_the_stored_steps_as_the_agent_would_have_written_th
     seen = word_tokenizer().decode(path.token_ids[: -len(path.steps[-1].token_ids)])
     assert "<retrieve>" not in seen and seen.count("<search>") == 2
     assert path_retrieved_frac(path) == 0 and path.num_tool_calls == 0
+
+
+def test_law_12_latencies_do_not_matter_below_stored_steps() -> None:
+    found = []
+    for seed in range(3):
+        luck = random.Random(seed)
+        grower = make(
+            UniformPrefix(PrefixSettings(num_restarts=4, num_places=2)),
+            by_step,
+            retriever=Kept(THREE),
+            latency_s=lambda luck=luck: luck.random() * 0.01,  # type: ignore[misc]
+            num_leaves=8,
+        )
+        found.append([grow(grower, task) for task in TASKS])
+    assert found[0] == found[1] == found[2]
+    assert all(len(tree.leaves) == 8 for tree in found[0])
 
 
 def test_what_an_explorer_sees_of_stored_trajectories() -> None:

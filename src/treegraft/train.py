@@ -24,6 +24,7 @@ from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.launch import joined
+from treegraft.policy.learn.lessons import Given, LessonBook
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
@@ -41,7 +42,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
-from treegraft.traces.demonstrations import read_demonstrations
+from treegraft.traces.demonstrations import lesson_book, read_demonstrations
 from treegraft.traces.run_buffer import RunBuffer
 
 if TYPE_CHECKING:
@@ -206,14 +207,21 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
             ):
                 await evaluate_and_keep(run, parts)
                 replay = Replay(config, run.folder, state.update)
+                has_world, tasks = parts.kind is not None, parts.train_tasks
+                book = lesson_book(config, buffer.buffer, tasks, parts.format, has_world)
                 while run.state.update < config.run.num_updates:
-                    await update(run, parts, publisher, buffer, replay)
+                    await update(run, parts, publisher, buffer, replay, book)
                     await evaluate_and_keep(run, parts)
             return run.result()
 
 
 async def update(
-    run: Run, parts: TrainingParts, publisher: Publisher, buffer: RunBuffer, replay: Replay
+    run: Run,
+    parts: TrainingParts,
+    publisher: Publisher,
+    buffer: RunBuffer,
+    replay: Replay,
+    book: LessonBook | None = None,
 ) -> None:
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
@@ -231,7 +239,13 @@ async def update(
             else []
             for trees in (sampled.kept, sampled.dropped)
         )
-        kept, learned = learner.learn(replay.mixed(number, kept))
+        lessons = Given([], (0.0, 0.0), {})
+        if book is not None:
+            first, seed = num_drawn_before(run), config.run.seed
+            earlier = [one.id for one in draw_tasks(parts.train_tasks, 0, size=first, seed=seed)]
+            value = run.state.lesson_value or (0.0, 0.0)
+            lessons = book.choose(kept + dropped, earlier, number, value)
+        kept, learned = learner.learn(replay.mixed(number, kept), lessons.trees)
         kept = replay.take_fresh(number, kept)
     # What was sampled in vain is recorded and counted like the rest.
     trees = kept + dropped
@@ -248,6 +262,7 @@ async def update(
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
         | sampled.metrics
         | learned
+        | lessons.metrics
         | shown_late
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
@@ -255,7 +270,10 @@ async def update(
     for part in (parts, grower, buffer, replay, clock):
         metrics |= part.take_metrics()
     num_drawn = num_drawn_before(run) + sampled.num_drawn
-    run.record_update(number, trees, metrics, publisher.state() | {"num_drawn": num_drawn})
+    state = publisher.state() | {"num_drawn": num_drawn}
+    if book is not None:
+        state["lesson_value"] = lessons.value
+    run.record_update(number, trees, metrics, state)
 
 
 async def sample_update(

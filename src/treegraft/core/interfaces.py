@@ -73,12 +73,15 @@ class LearnerLike(Protocol):
     def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
         """Returns the trees with exact entropies around grafts, for the retrieval reward."""
 
-    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+    def learn(
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+    ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
-        metrics."""
+        metrics; stored trajectories are learned beside them, by their leaves' advantages."""
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
-        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations; without a
+        weight decay, with that of [learn]."""
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """Returns (steps of demonstrations in which every token with loss is the most likely one,

@@ -77,8 +77,9 @@ def tools_of(line: MetricsLine) -> dict[str, tuple[float, float]]:
 
 # ---------------------------------------------------------------------- conditions
 
-_LEAST_INFORMATION = 0.05
-"""Of learn/question_information, for a fall to mean anything."""
+_LEAST_INFORMATION = 0.3
+"""Of learn/question_information: with less, as where a first step is one of a few moves, a few
+questions measure little but noise."""
 Check = Callable[[History, MetricsLine, float], Findings]
 
 

@@ -102,7 +102,11 @@ class EvalSettings(Settings):
     repetition_penalty: float = setting(1.0, gt=0)
     """Divides the positive logits of tokens that the path already holds, and multiplies the
     negative ones; in greedy trajectories too. 1 for none."""
-    max_completion_tokens: int | None = setting(None, ge=1)
+    max_completion_tokens: int | None = setting(None, ge=1, follows=True)
+    """As in [rollout]; None takes its value."""
+    max_agent_steps: int | None = setting(None, ge=1, follows=True)
+    """As in [rollout]; None takes its value."""
+    max_tool_calls: int | None = setting(None, ge=0, follows=True)
     """As in [rollout]; None takes its value."""
 
 

@@ -68,6 +68,12 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _rule_wrong(config: Config) -> Iterator[Contradiction]:
     name = config.credit.rule
+    if config.credit.advantage == "appo" and config.credit.attribution != "soft":
+        yield Contradiction(
+            ("credit.attribution", "credit.advantage"),
+            f"credit.attribution: got '{config.credit.attribution}', expected 'soft' with"
+            " credit.advantage = 'appo', which says itself what shared steps carry.",
+        )
     if name is not None and ":" not in name:
         yield Contradiction(
             ("credit.rule",),
@@ -245,12 +251,12 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    known = ("entropy", "balanced", "tree_search", "prefix")
+    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix")
     leading = [name for name in known if name in explore.explorers]
-    counts = {"entropy": "num_starts", "tree_search": "num_starts", "prefix": "num_restarts"}
     for name in leading:
-        if name in counts:
-            own = f"explore.{name}.{counts[name]}"
+        # A balanced budget has no number to compare.
+        if name != "balanced":
+            own = f"explore.{name}.{'num_restarts' if name == 'prefix' else 'num_starts'}"
             yield from _above(config, own, "explore.num_leaves", rest)
     if leading and explore.explorers[0] not in leading:
         yield Contradiction(
@@ -283,7 +289,7 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield from _above(config, "explore.num_first", "explore.num_leaves")
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
-    if retrieves(explore.explorers) or takes_warmup_of_buffer(config):
+    if retrieves(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
         yield from _buffer_wrong(config)
 
 
@@ -324,8 +330,12 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
         )
     if not settings.path:
         named = next((name for name in RETRIEVING if name in config.explore.explorers), None)
-        other = "warmup.traces" if named is None else "explore.explorers"
-        use = f'has "{named}", which retrieves from a' if named else 'is "buffer", which means this'
+        other = "explore.explorers"
+        use = f'has "{named}", which retrieves from a'
+        if named is None:
+            by_lessons = config.loss.lesson_coef > 0
+            other = "loss.lesson_coef" if by_lessons else "warmup.traces"
+            use = "takes lessons from a" if by_lessons else 'is "buffer", which means this'
         yield Contradiction(
             ("buffer.path", other),
             f"buffer.path: got none, but {other} {use} Step-Trace Buffer. Make one with"

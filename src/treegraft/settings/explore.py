@@ -15,6 +15,7 @@ with_entropy = Condition(
 _by_threshold = when("explore.entropy.rule", "threshold")
 with_balanced = has("explore.explorers", "balanced")
 with_graft = has("explore.explorers", "graft", or_own=True)
+with_peaks = has("explore.explorers", "entropy_peaks")
 with_tree_search = has("explore.explorers", "tree_search")
 with_prefix = has("explore.explorers", "prefix")
 RETRIEVING = ("graft", "prefix")
@@ -43,9 +44,10 @@ def takes_warmup_of_buffer(config: Settings) -> bool:
 
 
 def reads_buffer(config: Settings) -> str:
-    """Returns why the buffer has no effect; "" where grafts, stored steps or the warm-up come from
-    it."""
-    if takes_warmup_of_buffer(config) or not with_prefix(config):
+    """Returns why the buffer has no effect; "" where grafts, stored steps, lessons or the warm-up
+    come from it."""
+    has_lessons = bool(value_of(config, "loss.lesson_coef"))
+    if has_lessons or takes_warmup_of_buffer(config) or not with_prefix(config):
         return ""
     return next(filter(None, (condition(config) for condition in _grafts)), "")
 
@@ -191,16 +193,25 @@ class PrefixSettings(Settings):
     """Reward from which a stored trajectory is used, and from which a rollout is a success."""
 
 
+class PeaksSettings(Settings):
+    num_starts: int = setting(8, ge=1, default_of=_half_the_leaves)
+    """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest are
+    branches."""
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
         ["independent"],
         min_length=1,
-        built_in=("independent", "entropy", "graft", "tree_search", "balanced", "prefix"),
+        built_in=(
+            *("independent", "entropy", "graft", "tree_search", "balanced", "entropy_peaks"),
+            "prefix",
+        ),
     )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
-    "graft" (RAPO), "tree_search" (Tree-GRPO), "balanced" (AEPO), "prefix" (rollouts below steps of
-    stored trajectories), or import paths "package.module:Explorer". Starts come from the first,
-    grafts from the first that wants one, branches from all."""
+    "graft" (RAPO), "tree_search" (Tree-GRPO), "balanced" (AEPO), "entropy_peaks" (APPO), "prefix"
+    (rollouts below steps of stored trajectories), or import paths "package.module:Explorer". Starts
+    come from the first, grafts from the first that wants one, branches from all."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
@@ -216,6 +227,8 @@ class ExploreSettings(Settings):
     balanced: BalancedSettings = setting(BalancedSettings(), idle_unless=with_balanced)
     """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
     [explore.entropy]."""
+    entropy_peaks: PeaksSettings = setting(PeaksSettings(), idle_unless=with_peaks)
+    """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
     tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)
     """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
     graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)
@@ -236,11 +249,32 @@ class GrowSettings(Settings):
     least rewarded."""
 
 
+class BuildSettings(Settings):
+    """Settings of `treegraft buffer build`, whose options count above them; of a .jsonl file as
+    buffer.path, `num_best` and `min_reward` count."""
+
+    agent: str = "expert"
+    """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
+    an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
+    model: str | None = None
+    """Model of the server; None where it serves only one."""
+    num_samples: int = setting(16, ge=1)
+    """Attempts per task (RAPO's N)."""
+    num_best: int = setting(5, ge=1)
+    """Trajectories kept per task, the best by reward (RAPO's K)."""
+    min_reward: float = 0.0
+    """Only trajectories with a reward above this are kept."""
+    num_tasks: int | None = setting(None, ge=1)
+    """Training tasks that are answered, the first ones; None for all."""
+
+
 class BufferSettings(Settings):
     path: str = setting("", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
-    are expanded), or "expert": the tasks' scripted expert solves the training tasks before the
-    first update."""
+    are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
+    the run makes its own buffer, or "expert": the tasks' scripted expert solves the training tasks
+    before the first update."""
+    build: BuildSettings = BuildSettings()
     encoder: str = "minilm"
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that

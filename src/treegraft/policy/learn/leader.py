@@ -78,14 +78,18 @@ class Leader:
         found: list[Tree] = self._on_trees("with_logprobs", trees)
         return found
 
-    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+    def learn(
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+    ) -> tuple[list[Tree], dict[str, float]]:
         """As `Learner.learn`."""
-        found: tuple[list[Tree], dict[str, float]] = self._on_trees("learn", trees)
+        found: tuple[list[Tree], dict[str, float]] = self._on_trees(
+            "learn", [*trees, *lessons], num_lessons=len(lessons)
+        )
         return found
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
         """As `Learner.imitate`."""
-        return float(self._on_trees("imitate", trees, lr=lr))
+        return float(self._on_trees("imitate", trees, lr=lr, weight_decay=weight_decay))
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """As `Learner.right_steps`."""
@@ -154,8 +158,10 @@ CALLS: Mapping[str, Callable[..., Any]] = {
 TREE_CALLS: Mapping[str, Callable[..., Any]] = {
     "with_exact_entropies": lambda learner, trees: learner.with_exact_entropies(trees),
     "with_logprobs": lambda learner, trees: learner.with_logprobs(trees),
-    "learn": lambda learner, trees: learner.learn(trees),
-    "imitate": lambda learner, trees, lr: learner.imitate(trees, lr),
+    "learn": lambda learner, trees, num_lessons: learner.learn(
+        trees[: len(trees) - num_lessons], trees[len(trees) - num_lessons :]
+    ),
+    "imitate": lambda learner, trees, lr, weight_decay: learner.imitate(trees, lr, weight_decay),
     "right_steps": lambda learner, trees: learner.right_steps(trees),
 }
 """What it may order on trees."""
