@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests import families
 from tests.families import build_model
 from tests.slow_learner import example_trees
 from tests.trees import Part, build_tree
@@ -37,6 +38,10 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
 Weights = dict[str, torch.Tensor]
+
+FOUR_HEADS = "llama-four"
+"""As many key-value heads as query heads."""
+families.PACKABLE = {**families.PACKABLE, FOUR_HEADS: ("LlamaConfig", families.NO_KV)}
 
 GRAFTED = Part.of(
     "ppppp",
@@ -293,7 +298,8 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "shared qwen3": lambda ranks: law_3(ranks, "qwen3"),
     "shared learning": lambda ranks: law_1(ranks, settings()),
     "shared gpt-neox": lambda ranks: law_3(ranks, "gpt-neox"),
-    "shared learning gpt-neox": lambda ranks: law_1(ranks, settings(), "gpt-neox"),
+    # Not GPT-NeoX: the gradient of its keys' bias is rounding alone, which Adam magnifies.
+    "shared learning of four": lambda ranks: law_1(ranks, settings(), FOUR_HEADS),
 }
 
 

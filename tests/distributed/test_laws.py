@@ -22,7 +22,7 @@ NAMES = {
 """The checks of `tests.distributed.laws` by number of ranks, all of a number in one job."""
 SLOW = ("llama", "tied", "lora", "lessons", "minibatches", "twice", "resumed")
 """Those of three ranks that take too long for the default suite, in a job of their own."""
-FOUR = ("shared gpt-neox", "shared learning gpt-neox")
+FOUR = ("shared gpt-neox", "shared learning of four")
 """Those of four ranks that share each pass; the model has four key-value heads."""
 LIMITS = {"lora": 1e-4}
 """Adam magnifies the rounding of first gradients near 0."""

@@ -116,6 +116,7 @@ class Pieces:
     def rows(self, name: str, weight: Tensor, first: int, count: int) -> Tensor:
         """Returns rows of a weight or of a buffer, as a model in model.dtype has them."""
         if name in self._buffers:
-            return self._buffers[name]
+            buffer: Tensor = self._buffers[name]
+            return buffer
         found = self._rows.rows(name, first, count) if weight.dim() else self._rows.whole(name)
         return found.to(self._dtype)
