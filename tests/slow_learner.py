@@ -111,9 +111,9 @@ def slow_loss(
         with torch.no_grad():
             before = logprobs.detach() if old is None else plain_scores(old, path)[0]
             anchor = None if reference is None else plain_scores(reference, path)[0]
-        advantage = path.leaf.advantage or 0.0
-        factors = [
-            1.0 if step.credit_factors is None else step.credit_factors[place]
+        advantages = [
+            ((path.leaf.advantage or 0.0) if step.advantage is None else step.advantage)
+            * (1.0 if step.credit_factors is None else step.credit_factors[place])
             for step in path.steps
             for place, sampled in enumerate(step.sampled_mask)
             if sampled
@@ -138,10 +138,15 @@ def slow_loss(
                 taught = torch.tensor(mask)
                 ratio = shaping * torch.exp((logprobs - before)[taught].mean())
                 # The token form, which differs where the tokens of a sequence carry different ones.
-                if set(factors) != {1.0}:
+                if len(set(advantages)) > 1:
                     own = logprobs[index]
                     ratio = ratio.detach() * torch.exp(own - own.detach())
-            objective = token_objective(loss, ratio, logprobs[index], advantage * factors[index])
+            carried = advantages[index]
+            if loss.future_weight:
+                carried *= 1 + loss.future_weight * future_factor(
+                    loss, (logprobs - before).tolist(), mask, index, carried
+                )
+            objective = token_objective(loss, ratio, logprobs[index], carried)
             if loss.engine_ratio_cap is not None:
                 factor_of_engine = math.exp(whole if by_path else gaps[index])
                 objective = objective * min(factor_of_engine, loss.engine_ratio_cap)
@@ -150,6 +155,17 @@ def slow_loss(
                 objective = objective - loss.kl_coef * (torch.exp(gap) - gap - 1)
             total = total - factor * objective
     return total
+
+
+def future_factor(
+    loss: LossSettings, gaps: Sequence[float], mask: Sequence[bool], index: int, advantage: float
+) -> float:
+    """APPO's f of one token: its sum over all later loss tokens, each with its distance."""
+    later = [gap for gap, has_loss in zip(gaps[index:], mask[index:], strict=True) if has_loss]
+    total = sum(gap * 2 ** (-n / loss.future_half_life) for n, gap in enumerate(later))
+    if advantage < 0 and math.exp(gaps[index]) > 6:
+        return 1.0
+    return min(max(math.exp(total), 1.0), loss.future_highest)
 
 
 def token_objective(

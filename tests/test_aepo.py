@@ -1,22 +1,35 @@
-"""AEPO's advantages by hand."""
+"""AEPO by hand: advantages of tokens, budget, penalty."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.test_explore import path, step
+from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.algo.aepo import standardised, with_entropy_factors
+from treegraft.algo.aepo import (
+    coin_probability,
+    damping,
+    num_global_rollouts,
+    standardised,
+    with_entropy_factors,
+)
 from treegraft.core.errors import SettingError
-from treegraft.core.types import Status, Tree
+from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
+from treegraft.explore.balanced import BalancedBranching
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import pack_trees
+from treegraft.runs.record import read_trees
 from treegraft.settings.config import Config
+from treegraft.settings.explore import BalancedSettings, EntropySettings
 from treegraft.settings.load import load_config
+from treegraft.train import train
 
 
 def forked() -> Tree:
@@ -115,3 +128,139 @@ def test_a_rule_of_the_user_may_write_factors() -> None:
     ]
     with pytest.raises(SettingError, match=r"step '0.0' has credit_factors .*nan.*finite"):
         credit_trees([tree], config, lambda given: rule(given, math.nan))
+
+
+# ---------------------------------------------------------------------- where a tree grows
+
+
+def test_the_budget_by_hand() -> None:
+    # σ(0) = 1/2 of 16, and one more; σ(-0.5 · 2 ln 3) = 1/4; never more than all.
+    assert num_global_rollouts([0.0], 16, weight=0.5) == 9
+    assert num_global_rollouts([math.log(3), 3 * math.log(3)], 16, weight=0.5) == 5
+    assert num_global_rollouts([-1e9], 16, weight=0.5) == 16
+    assert num_global_rollouts([1e9], 16, weight=0.5) == 1
+    # No result, no place for a branch.
+    assert num_global_rollouts([], 16, weight=0.5) == 16
+
+
+def test_the_coin_by_hand() -> None:
+    # The values of the released rule for 0, 1, 5 and 10 branches in a row, and no entropy change.
+    found = [coin_probability(0.0, 0.2, 0.5, damping(n, 0.05)) for n in (0, 1, 5, 10, 20, 40)]
+    assert found == [pytest.approx(one) for one in (0.5, 1 - 0.5 / 0.95, 1 / 3, 0, 0, 0)]
+    assert coin_probability(1.0, 0.2, 0.5, damping(5, 0.05)) == pytest.approx(1 / 3 + 0.2)
+    assert coin_probability(9.0, 0.2, 0.5, 1.0) == 1.0
+
+
+def balanced(**entropy: object) -> BalancedBranching:
+    return BalancedBranching(
+        EntropySettings.model_validate({"normaliser": "none", "probe_tokens": 2, **entropy}),
+        BalancedSettings(budget_weight=0.5, penalty=0.25),
+        vocab_size=50,
+    )
+
+
+def asked(explorer: BalancedBranching, changes: list[float]) -> list[Branch]:
+    """What the rule says at each step of a path whose steps have these rises."""
+    found: list[Branch] = []
+    steps = [step("0.0", [1.0, 1.0])]
+    for change in changes:
+        branch = explorer.after_probe(path(*steps), [1.0 + change, 1.0])
+        assert branch is not None
+        found.append(branch)
+        steps.append(step(f"{steps[-1].id}.0", [1.0 + change, 1.0]))
+    return found
+
+
+def test_branches_in_a_row_become_less_likely() -> None:
+    """(0.5 + 0.2 ΔH) · (1 - 0.25 l) > 0.5."""
+    found = asked(balanced(), [1.0, 1.0, 1.0, 5.0, 5.0, -1.0, 1.0])
+    # .7; .7 · .75 = .525; .7 · .5 = .35; then l = 0 again: 1.5, 1.5 · .75, a fall, and l = 0.
+    assert [one.cause.probability for one in found] == [
+        pytest.approx(one) for one in (0.7, 0.525, 0.35, 1.0, 1.0, 0.3 * 0.5, 0.7)
+    ]
+    assert [one.num for one in found] == [1, 1, 0, 1, 1, 0, 1]
+
+
+def test_steps_that_no_rule_was_asked_about_leave_the_count_as_it_is() -> None:
+    explorer = balanced()
+    first, second = step("0.0", [1.0, 1.0]), step("0.0.0", [2.0, 1.0])
+    own = replace(step("0.0.1", [9.0, 1.0]), cause=branch_cause())
+    graft = step("0.0.0.0", [], Origin.RETRIEVED)
+    after = step("0.0.0.0.0", [9.0, 1.0])
+    for steps, expected in (((first, second), 0.525), ((first, own), 0.7)):
+        branch = explorer.after_probe(path(*steps), [2.0, 1.0])
+        assert branch is not None and branch.cause.probability == pytest.approx(expected)
+    branch = explorer.after_probe(path(first, second, graft, after), [2.0, 1.0])
+    assert branch is not None and branch.cause.probability == pytest.approx(0.525)
+
+
+def branch_cause() -> BranchCause:
+    return BranchCause(entropy_change=0.0, probability=0.5, rule="threshold")
+
+
+def test_the_coin_of_an_earlier_step_is_the_one_that_was_tossed_there() -> None:
+    explorer = balanced(rule="bernoulli")
+    for task in range(20):
+        steps = [step("0.0", [1.0, 1.0]), step("0.0.0", [1.0, 1.0])]
+        key = (0, "train", 1, f"t/{task}")
+        then = explorer.after_probe(path(*steps[:1], key=(*key, "0.0.0")), [1.0, 1.0])
+        now = explorer.after_probe(path(*steps, key=(*key, "0.0.0.0")), [1.0, 1.0])
+        assert then is not None and now is not None
+        # P = 1 - 0.5 / (1 - 0.25 l)
+        assert then.cause.probability == 0.5
+        assert now.cause.probability == pytest.approx(1 / 3 if then.num else 0.5)
+
+
+def test_the_probe_is_the_first_rollout() -> None:
+    explorer = balanced()
+    assert explorer.starts(16) == Start(1)
+    rise = 2 * math.log(3)
+    branches = (
+        Part("s", entropies=[1.0 + rise]),
+        Part("ss", entropies=[50.0, 50.0]),
+    )
+    tree = build_tree(Part("p", (Part("sst", branches, entropies=[1.0, 1.0]),)))
+    # Two leaves are there; the rise of the first one's answer says 5 of 16 at the prompt.
+    assert explorer.fill(tree, 16) == Start(4)
+    assert explorer.fill(tree, 3) == Start(1)
+    # Where the probe is all that starts at the prompt, the rest is back-fill, and so is what the
+    # others left over.
+    sure = build_tree(Part("p", (Part("st", (Part("s", entropies=[1e6]),), entropies=[1.0]),)))
+    assert explorer.fill(sure, 16) == Start(15)
+    both = build_tree(Part("p", (Part("s"), Part("s"))))
+    assert explorer.fill(both, 16) == Start(14)
+    # A probe that failed before its first token.
+    failed = build_tree(Part("p", (Part("", status=Status.FAILED, reward=None),)))
+    assert explorer.fill(failed, 4) == Start(3)
+
+
+def test_a_run_with_a_balanced_budget(tmp_path: Path) -> None:
+    settings = tiny(
+        run={"name": "a", "dir": str(tmp_path), "num_updates": 1},
+        explore={"explorers": ["balanced"], "num_leaves": 6},
+        credit={"token_entropy_weight": 0.2},
+        loss={"objective": "gppo", "kept_low": 0.0, "aggregation": "token-mean"},
+        eval={"every": 0, "at_start": False, "at_end": False},
+    )
+    done = train(settings, display=False)
+    trees = read_trees(done.run_dir / "trees" / "update-000001.jsonl")
+    assert all(len(tree.leaves) == 6 for tree in trees)
+    decided = [one.decision for tree in trees for one in tree.steps if one.decision]
+    assert decided and "branch/unused_frac" not in done.metrics
+    # The columns are those of a new computation on the recorded trees.
+    assert with_entropy_factors(trees, weight=0.2) == trees
+    assert any(one.credit_factors for tree in trees for one in tree.steps)
+
+
+def test_what_does_not_fit_a_balanced_budget() -> None:
+    own = {"explore": {"explorers": ["balanced"]}}
+    for override in ("explore.entropy.num_starts=4", "explore.entropy.statistic=lagging"):
+        with pytest.raises(SettingError, match="explorers has 'balanced'"):
+            load_config(tiny(**own), [override])
+    with pytest.raises(SettingError, match=r"explore.entropy.allocation: got 'shares'"):
+        load_config(tiny(**own), ["explore.entropy.allocation=shares"])
+    with pytest.raises(SettingError, match="the number of starts"):
+        load_config(tiny(), ['explore.explorers=["balanced", "entropy"]'])
+    with pytest.raises(SettingError, match="without 'balanced'"):
+        load_config(tiny(), ["explore.balanced.penalty=0.1"])
+    assert load_config(tiny(**own)).explore.entropy.normaliser == "log_vocabulary"

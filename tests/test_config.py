@@ -443,7 +443,7 @@ def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
         ("num_leaves=300", "explore.num_leaves: got 300, expected at most engine.max_rows"),
         ("run.name=a/b", "run.name: got 'a/b'"),
         ("engine.kind=vlm", "engine.kind: got 'vlm'"),
-        ("max_agent_steps=9", ""),
+        ("max_agent_steps=9", ""),  # [eval] has one of this name too, which follows [rollout]
         ("rollout.max_completion_tokens=1000", "expected less than model.tiny.max_context"),
         ("explore.explorers=graft", 'Write explore.explorers = ["graft"]; in a shell'),
         ("tools.use=[python,search]", 'Write tools.use = ["python", "search"]'),

@@ -25,17 +25,17 @@ from tests.test_agents import said, serving
 from tests.tiny import tiny, write_recipe
 
 from treegraft.core.errors import CheckpointError, DataError, EngineError, SettingError
-from treegraft.core.types import Task, Tree
+from treegraft.core.types import Status, Task, Tree
 from treegraft.evals import folder as folders
 from treegraft.evals.folder import EvalFolder
 from treegraft.evals.judge import JudgeSettings, Verdict, messages_for, parse_verdict
-from treegraft.evals.numbers import suite_numbers
+from treegraft.evals.numbers import Verdicts, suite_numbers
 from treegraft.evals.run import SuitePlan, SuiteResult, evaluate_suite
 from treegraft.evals.show import print_report
 from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
 from treegraft.evals.versus import compare_evaluations
 from treegraft.runs.record import RunFolder, tree_to_json
-from treegraft.settings.config import renamed
+from treegraft.settings.config import EvalSettings, renamed
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 
@@ -465,6 +465,30 @@ def test_groups_have_the_mean_of_their_sets() -> None:
     assert suite_numbers(sets[:4], trees, None, **how).groups == {}
 
 
+@pytest.mark.parametrize("has_judge", [False, True])
+def test_a_papers_group_has_its_measures(has_judge: bool) -> None:
+    """RAPO takes F1 on the web sets, which are judged elsewhere, and has mathematics judged."""
+    (tree,) = example_trees(1)
+    parts = {"em": 0.0, "f1": 0.25, "match": 1.0}
+    leaves = [
+        replace(leaf, reward_parts=parts, is_correct=True, status=Status.COMPLETED, answer="a")
+        for leaf in tree.leaves
+    ]
+    tree = replace(tree, leaves=tuple(leaves))
+    names = GROUPS["rapo"]
+    sets = [EvalSet(name=one, source="-", rule=SETS[one], tasks=(tree.task,)) for one in names]
+    # The judge has read no answer, so that it calls none correct.
+    verdicts = Verdicts(model="judge", by_key={}) if has_judge else None
+    how: dict[str, Any] = {"checkpoint": "c", "temperature": 1.0, "num_samples": 1, "seed": 0}
+    found = suite_numbers(sets, {key: [tree] for key in names}, verdicts, **how)
+    right = 0.0 if has_judge else 1.0
+    # Five sets of mathematics, four of knowledge, four of the web.
+    assert found.groups["rapo"].mean == pytest.approx((5 * right + 8 * 0.25) / 13)
+    assert found.groups["rapo-web"].mean == pytest.approx(0.25)
+    assert found.mean.mean == pytest.approx((5 + 4 * 0.25 + 4 * right) / 13)
+    assert found.groups["arpo-reasoning"].mean == pytest.approx((6 * right + 4 * 0.25) / 10)
+
+
 @pytest.mark.parametrize(
     ("how", "part"),
     [
@@ -532,9 +556,12 @@ def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
 
 def test_several_samples_need_a_temperature() -> None:
     with pytest.raises(SettingError, match="would give the same trajectory 4 times"):
-        SuitePlan(suite="gsm8k", num_samples=4, temperature=0.0).settled_temperature(1.0)
-    assert SuitePlan(suite="gsm8k").settled_temperature(1.0) == 0.0
-    assert SuitePlan(suite="gsm8k", num_samples=4).settled_temperature(1.0) == 1.0
+        SuitePlan(suite="gsm8k", num_samples=4, temperature=0.0).settled_temperature(EvalSettings())
+    assert SuitePlan(suite="gsm8k").settled_temperature(EvalSettings()) == 0.0
+    assert SuitePlan(suite="gsm8k", num_samples=4).settled_temperature(EvalSettings()) == 1.0
+    # The settings of a run that measures sampled trajectories hold for its suites.
+    sampled = EvalSettings(greedy=False, temperature=0.6)
+    assert SuitePlan(suite="gsm8k").settled_temperature(sampled) == 0.6
 
 
 # ---------------------------------------------------------------------- with a judge

@@ -179,6 +179,33 @@ def test_a_growing_run_resumes_without_the_file_that_it_copied(tmp_path: Path) -
     assert train(settings, resume=first.run_dir).metrics["buffer/num_traces"] >= 1
 
 
+def test_a_file_of_trajectories_is_imported_into_the_runs_own_buffer(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    steps = [
+        {"thought": "e1", "calls": [{"name": "search", "body": "e1"}], "observations": ["e2"]},
+        {"thought": "e2", "answer": "e2"},
+    ]
+    rows = [
+        {"question": "r1 of e1 ?", "task_id": "t", "reward": reward, "steps": steps[: 1 + (n > 0)]}
+        for n, reward in enumerate((1.0, 0.5, 0.0))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"path": str(path), "encoder": "hashing"}
+    # Two have a reward above 0, of which [buffer.build] keeps the better: one step.
+    best = {**settings, "build": {"num_best": 1}, "grow": {"num_best": 0}}
+    first = start(tmp_path, "a", buffer=best, run={"num_updates": 1})
+    assert first.metrics["buffer/num_traces"] == 1
+    path.unlink()
+    going_on = json.loads((first.run_dir / "config.json").read_text())
+    going_on["run"]["num_updates"] = 2
+    assert train(going_on, resume=first.run_dir).metrics["buffer/num_traces"] == 1
+
+    path.write_text('{"question": "r1 of e1 ?"}\n')
+    text = refused(tmp_path, settings)
+    assert "traces.jsonl, line 1: neither messages, steps, text nor output" in text
+    assert "there is no file" in refused(tmp_path, {**settings, "path": f"{path}x.jsonl"})
+
+
 def test_a_buffer_that_is_not_there_or_without_the_source_is_refused(tmp_path: Path) -> None:
     assert "treegraft buffer build" in refused(
         tmp_path, {"path": str(tmp_path / "none.sqlite"), "encoder": "hashing"}

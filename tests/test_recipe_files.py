@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from treegraft.cli.doctor import cards, data_files, services, weights
+from treegraft.cli.memory import model_shape
+from treegraft.cli.sizing import Plan, sizing
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
+from treegraft.core.types import GraftCause
+from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
 from treegraft.settings.recipe import merged
 
@@ -87,6 +92,69 @@ def test_tables_are_merged_and_lists_replaced() -> None:
     assert first == {"a": {"b": 1, "c": [1, 2]}, "d": {"e": 1}}
 
 
-def test_shipped_recipes_load() -> None:
-    for name in shipped_recipes():
-        load_config(name)
+@pytest.mark.parametrize("name", list(shipped_recipes()))
+def test_a_shipped_recipe_loads_with_its_smoke_test(name: str) -> None:
+    load_config(name)
+    if name.startswith("papers/"):
+        load_config(name, smoke=True)
+
+
+PAPERS = [name for name in shipped_recipes() if name.startswith("papers/")]
+QUICK = ("papers/rapo-web-qwen2.5-7b", "papers/arpo-search-qwen3-8b")
+"""Smoke tests of the default suite: between them grafts from a .jsonl file, branches, all tools and
+the limits of an evaluation."""
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_doctor_names_what_a_papers_recipe_lacks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("TREEGRAFT_CORPUS", "TREEGRAFT_TRACES", "SERPER_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TREEGRAFT_DATA", str(tmp_path))
+    config = load_config(name)
+    found = [*weights(config), *cards(config, 0), *data_files(config), *services(config)]
+    lacks = {one.name for one in found if not one.is_good or one.is_doubtful}
+    assert {"model.path", "GPUs", "warmup.traces", "tasks.dataset.train"} <= lacks
+    is_rapo, is_dense = "rapo" in name, config.tools.search.kind == "dense"
+    assert ("buffer.path" in lacks) is is_rapo
+    assert ("tools.search.corpus" in lacks) is is_dense
+    assert ("SERPER_API_KEY" in lacks) is not is_dense
+    # The hardware that the recipe is written for.
+    memory = list(sizing(config, model_shape(config), Plan.of(8, "H100", None)))
+    assert not list(cards(config, 8)) and all(one.is_good for one in memory)
+    assert "keys and values" in {one.name for one in memory}
+
+
+def smoke(name: str, folder: Path) -> Path:
+    """The run folder of a recipe's smoke test."""
+    from treegraft.train import train
+
+    config = load_config(name, [f"run.dir={folder}", "run.name=smoke"], smoke=True)
+    return train(config).run_dir
+
+
+def check_smoke(name: str, run_dir: Path) -> None:
+    """The run went through every part that the whole recipe has."""
+    whole, metrics = load_config(name), read_metrics(run_dir)
+    last = metrics[-1]
+    assert last["warmup/loss"] < 0.2 if "warmup/loss" in last else len(metrics) > 1
+    assert last["rollout/num_tool_calls"] > 0 and last["tools/search_calls"] > 0
+    assert 0 <= last["eval/accuracy_sampled"] <= 1
+    trees = [tree for tree in read_trees(run_dir) if tree.leaves]
+    causes = {type(step.cause) for tree in trees for step in tree.steps}
+    assert (GraftCause in causes) is ("graft" in whole.explore.explorers)
+    if "entropy" in whole.explore.explorers:
+        assert last["branch/num_starts"] < last["rollout/num_trajectories"]
+    assert (run_dir / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PAPERS],
+)
+def test_the_smoke_test_of_a_papers_recipe_trains_an_update(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_smoke(name, smoke(name, tmp_path))

@@ -4,6 +4,7 @@ masked, who is compared with whom."""
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import test_environments as worlds
 from tests.families import build_model, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
 from tests.test_growth import OneTrace, grow, make
-from tests.test_loop import ANSWER, TASKS
+from tests.test_loop import ANSWER, TASKS, by_step
 from tests.trees import Part, build_tree
+from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.groups import by_place, split_advantages
@@ -138,6 +141,22 @@ def test_the_engine_is_given_the_stored_steps_as_the_agent_would_have_written_th
     seen = word_tokenizer().decode(path.token_ids[: -len(path.steps[-1].token_ids)])
     assert "<retrieve>" not in seen and seen.count("<search>") == 2
     assert path_retrieved_frac(path) == 0 and path.num_tool_calls == 0
+
+
+def test_law_12_latencies_do_not_matter_below_stored_steps() -> None:
+    found = []
+    for seed in range(3):
+        luck = random.Random(seed)
+        grower = make(
+            UniformPrefix(PrefixSettings(num_restarts=4, num_places=2)),
+            by_step,
+            retriever=Kept(THREE),
+            latency_s=lambda luck=luck: luck.random() * 0.01,  # type: ignore[misc]
+            num_leaves=8,
+        )
+        found.append([grow(grower, task) for task in TASKS])
+    assert found[0] == found[1] == found[2]
+    assert all(len(tree.leaves) == 8 for tree in found[0])
 
 
 def test_what_an_explorer_sees_of_stored_trajectories() -> None:
@@ -498,3 +517,61 @@ def test_trajectories_of_a_task_best_first(tmp_path: Path) -> None:
         for settings_ in (BufferSettings(sources=["x"]), BufferSettings(allow_same_task=False)):
             assert asyncio.run(BufferRetriever(buffer, settings_).trajectories(TASKS[0])) == []
         retriever.close()
+
+
+# ---------------------------------------------------------------------- environments
+
+
+def enter(*results: str) -> tuple[Trace, ...]:
+    """A stored way through the door, with these results of taking the key and unlocking."""
+    calls = (ToolCall("take", "w3"), ToolCall("unlock", "w5"), ToolCall("enter", "w5"))
+    steps = [
+        StepContent(calls=(call,), observations=(Observation(text=text),))
+        for call, text in zip(calls, results, strict=False)
+    ]
+    steps.append(StepContent(answer="w9"))
+    return tuple(
+        split_steps("t/0", "w0", steps, reward=1.0, source="expert", trajectory=results[-1])
+    )
+
+
+@pytest.mark.parametrize("made", [CopiedKeyDoor, ReplayedKeyDoor])
+def test_environments_stand_where_the_stored_steps_end(made: type) -> None:
+    """Below two stored calls the door is unlocked, so that going in alone succeeds."""
+    told = worlds.seen(worlds.grow(worlds.make(made, worlds.by_plan(*worlds.WAY_IN))))[0]
+    explorer = Opens([Start(1), below(2, 2)])
+    grower = worlds.make(
+        made, worlds.by_plan(*worlds.WAY_IN), explorer, retriever=Kept(enter(*told)), num_leaves=3
+    )
+    tree = worlds.grow(grower)
+    assert worlds.seen(tree) == [told] * 3
+    assert [path.reward for path in tree.trajectories()] == [1.0] * 3
+    # Three calls at the prompt and one each below; the stored ones are made again, and counted
+    # apart.
+    assert tree.budget.num_tool_calls == 5
+    assert rollout_metrics([tree])["rollout/num_shown_calls"] == 7
+    assert grower.take_metrics() == {"restart/num_untrue": 0.0}
+
+
+def test_a_trajectory_that_the_environment_contradicts_is_left_out() -> None:
+    false = enter("w1", "w8", "w8")
+    explorer = Opens([Start(1), below(1, 2)], [below(1, 1)])
+    grower = worlds.make(
+        CopiedKeyDoor, worlds.by_plan(*worlds.WAY_IN), explorer, retriever=Kept(false), num_leaves=3
+    )
+    tree = worlds.grow(grower)
+    assert [path.start_id for path in tree.trajectories()] == ["0"] * 3
+    assert [sizes[0].num_steps for _, sizes in explorer.seen] == [3, 0, 0]
+    assert grower.take_metrics() == {"restart/num_untrue": 1.0}
+
+
+def test_a_whole_trajectory_has_the_environments_reward() -> None:
+    told = worlds.seen(worlds.grow(worlds.make(CopiedKeyDoor, worlds.by_plan(*worlds.WAY_IN))))[0]
+    grower = worlds.make(
+        CopiedKeyDoor,
+        worlds.by_plan(),
+        Opens([Start(1), below(1, None)]),
+        retriever=Kept(enter(*told)),
+    )
+    rewards = {path.is_stored: path.reward for path in worlds.grow(grower).trajectories()}
+    assert rewards[True] == 1.0 and rewards[False] != 1.0

@@ -11,7 +11,7 @@ from treegraft.cli.memory import model_shape
 from treegraft.core.errors import ModelError
 from treegraft.policy import shapes
 from treegraft.policy.load import load_model
-from treegraft.policy.shapes import published_shape, shape_table
+from treegraft.policy.shapes import published_shape, shape_named, shape_table
 from treegraft.policy.tiny import seeded
 from treegraft.settings.config import Config
 from treegraft.settings.policy import ModelSettings
@@ -27,8 +27,10 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "llama-3.1-8b": 8_030_261_248,
+    # 2 layers of 2 * (64 * 64) + 2 * (64 * 32) + 3 * (64 * 192) + 2 * 64, 300 * 64, a norm of 64.
+    "bytes": 117_824,
 }
-"""Weights of the models on the hub."""
+"""Weights of the models on the hub, and of the shape for smoke tests."""
 SMALL = {
     "model_type": "qwen3",
     "vocab_size": 400,
@@ -55,6 +57,13 @@ def test_shapes_are_those_of_the_published_models(name: str) -> None:
     assert sum(w.numel() for w in model.parameters()) == PUBLISHED[name] == estimated.num_weights
     assert len(tokenizer) == model.config.vocab_size == estimated.vocab_size
     assert model.config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_the_shape_of_a_hub_model_is_known_by_its_name() -> None:
+    assert shape_named("Qwen/Qwen2.5-7B-Instruct") == published_shape("shape:qwen2.5-7b")
+    assert shape_named("meta-llama/Llama-3.1-8B-Instruct") == published_shape("shape:llama-3.1-8b")
+    assert shape_named("Qwen/Qwen3-8B") == published_shape("shape:qwen3-8b")
+    assert shape_named("Qwen/Qwen3-80B") is None
 
 
 def test_an_unknown_shape_is_an_error_that_names_the_near_one() -> None:

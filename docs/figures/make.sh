@@ -12,7 +12,7 @@ for method in GRPO=independent RAPO=graft ARPO=entropy; do
         "$treegraft" train recipes/demo.toml "explorers=[\"$explorer\"]" "run.name=demo-$explorer" "run.dir=$runs"
 done
 "$treegraft" report "GRPO=$runs/demo-independent" "RAPO=$runs/demo-graft" "ARPO=$runs/demo-entropy" --out "$runs/report"
-"$treegraft" report benchmarks/methods.jsonl --baseline RAPO --out "$runs/study"
+"$treegraft" report studies/methods-0.6.jsonl studies/rapo-ablations-0.6.jsonl --baseline RAPO --out "$runs/study"
 mkdir -p docs/figures/demo docs/figures/methods
 cp "$runs"/report/figures/*.svg docs/figures/demo/
 for figure in training-dynamics final-accuracy sweep; do

@@ -220,6 +220,21 @@ async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
 
 
 @asynccontextmanager
+async def assemble_judge(
+    config: Config, model_path: Path | str
+) -> AsyncIterator[tuple[Setup, Any]]:
+    """Holds the parts that need no weights, and the model of `model_path`, which weighs steps that
+    are written already. Raises `TreegraftError` for a part that cannot be made."""
+    async with AsyncExitStack() as stack:
+        with ctrl_c_ends_at_once():
+            scenario = _Scenario(config, None)
+            model, tokenizer = scenario.load_model(model_path, has_weights=True)
+            is_ours = (Path(model_path) / "treegraft").is_dir()
+            setup = scenario.setup(stack, model, tokenizer, is_ours=is_ours)
+        yield setup, model
+
+
+@asynccontextmanager
 async def assemble(
     config: Config, *, model_path: Path | str | None = None, source: TaskSource | None = None
 ) -> AsyncIterator[Parts]:
@@ -270,7 +285,9 @@ async def assemble_training(
             scenario = _Scenario(config, source)
             # Adapters are restored with the optimiser's state, onto the model that they adapt.
             model_path = None if config.model.lora.rank else checkpoint
-            model, tokenizer = scenario.load_model(model_path, has_weights=True)
+            source_path = model_path or config.model.path
+            files = None if ranks is None else _weight_files(config, source_path)
+            model, tokenizer = scenario.load_model(model_path, has_weights=files is None)
             # Adapters change the model in place, so the engine's copy comes first. Another engine
             # has its own.
             own = copy.deepcopy(model).requires_grad_(False) if _is_native(config) else None
@@ -282,7 +299,7 @@ async def assemble_training(
                     f" model: {error}"
                 ) from error
             parts = await scenario.parts(stack, model, own or trained, tokenizer, model_path)
-            learner = _build_learner(config, trained, checkpoint, ranks)
+            learner = _build_learner(config, trained, checkpoint, ranks, files)
             # Several ranks hold it in parts.
             del model, trained
         yield TrainingParts(
@@ -293,13 +310,25 @@ async def assemble_training(
         )
 
 
+def _weight_files(config: Config, model_path: Path | str) -> Sequence[Path] | None:
+    """The files from which ranks read the weights by themselves, None for none."""
+    from treegraft.policy.learn.pieces import weight_files
+
+    with about("model.path"):
+        return weight_files(config, model_path)
+
+
 def _build_learner(
-    config: Config, model: Any, checkpoint: Path | None, ranks: Ranks | None
+    config: Config,
+    model: Any,
+    checkpoint: Path | None,
+    ranks: Ranks | None,
+    files: Sequence[Path] | None,
 ) -> LearnerLike:
     if ranks is not None:
         from treegraft.policy.learn.leader import Leader
 
-        return Leader(ranks, model, config, checkpoint)
+        return Leader(ranks, model, config, checkpoint, files)
     from treegraft.policy.learn.learner import Learner
 
     learner = Learner(

@@ -24,6 +24,7 @@ from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.launch import joined
+from treegraft.policy.learn.lessons import Given, LessonBook
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
@@ -34,13 +35,14 @@ from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
+from treegraft.runs.replay import Replay
 from treegraft.runs.run import Clock, Run, RunResult
 from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
-from treegraft.traces.demonstrations import read_demonstrations
+from treegraft.traces.demonstrations import lesson_book, read_demonstrations
 from treegraft.traces.run_buffer import RunBuffer
 
 if TYPE_CHECKING:
@@ -204,19 +206,30 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 run.state.update, parts.scorer, parts.format, parts.environments
             ):
                 await evaluate_and_keep(run, parts)
+                replay = Replay(config, run.folder, state.update)
+                has_world, tasks = parts.kind is not None, parts.train_tasks
+                book = lesson_book(config, buffer.buffer, tasks, parts.format, has_world)
                 while run.state.update < config.run.num_updates:
-                    await update(run, parts, publisher, buffer)
+                    await update(run, parts, publisher, buffer, replay, book)
                     await evaluate_and_keep(run, parts)
             return run.result()
 
 
-async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: RunBuffer) -> None:
+async def update(
+    run: Run,
+    parts: TrainingParts,
+    publisher: Publisher,
+    buffer: RunBuffer,
+    replay: Replay,
+    book: LessonBook | None = None,
+) -> None:
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
     number, config, learner, clock = run.state.update + 1, run.config, parts.learner, Clock()
     grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
     with clock("rollout"):
-        sampling = sample_update(run, parts, grower, number)
+        size = config.run.tasks_per_update - replay.num_due
+        sampling = sample_update(run, parts, grower, number, size)
         sampled = await run.interruptible(sampling, waits_on=grower.watch)
     run.display.phase("learning", 0, 1)
     with clock("learn"):
@@ -226,7 +239,14 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
             else []
             for trees in (sampled.kept, sampled.dropped)
         )
-        kept, learned = learner.learn(kept)
+        lessons = Given([], (0.0, 0.0), {})
+        if book is not None:
+            first, seed = num_drawn_before(run), config.run.seed
+            earlier = [one.id for one in draw_tasks(parts.train_tasks, 0, size=first, seed=seed)]
+            value = run.state.lesson_value or (0.0, 0.0)
+            lessons = book.choose(kept + dropped, earlier, number, value)
+        kept, learned = learner.learn(replay.mixed(number, kept), lessons.trees)
+        kept = replay.take_fresh(number, kept)
     # What was sampled in vain is recorded and counted like the rest.
     trees = kept + dropped
     with clock("publish"):
@@ -242,20 +262,26 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
         | sampled.metrics
         | learned
+        | lessons.metrics
         | shown_late
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
     # Taken once an update: each call starts counting anew.
-    for part in (parts, grower, buffer, clock):
+    for part in (parts, grower, buffer, replay, clock):
         metrics |= part.take_metrics()
     num_drawn = num_drawn_before(run) + sampled.num_drawn
-    run.record_update(number, trees, metrics, publisher.state() | {"num_drawn": num_drawn})
+    state = publisher.state() | {"num_drawn": num_drawn}
+    if book is not None:
+        state["lesson_value"] = lessons.value
+    run.record_update(number, trees, metrics, state)
 
 
-async def sample_update(run: Run, parts: TrainingParts, grower: Grower, number: int) -> Sampled:
-    """Returns the trees of an update, in rounds where rollout.max_rounds allows several."""
-    config, size = run.config, run.config.run.tasks_per_update
-    first = num_drawn_before(run)
+async def sample_update(
+    run: Run, parts: TrainingParts, grower: Grower, number: int, size: int
+) -> Sampled:
+    """Returns the trees of an update, of `size` tasks, in rounds where rollout.max_rounds allows
+    several."""
+    config, first = run.config, num_drawn_before(run)
     num_at_once = parts.num_trees_at_once(config.explore.num_leaves)
 
     def draw(num_drawn: int, without: Collection[str]) -> list[Task]:

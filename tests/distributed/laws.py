@@ -26,10 +26,11 @@ from treegraft.policy.hook import install_attention
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
+from treegraft.policy.learn.pieces import Pieces, model_shape
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.scores import packed_hidden
 from treegraft.policy.learn.sequence import shared_hidden
-from treegraft.policy.learn.sharded import ShardedLearner, model_shape
+from treegraft.policy.learn.sharded import ShardedLearner
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import plain_weights, weights_fingerprint
 from treegraft.settings.config import Config
@@ -193,6 +194,31 @@ def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
     }
 
 
+def pieces(ranks: Ranks, config: Config, family: str) -> dict[str, Any]:
+    """Weights that each rank has read from files by its rows, and those of the whole model."""
+    folder = Path(sys.argv[1]) / family
+    model = build_model(family)
+    if ranks.rank == 0:
+        model.save_pretrained(folder, max_shard_size="20KB")
+    ranks.barrier()
+    shape, files = model_shape(model), sorted(folder.glob("*.safetensors"))
+    found = Pieces(files, shape, "float32")
+    many = ShardedLearner(ranks, shape, config, pieces=found)
+    whole, (one, other) = dict(many.stream()), learners(ranks, config, family)
+    many.learn(some_trees())
+    other.learn(some_trees())
+    streams = [dict(learner.stream()) for learner in (many, other)]
+    if one is None:
+        return {}
+    plain = plain_weights(one.model)
+    return {
+        "files": len(files),
+        "problem": found.lacks(model),
+        "equal": all(torch.equal(whole[key], plain[key]) for key in plain),
+        "learned": all(torch.equal(streams[0][key], streams[1][key]) for key in plain),
+    }
+
+
 def many_state(place: Path) -> Weights:
     from treegraft.policy.shards import Rows
 
@@ -263,10 +289,14 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "offload": lambda ranks: law_1(ranks, settings(learn={"offload": True})),
     "replicate": lambda ranks: law_1(ranks, settings(learn={"replicate": 2})),
     "twice": lambda ranks: twice(ranks, settings()),
+    "pieces": lambda ranks: pieces(ranks, settings(), "llama"),
+    "pieces tied": lambda ranks: pieces(ranks, settings(), "llama-tied"),
     "resumed": lambda ranks: resumed(ranks, settings()),
     "shared llama": lambda ranks: law_3(ranks, "llama"),
     "shared qwen3": lambda ranks: law_3(ranks, "qwen3"),
     "shared learning": lambda ranks: law_1(ranks, settings()),
+    "shared gpt-neox": lambda ranks: law_3(ranks, "gpt-neox"),
+    "shared learning gpt-neox": lambda ranks: law_1(ranks, settings(), "gpt-neox"),
 }
 
 
@@ -278,7 +308,9 @@ def main() -> None:
     with joined(settings(learn={"lr": 0.5}) if is_odd else settings()) as ranks:
         assert ranks is not None
         for name in sys.argv[2:]:
-            with sharing(ranks, 2 if name.startswith("shared") else 1):
+            # All four of a job of four, else two.
+            size = (4 if ranks.size == 4 else 2) if name.startswith("shared") else 1
+            with sharing(ranks, size):
                 found = CHECKS[name](ranks)
             if ranks.rank == 0:
                 print(json.dumps({"check": name, **found}), flush=True)

@@ -14,6 +14,7 @@ NAMES = {
     2: (
         *("llama", "tied", "qwen3", "minibatches", "kl", "lora", "lessons", "idle"),
         *("checkpointing", "offload", "replicate", "twice", "resumed"),
+        *("pieces", "pieces tied"),
         *("shared llama", "shared qwen3", "shared learning"),
     ),
     3: ("idle",),
@@ -21,6 +22,8 @@ NAMES = {
 """The checks of `tests.distributed.laws` by number of ranks, all of a number in one job."""
 SLOW = ("llama", "tied", "lora", "lessons", "minibatches", "twice", "resumed")
 """Those of three ranks that take too long for the default suite, in a job of their own."""
+FOUR = ("shared gpt-neox", "shared learning gpt-neox")
+"""Those of four ranks that share each pass; the model has four key-value heads."""
 LIMITS = {"lora": 1e-4}
 """Adam magnifies the rounding of first gradients near 0."""
 
@@ -51,14 +54,23 @@ def test_three_ranks_equal_one(name: str) -> None:
     assert_equal(name, results(3, SLOW)[name])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_share_each_pass(name: str) -> None:
+    assert_equal(name, results(4, FOUR)[name])
+
+
 def assert_equal(name: str, found: dict[str, Any]) -> None:
     if name == "twice":
         assert found["equal"]
+    elif name.startswith("pieces"):
+        assert found["files"] > 1 and not found["problem"]
+        assert found["equal"] and found["learned"]
     elif name == "resumed":
         # Bit for bit at the same number of ranks.
         assert found["same"] and found["loads"]
         assert max(found["apart"], found["from_one"]) < 1e-5
-    elif name in ("shared llama", "shared qwen3"):
+    elif name in ("shared llama", "shared qwen3", "shared gpt-neox"):
         assert found["equal"] and found["gradients"] < 1e-5
     else:
         assert found["apart"] < LIMITS.get(name, 1e-5)

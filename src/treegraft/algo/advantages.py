@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from treegraft.algo.appo import advantages_apart, is_branch, with_prefix_credit
 from treegraft.algo.arpo import shared_advantages
 from treegraft.algo.gigpo import state_advantages
 from treegraft.algo.groups import (
@@ -30,7 +31,9 @@ from treegraft.algo.rapo import (
 )
 from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Trajectory, Tree
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"]
+Advantage = Literal[
+    "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
+]
 """The outcome's advantage by the name of its method; the last two compare the whole batch."""
 _SCALES: Mapping[str, Scale] = {"grpo": "std", "dr_grpo": "none", "rloo": "leave-one-out"}
 
@@ -88,7 +91,8 @@ def assign_credit(
     others' weights sum to 1 without them.
 
     Args:
-        advantage: how the outcome is compared; one of those over a whole batch needs `outcomes`.
+        advantage: how the outcome is compared; one of those over a whole batch needs `outcomes`,
+            and "appo" goes with "soft" alone (see `appo.with_prefix_credit`).
         outcomes: [leaves in the group] advantages of the outcome, computed already; None computes
             them.
         attribution: "soft" leaves it at that; "hard" also sets `Step.advantage` of every step that
@@ -144,7 +148,8 @@ def assign_credit(
         step if step.advantage == value else replace(step, advantage=value)
         for step, value in zip(tree.steps, shared, strict=True)
     ]
-    return replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
+    found = replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
+    return with_prefix_credit(found) if advantage == "appo" else found
 
 
 def _without_credit(leaf: Leaf) -> Leaf:
@@ -218,13 +223,15 @@ def _outcome_advantages(
     if stored == "own" and advantage in _SCALES:
         own = [not path.is_stored for path in members]
         return split_advantages(rewards, own, scale=_SCALES[advantage], eps=eps)
+    if advantage == "appo":
+        return advantages_apart(rewards, [is_branch(path) for path in members], eps=eps)
     if advantage == "tree_grpo":
         # The root is the prompt, so the second step of a path is its start.
         return forest_advantages(rewards, [path.steps[1].ordinals[-1] for path in members], eps=eps)
     if advantage not in _SCALES:
         raise ValueError(
             f"assign_credit: advantage is '{advantage}', which compares a whole batch; expected"
-            f" `outcomes` with it, or one of {', '.join([*_SCALES, 'tree_grpo'])}"
+            f" `outcomes` with it, or one of {', '.join([*_SCALES, 'tree_grpo', 'appo'])}"
         )
     return group_advantages(rewards, scale=_SCALES[advantage], eps=eps)
 

@@ -14,7 +14,7 @@ from treegraft.core.types import Tree, ids_to
 
 def standardised(values: Floats, counts: Floats) -> Floats:
     """Returns [values] (x - μ) / σ, with the mean and the population standard deviation over values
-    that occur `counts` times each; 0 where they do not spread.
+    that occur `counts` times each; 0 where they do not spread (the z of AEPO, arXiv 2510.14545).
 
     Args:
         counts: [values] 0 or more; those with 0 get a number and count for nothing.
@@ -74,3 +74,55 @@ def with_entropy_factors(trees: Sequence[Tree], *, weight: float) -> list[Tree]:
             steps.append(replace(step, credit_factors=column))
         found.append(replace(tree, steps=tuple(steps)))
     return found
+
+
+def num_global_rollouts(changes: Sequence[float], num_leaves: int, *, weight: float) -> int:
+    """Returns how many of a tree's leaves start at the prompt, 1..num_leaves; the others are
+    branches.
+
+    m = k σ(β (H_root - mean H_tool)) = k σ(-β mean ΔH)        cut to int(.) + 1, at most k
+
+    Source: Dong et al., AEPO, arXiv 2510.14545 (dynamic rollout budget), cut as in its code. The
+    paper compares the question's entropy with that after tool results, both of one probe rollout;
+    here each step after a result is compared token by token with the probe's first step, as ARPO
+    does, and the first step is none of them, as it is in the code.
+
+    Args:
+        changes: ΔH of each step of the probe that follows a result; without any, nothing could be
+            branched, and all leaves start at the prompt.
+        num_leaves: k.
+        weight: β.
+    """
+    if not changes:
+        return num_leaves
+    rise = weight * math.fsum(changes) / len(changes)
+    # Past ± 700 exp overflows; the share is then 0 or 1 to the last digit.
+    share = 1.0 / (1.0 + math.exp(min(max(rise, -700.0), 700.0)))
+    return min(int(num_leaves * share) + 1, num_leaves)
+
+
+def damping(num_in_a_row: int, penalty: float) -> float:
+    """Returns max(0, 1 - γ' l), which makes branches in a row less likely (AEPO, arXiv 2510.14545,
+    branch penalty).
+
+    Args:
+        num_in_a_row: l, the path's latest steps that all asked for a branch.
+        penalty: γ', 0.05 in its code.
+    """
+    return max(0.0, 1.0 - penalty * num_in_a_row)
+
+
+def coin_probability(change: float, weight: float, threshold: float, damped: float) -> float:
+    """Returns the probability of a branch by AEPO's released code, 0..1.
+
+    branch where (U + γ ΔH) · D ≥ τ, U uniform:   P = clip(1 - τ / D + γ ΔH, 0, 1),  0 for D = 0
+
+    (arXiv 2510.14545, code; with τ = 0.5 it is ARPO's coin for D = 1. The code clips the score
+    before it compares, which changes nothing.)
+
+    Args:
+        damped: D of `damping`.
+    """
+    if damped <= 0.0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - threshold / damped + weight * change))

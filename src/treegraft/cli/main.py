@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
+from treegraft.cli.build import build
 from treegraft.cli.config import show_config
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
@@ -36,6 +37,7 @@ from treegraft.cli.options import (
     say,
     table,
 )
+from treegraft.cli.prune import prune, show
 from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.cli.study import study
@@ -85,7 +87,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+buffer_app.command()(build)
 app.add_typer(buffer_app)
+buffer_app.command()(prune)
+buffer_app.command()(show)
 app.add_typer(data_app)
 app.add_typer(serve_app)
 

@@ -28,7 +28,7 @@ from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
 from treegraft.policy.bounds import ModelShape, kv_bytes
-from treegraft.policy.shapes import PREFIX, num_shape_weights, published_shape
+from treegraft.policy.shapes import PREFIX, num_shape_weights, published_shape, shape_named
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import CPU_CACHE_GB
@@ -200,8 +200,8 @@ def _gguf_shape(path: Path) -> ModelShape:
 
 
 def model_shape(config: Config) -> ModelShape | None:
-    """Returns the shape of the recipe's model without loading it; None for a hub model that is not
-    here yet.
+    """Returns the shape of the recipe's model without loading it; None for a hub model that is
+    neither here nor of a published shape by its name.
 
     Raises:
         ModelError: no such folder or package, or nothing to load in it.
@@ -223,7 +223,10 @@ def model_shape(config: Config) -> ModelShape | None:
 
     found = try_to_load_from_cache(path, "config.json")
     folder = Path(found).parent if isinstance(found, str) else None
-    return _folder_shape(folder) if folder and any(folder.glob("*.safetensors")) else None
+    if folder and any(folder.glob("*.safetensors")):
+        return _folder_shape(folder)
+    named = shape_named(path)
+    return None if named is None else ModelShape.of_config(named, num_shape_weights(named))
 
 
 # --- what a recipe needs --------------------------------------------------------------------------

@@ -73,12 +73,15 @@ class LearnerLike(Protocol):
     def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
         """Returns the trees with exact entropies around grafts, for the retrieval reward."""
 
-    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+    def learn(
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+    ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
-        metrics."""
+        metrics; stored trajectories are learned beside them, by their leaves' advantages."""
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
-        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations; without a
+        weight decay, with that of [learn]."""
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """Returns (steps of demonstrations in which every token with loss is the most likely one,
@@ -434,7 +437,8 @@ class Explorer(Protocol):
     An explorer whose `fill` returns `Expand` has the attribute `expands = True` besides: the states
     between steps are then kept until the tree is done, which takes a copy each of an environment
     that forks. With the attribute `wants_rewards = True`, `fill` gets the tree scored; reward
-    functions then see it once before each call of `fill`, with all of its leaves so far.
+    functions then see it once before each call of `fill`, with all of its leaves so far. One whose
+    `starts` are fewer than it may open in `fill` says so by the attribute `plans_starts = False`.
 
     An explorer that begins rollouts below stored steps is a `Restarting` besides.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from treegraft.evals.scores import (
     pass_ks,
     stratified_bootstrap,
 )
-from treegraft.evals.suites import GROUPS, EvalSet, SetRule
+from treegraft.evals.suites import GROUPS, MEASURES, EvalSet, SetRule
 from treegraft.rollout.measure import pass_at_k
 from treegraft.tasks.rewards import answer_of
 
@@ -110,8 +110,8 @@ class SuiteNumbers:
     mean: Interval
     """Unweighted mean of the sets' scores."""
     groups: dict[str, Interval]
-    """The same of each group of `evals.suites` whose sets are all here, unless it is all there
-    is."""
+    """The same of each group of `evals.suites` whose sets are all here, in the measures of its
+    paper, unless it is all there is and says the same."""
     is_complete: bool
     """Every item of every set has been run."""
 
@@ -129,10 +129,14 @@ def correctness(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory
     return lambda path: bool(path.leaf.is_correct)
 
 
-def main_measure(rule: SetRule, verdicts: Verdicts | None) -> str:
-    """Returns "f1", "judge", or "match" where the set is mathematics or nobody judges."""
-    is_rule = rule.measure == "math" or (rule.measure == "judge" and verdicts is None)
-    return "match" if is_rule else rule.measure
+def main_measure(rule: SetRule, verdicts: Verdicts | None, group_measure: str = "") -> str:
+    """Returns "f1", "judge", or "match" where the set is mathematics or nobody judges.
+
+    Args:
+        group_measure: of the set in a paper's group; empty for the set's own.
+    """
+    measure = group_measure or rule.measure
+    return "match" if measure == "math" or (measure == "judge" and verdicts is None) else measure
 
 
 def main_score(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory], float]:
@@ -233,25 +237,29 @@ def suite_numbers(
     Raises:
         ValueError: none has.
     """
-    begun = [one for one in sets if trees[one.name]]
-    means = {
-        one.name: item_means(
-            trees[one.name], main_score(main_measure(one.rule, verdicts), verdicts)
-        )
-        for one in begun
+    begun = {one.name: one for one in sets if trees[one.name]}
+
+    def means(names: Iterable[str], group: str = "") -> list[list[float]]:
+        own = MEASURES.get(group, {})
+        measures = {one: main_measure(begun[one].rule, verdicts, own.get(one, "")) for one in names}
+        return [
+            item_means(trees[name], main_score(measure, verdicts))
+            for name, measure in measures.items()
+        ]
+
+    whole = {
+        group: names
+        for group, names in GROUPS.items()
+        if {*names} < begun.keys() or ({*names} == begun.keys() and group in MEASURES)
     }
-    whole = {name: names for name, names in GROUPS.items() if {*names} < means.keys()}
     return SuiteNumbers(
         checkpoint=checkpoint,
         temperature=temperature,
         num_samples=num_samples,
         seed=seed,
         judge_model=None if verdicts is None else verdicts.model,
-        sets=[set_numbers(one, trees[one.name], verdicts) for one in begun],
-        mean=stratified_bootstrap([*means.values()]),
-        groups={
-            group: stratified_bootstrap([means[name] for name in names])
-            for group, names in whole.items()
-        },
+        sets=[set_numbers(one, trees[one.name], verdicts) for one in begun.values()],
+        mean=stratified_bootstrap(means(begun)),
+        groups={group: stratified_bootstrap(means(names, group)) for group, names in whole.items()},
         is_complete=all(len(trees[one.name]) == len(one.tasks) for one in sets),
     )

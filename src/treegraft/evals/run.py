@@ -23,7 +23,7 @@ from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.runs.display import NoDisplay
 from treegraft.runs.start import open_checkpoint
-from treegraft.settings.config import Config, settings_with
+from treegraft.settings.config import Config, EvalSettings, settings_with
 from treegraft.settings.load import refuse_sampling
 from treegraft.tasks.fields import nested_columns
 from treegraft.tasks.rewards import answer_of
@@ -47,21 +47,22 @@ class SuitePlan:
     num_samples: int = 1
     """Trajectories per item."""
     temperature: float | None = None
-    """None is 0 (greedy) for one sample and eval.temperature for several."""
+    """None is eval.temperature, but 0 for one sample where eval.greedy is on."""
     judge: JudgeSettings | None = None
     """None scores by rule alone."""
     into: Path | None = None
     """The folder of the evaluation; None makes one beside the checkpoint, or under evals/ for a
     model that is no run."""
 
-    def settled_temperature(self, default: float) -> float:
-        """Returns the temperature; `default` is that of several samples where none is named.
+    def settled_temperature(self, settings: EvalSettings) -> float:
+        """Returns the temperature.
 
         Raises:
             SettingError: several samples at temperature 0, which would all be the same.
         """
         if self.temperature is None:
-            return 0.0 if self.num_samples == 1 else default
+            is_greedy = self.num_samples == 1 and settings.greedy
+            return 0.0 if is_greedy else settings.temperature
         if self.temperature == 0 and self.num_samples > 1:
             raise SettingError(
                 f"--samples {self.num_samples} at --temperature 0 would give the same trajectory"
@@ -119,7 +120,7 @@ def evaluate_suite(
     judge = None if plan.judge is None else Judge(plan.judge)
     sets = load_sets(names, data_dir=plan.data_dir, num=plan.num, shuffle_seed=plan.shuffle_seed)
     config, place = open_checkpoint(checkpoint, config, overrides)
-    temperature = plan.settled_temperature(config.eval.temperature)
+    temperature = plan.settled_temperature(config.eval)
     if temperature == 0:
         refuse_sampling(overrides, "trajectories are greedy; add --samples or --temperature")
     if plan.num_samples > config.engine.max_rows:

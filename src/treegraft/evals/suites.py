@@ -122,8 +122,23 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "web": _WEB,
     "rapo-knowledge": (*_KNOWLEDGE, "webwalker"),
     "rapo-web": _RAPO_WEB,
+    "arpo-reasoning": (*_COMPUTATION, *_KNOWLEDGE, "webwalker"),
+    "rapo-reasoning": (*_COMPUTATION, *_KNOWLEDGE, "webwalker"),
 }
-"""Several sets by one name."""
+"""Several sets by one name; the last two are the ten of the papers' main tables."""
+
+_JUDGED = dict.fromkeys((*_COMPUTATION, *_WEB), "judge")
+_RAPO = _JUDGED | dict.fromkeys((*_KNOWLEDGE, *_RAPO_WEB), "f1")
+MEASURES: Mapping[str, Mapping[str, str]] = {
+    "arpo": _JUDGED,
+    "arpo-reasoning": _JUDGED,
+    "rapo": _RAPO,
+    "rapo-knowledge": _RAPO,
+    "rapo-web": _RAPO,
+    "rapo-reasoning": _RAPO,
+}
+"""The measures of a paper's groups, by set, where they differ from those of the sets: both papers
+judge mathematics, and RAPO takes F1 on the web sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

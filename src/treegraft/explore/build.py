@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import Explorer
 from treegraft.core.plugins import make, pick
+from treegraft.explore.balanced import BalancedBranching
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
+from treegraft.explore.peaks import EntropyPeaks
 from treegraft.explore.prefix import PREFIX_RULES, UniformPrefix
 from treegraft.explore.tree_search import TreeSearch
 from treegraft.settings.explore import ExploreSettings
@@ -20,6 +22,8 @@ EXPLORERS: Mapping[str, type[Explorer]] = {
     "entropy": EntropyBranching,
     "graft": HybridRollout,
     "tree_search": TreeSearch,
+    "balanced": BalancedBranching,
+    "entropy_peaks": EntropyPeaks,
     "prefix": UniformPrefix,
 }
 
@@ -39,6 +43,8 @@ def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
 
 def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Explorer:
     found = pick(name, EXPLORERS, "explore.explorers")
+    if found is BalancedBranching:
+        return BalancedBranching(settings.entropy, settings.balanced, vocab_size=vocab_size)
     if found is EntropyBranching:
         return EntropyBranching(settings.entropy, vocab_size=vocab_size)
     if found is HybridRollout:
@@ -48,6 +54,8 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
         return hybrid.in_stages(settings.num_first, settings.fill_from)
     if found is Independent:
         return Independent().in_stages(settings.num_first, settings.fill_from)
+    if found is EntropyPeaks:
+        return EntropyPeaks(settings.entropy_peaks)
     if found is TreeSearch:
         return TreeSearch(settings.tree_search)
     if found is UniformPrefix:
@@ -60,10 +68,10 @@ def num_starts(settings: ExploreSettings) -> int:
     """Returns how many first-level rollouts a tree opens at once."""
     # Starts come from the first explorer, as in `Composed`; the others only add to them.
     first = settings.explorers[0]
-    if first not in ("entropy", "tree_search"):
+    if first not in ("entropy", "tree_search", "entropy_peaks"):
         return settings.num_leaves
-    own = settings.entropy if first == "entropy" else settings.tree_search
-    return min(own.num_starts, settings.num_leaves)
+    num: int = getattr(settings, first).num_starts
+    return min(num, settings.num_leaves)
 
 
 def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation]:

@@ -18,6 +18,7 @@ class Composed:
         self._explorers = tuple(explorers)
         # Those of `fill`, which is the first one's.
         self.expands = getattr(explorers[0], "expands", False)
+        self.plans_starts = getattr(explorers[0], "plans_starts", True)
         self.wants_rewards = getattr(explorers[0], "wants_rewards", False)
         probes = [one.probe_tokens for one in explorers if one.probe_tokens is not None]
         self.probe_tokens: int | None = max(probes, default=None)

@@ -36,6 +36,14 @@ def published_shape(path: str) -> dict[str, Any]:
     return dict(table[name])
 
 
+def shape_named(hub_id: str) -> dict[str, Any] | None:
+    """Returns the fields for a model on a hub whose name begins with that of a published shape,
+    such as "Qwen/Qwen2.5-7B-Instruct"; None where none does."""
+    name = hub_id.rpartition("/")[2].lower()
+    fits = [one for one in shape_table() if f"{name}-".startswith(f"{one}-")]
+    return dict(shape_table()[max(fits, key=len)]) if fits else None
+
+
 def num_shape_weights(fields: Mapping[str, Any]) -> int:
     """Returns the weights of a shape of the table; a tied head counts once."""
     width, own = fields["hidden_size"], fields["head_dim"]

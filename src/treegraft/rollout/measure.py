@@ -120,23 +120,13 @@ def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict
         return {}
     own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
     causes = [step.cause for path in below for step in path.steps]
+    depths = [cause.num_steps for cause in causes if isinstance(cause, RestartCause)]
+    places = [{path.start_id for path in tree.trajectories()} - {ROOT_ID} for tree in trees]
     metrics = {
         "restart/num_restarts": float(len(below)),
         "restart/num_whole": float(len(stored)),
-        "restart/num_places": float(
-            len(
-                {
-                    (number, path.start_id)
-                    for number, tree in enumerate(trees)
-                    for path in tree.trajectories()
-                    if path.start_id != ROOT_ID
-                }
-            )
-        ),
-        "restart/steps_mean": _mean(
-            one.num_steps for one in causes if isinstance(one, RestartCause)
-        ),
-    }
+        "restart/num_places": float(sum(map(len, places))),
+    } | ({"restart/steps_mean": _mean(depths)} if depths else {})
     for name, group in (("restart/reward_below", below), ("restart/reward_prompt", own)):
         if rewards := [path.reward for path in group if path.reward is not None]:
             metrics[name] = statistics.fmean(rewards)
@@ -159,7 +149,12 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     num_starts = explorer.starts(num_leaves).num
     if trees and getattr(explorer, "wants_rewards", False):
         metrics["rollout/second_stage_frac"] = _mean(len(t.leaves) > num_starts for t in trees)
-    elif trees and num_starts < num_leaves and not isinstance(explorer, Restarting):
+    elif (
+        trees
+        and num_starts < num_leaves
+        and getattr(explorer, "plans_starts", True)
+        and not isinstance(explorer, Restarting)
+    ):
         # Leaves that no branch took became fresh starts.
         back_fill = [sum(step.depth == 1 for step in tree.steps) - num_starts for tree in trees]
         num_planned = len(trees) * (num_leaves - num_starts)

@@ -44,6 +44,9 @@ class TrainState:
     num_drawn: int | None = None
     """Training tasks drawn so far; None in checkpoints of before sampling in rounds, where it is
     the updates' share."""
+    lesson_value: tuple[float, float] | None = None
+    """Sum of the agent's mean rewards and weight of the tasks, decayed, see `policy.learn.lessons`;
+    None before the first update with lessons."""
     beside: Mapping[str, str] | None = None
     """Checksums of what lies beside the checkpoint and a resume depends on, by path in the run
     folder, see `runs.beside`; None in checkpoints of 0.6."""

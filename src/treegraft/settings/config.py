@@ -20,7 +20,7 @@ from treegraft.settings.policy import (
     PublishSettings,
     WarmupSettings,
 )
-from treegraft.settings.table import Setting, Settings, by_model, setting, walk, when
+from treegraft.settings.table import Condition, Setting, Settings, by_model, setting, walk, when
 from treegraft.settings.tasks import FormatSettings, RewardSettings, TasksSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 
@@ -67,6 +67,16 @@ class RolloutSettings(Settings):
     """Trees that grow at once."""
 
 
+class ReplaySettings(Settings):
+    fresh_frac: float = setting(1.0, gt=0, le=1)
+    """Share of run.tasks_per_update that is sampled anew (sigma, 0.5 in the paper); the rest are
+    groups of earlier updates. 1 replays none."""
+    capacity: int = setting(
+        512, ge=1, idle_unless=Condition("replay.fresh_frac", lambda share: share < 1)
+    )
+    """Groups that are kept, one for each task, the latest."""
+
+
 class EvalSettings(Settings):
     every: int = setting(5, ge=0, resumable=True, ignored_by_eval=True)
     """Evaluate after each so many updates; 0 only where `at_start` and `at_end` say so."""
@@ -92,7 +102,11 @@ class EvalSettings(Settings):
     repetition_penalty: float = setting(1.0, gt=0)
     """Divides the positive logits of tokens that the path already holds, and multiplies the
     negative ones; in greedy trajectories too. 1 for none."""
-    max_completion_tokens: int | None = setting(None, ge=1)
+    max_completion_tokens: int | None = setting(None, ge=1, follows=True)
+    """As in [rollout]; None takes its value."""
+    max_agent_steps: int | None = setting(None, ge=1, follows=True)
+    """As in [rollout]; None takes its value."""
+    max_tool_calls: int | None = setting(None, ge=0, follows=True)
     """As in [rollout]; None takes its value."""
 
 
@@ -137,6 +151,7 @@ class Config(Settings):
         BufferSettings(), idle_unless=(reads_buffer,), ignored_by_eval=True
     )
     rollout: RolloutSettings = RolloutSettings()
+    replay: ReplaySettings = setting(ReplaySettings(), ignored_by_eval=True)
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
     publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))

@@ -68,6 +68,12 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _rule_wrong(config: Config) -> Iterator[Contradiction]:
     name = config.credit.rule
+    if config.credit.advantage == "appo" and config.credit.attribution != "soft":
+        yield Contradiction(
+            ("credit.attribution", "credit.advantage"),
+            f"credit.attribution: got '{config.credit.attribution}', expected 'soft' with"
+            " credit.advantage = 'appo', which says itself what shared steps carry.",
+        )
     if name is not None and ":" not in name:
         yield Contradiction(
             ("credit.rule",),
@@ -245,10 +251,13 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    leading = [name for name in ("entropy", "tree_search", "prefix") if name in explore.explorers]
+    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix")
+    leading = [name for name in known if name in explore.explorers]
     for name in leading:
-        count = "num_restarts" if name == "prefix" else "num_starts"
-        yield from _above(config, f"explore.{name}.{count}", "explore.num_leaves", rest)
+        # A balanced budget has no number to compare.
+        if name != "balanced":
+            own = f"explore.{name}.{'num_restarts' if name == 'prefix' else 'num_starts'}"
+            yield from _above(config, own, "explore.num_leaves", rest)
     if leading and explore.explorers[0] not in leading:
         yield Contradiction(
             ("explore.explorers",),
@@ -263,6 +272,12 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
             f" the remaining leaves come from one of {named}, the first; leave the others out.",
         )
+    if "balanced" in leading and explore.entropy.allocation == "shares":
+        yield Contradiction(
+            ("explore.entropy.allocation", "explore.explorers"),
+            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
+            " starts there will be to share the leaves; take 'round'.",
+        )
     if {"graft", "prefix"} <= {*explore.explorers}:
         yield Contradiction(
             ("explore.explorers",),
@@ -274,8 +289,26 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield from _above(config, "explore.num_first", "explore.num_leaves")
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
-    if retrieves(explore.explorers) or takes_warmup_of_buffer(config):
+    if retrieves(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
         yield from _buffer_wrong(config)
+
+
+def _replay_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.replay.fresh_frac == 1:
+        return
+    if not config.track.record_trees:
+        yield Contradiction(
+            ("replay.fresh_frac", "track.record_trees"),
+            "replay.fresh_frac: groups are replayed from the run's trees, which are not written"
+            " with track.record_trees = false; set that to true, or replay.fresh_frac to 1.",
+        )
+    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
+        yield Contradiction(
+            ("replay.fresh_frac", "loss.engine_ratio_cap"),
+            "replay.fresh_frac: replayed groups were sampled by an older policy, which needs the"
+            " ratio to it; set loss.engine_ratio_cap (1e9 for RolloutReplay's loss, which has no"
+            ' cap), or loss.old_logprobs = "engine".',
+        )
 
 
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
@@ -297,8 +330,12 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
         )
     if not settings.path:
         named = next((name for name in RETRIEVING if name in config.explore.explorers), None)
-        other = "warmup.traces" if named is None else "explore.explorers"
-        use = f'has "{named}", which retrieves from a' if named else 'is "buffer", which means this'
+        other = "explore.explorers"
+        use = f'has "{named}", which retrieves from a'
+        if named is None:
+            by_lessons = config.loss.lesson_coef > 0
+            other = "loss.lesson_coef" if by_lessons else "warmup.traces"
+            use = "takes lessons from a" if by_lessons else 'is "buffer", which means this'
         yield Contradiction(
             ("buffer.path", other),
             f"buffer.path: got none, but {other} {use} Step-Trace Buffer. Make one with"
@@ -309,5 +346,13 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
 
 def contradictions(config: Config) -> list[Contradiction]:
     """Returns the settings that do not fit each other, with a sentence for each case."""
-    checks = (_format_wrong, _names_wrong, _rule_wrong, _model_wrong, _tasks_wrong, _run_wrong)
+    checks = (
+        _format_wrong,
+        _names_wrong,
+        _rule_wrong,
+        _model_wrong,
+        _tasks_wrong,
+        _run_wrong,
+        _replay_wrong,
+    )
     return [fault for check in checks for fault in check(config)]

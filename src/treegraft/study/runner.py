@@ -122,7 +122,7 @@ class _Work:
         self._runs, self._facts, self._say = missing, facts, say
         self._waiting: list[Needed | RunPlan] = []
         for run in missing.values():
-            for one in (*needs_of(run), run):
+            for one in _in_order(run):
                 if all(other.fingerprint != one.fingerprint for other in self._waiting):
                     self._waiting.append(one)
         self._failed: dict[str, str] = {}
@@ -175,11 +175,11 @@ class _Work:
     def _next(self) -> Needed | RunPlan | None:
         """The first job that can begin; those whose needs have failed are given up."""
         for job in list(self._waiting):
-            causes = [one for one in needs_of(job) if one.fingerprint in self._failed]
+            causes = [one for one in job.needs if one.fingerprint in self._failed]
             if causes:
                 self._waiting.remove(job)
                 self._failed[job.fingerprint] = f"its {name_of(causes[0])} has failed"
-            elif all(note_of(one, self._out).is_file() for one in needs_of(job)):
+            elif all(note_of(one, self._out).is_file() for one in job.needs):
                 self._waiting.remove(job)
                 return job
         return None
@@ -204,9 +204,11 @@ class _Work:
         self._say(f"{seconds}  {name}{also}: {accuracy:.3f}; {left} jobs left")
 
 
-def needs_of(job: Needed | RunPlan) -> tuple[Needed, ...]:
-    """Returns what has to be there before a job can begin."""
-    return job.needs if isinstance(job, RunPlan) else ()
+def _in_order(job: Needed | RunPlan) -> Iterator[Needed | RunPlan]:
+    """A job after all that it needs."""
+    for one in job.needs:
+        yield from _in_order(one)
+    yield job
 
 
 def name_of(job: Needed | RunPlan) -> str:

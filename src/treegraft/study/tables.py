@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -206,6 +207,7 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
         ends = {
             cost: statistics.fmean(runs.curve(line, cost)[0][-1] for line in lines)
             for cost in (CALLS, SHOWN, TOKENS, SECONDS)
+            if runs.has(cost)
         }
         made = [runs.buffer_costs(line) for line in lines]
         keys = [key for key in lines[0]["curve"][-1] if key.startswith("eval/pass_at_")]
@@ -331,19 +333,38 @@ def markdown(runs: Runs, question: Question) -> str:
 
 def _costs(found: Sequence[Row]) -> list[str]:
     names = list(found[0].at)
-    has_tuning = any(row.tuning for row in found)
-    header = ["arm", "calls", "shown calls", "tokens", "CPU s", "buffer's calls", "buffer's CPU s"]
-    header += ["tuning calls", "tuning CPU s"] if has_tuning else []
-    body = []
-    for row in found:
-        totals = [f"{row.totals[cost]:,.0f}" for cost in (CALLS, SHOWN, TOKENS)]
-        totals += [f"{row.totals[SECONDS]:.1f}", f"{row.buffer_calls:,.0f}"]
-        totals += [f"{row.buffer_cpu_s:.1f}"]
-        if has_tuning:
-            totals += [f"{row.tuning.get(key, 0.0):,.0f}" for key in ("calls", "cpu_s")]
-        areas = ["-" if (one := row.areas[name]) is None else f"{one:.2f}" for name in names]
-        body.append([row.arm, *totals, *areas])
-    return _table([*header, *(f"area {name.removeprefix('at ')}" for name in names)], body)
+    columns: dict[str, Callable[[Row], str]] = {
+        title: functools.partial(_total, cost=cost, form=form)
+        for title, cost, form in (
+            ("calls", CALLS, ",.0f"),
+            ("shown calls", SHOWN, ",.0f"),
+            ("tokens", TOKENS, ",.0f"),
+            ("CPU s", SECONDS, ",.1f"),
+        )
+        if any(cost in row.totals for row in found)
+    }
+    if any(row.buffer_calls or row.buffer_cpu_s for row in found):
+        columns["buffer's calls"] = lambda row: f"{row.buffer_calls:,.0f}"
+        columns["buffer's CPU s"] = lambda row: f"{row.buffer_cpu_s:,.1f}"
+    if any(row.tuning for row in found):
+        columns["tuning calls"] = lambda row: f"{row.tuning.get('calls', 0.0):,.0f}"
+        columns["tuning CPU s"] = lambda row: f"{row.tuning.get('cpu_s', 0.0):,.1f}"
+    areas = [[_number(row.areas[name]) for name in names] for row in found]
+    return _table(
+        ["arm", *columns, *(f"area {name.removeprefix('at ')}" for name in names)],
+        [
+            [row.arm, *(cell(row) for cell in columns.values()), *own]
+            for row, own in zip(found, areas, strict=True)
+        ],
+    )
+
+
+def _total(row: Row, *, cost: str, form: str) -> str:
+    return format(row.totals[cost], form) if cost in row.totals else "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _tests(found: Sequence[Test], primary: str) -> list[str]:

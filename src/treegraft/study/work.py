@@ -44,8 +44,12 @@ def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
     if note.is_file():
         return read_note(note)
     began = time.process_time()
-    costs = _warm_up(job, out) if isinstance(job, WarmupPlan) else _build(job, out)
-    costs |= {"cpu_s": time.process_time() - began, "calibration_s": calibrate()}
+    if isinstance(job, WarmupPlan):
+        costs = _warm_up(job, out)
+    else:
+        costs = _build(job, out) if job.source is None else _prune(job, job.source, out)
+    spent = time.process_time() - began + costs.pop("source_cpu_s", 0.0)
+    costs |= {"cpu_s": spent, "calibration_s": calibrate()}
     write_atomically(note, json.dumps(costs) + "\n")
     return costs
 
@@ -126,14 +130,51 @@ def _build(job: BufferPlan, out: Path) -> Line:
     return {"attempts": work.report.num_attempts, "trajectories": len(stored), "calls": calls}
 
 
+def _prune(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
+    from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
+
+    assert job.warmup is not None
+    place, before = out / job.file, read_note(note_of(source, out))
+    # Complete, but killed before its note: quickly made again.
+    place.unlink(missing_ok=True)
+    choice = PruneChoice(
+        model=str(_start(job.warmup, out)),
+        buffer=out / source.file,
+        out=place,
+        margin=job.margin,
+        only_best=job.only_best,
+    )
+    work = BufferPruning(job.config, choice)
+    work.run(display=NoDisplay())
+    if work.stopped_by is not None:
+        raise Ended(work.stopped_by)
+    report = work.report
+    return {
+        "trajectories": report.num_trajectories,
+        "shortened": report.num_shortened,
+        "steps_cut": report.num_cut,
+        # Those of the trajectories as they were stored: somebody made them.
+        "calls": before["calls"],
+        "source_cpu_s": before["cpu_s"],
+    }
+
+
+def _start(warmup: WarmupPlan, out: Path) -> Path:
+    """The checkpoint of a warm-up."""
+    found = latest_checkpoint(out / warmup.folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"'{out / warmup.folder}' has no checkpoint; expected one. Remove the folder and its"
+            " .json, and the warm-up is trained again."
+        )
+    return found
+
+
 def _run(job: RunPlan, out: Path) -> Line:
     place = out / job.folder
     more: dict[str, Any] = {}
     if job.warmup is not None:
-        start = latest_checkpoint(out / job.warmup.folder / "checkpoints")
-        if start is None:
-            raise CheckpointError(f"'{out / job.warmup.folder}' has no checkpoint; remove it.")
-        more["model"] = {"path": str(start)}
+        more["model"] = {"path": str(_start(job.warmup, out))}
     if job.buffer is not None:
         more["buffer"] = {"path": str(out / job.buffer.file)}
     calibration_s = calibrate()

@@ -1,22 +1,28 @@
-"""Demonstrations for the warm-up: the trajectories of a Step-Trace Buffer or of a JSONL file, all
-of them or the best rewarded."""
+"""Demonstrations for the warm-up and lessons: the trajectories of a Step-Trace Buffer or of a JSONL
+file, all of them or the best rewarded."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import DataError
+from treegraft.core.interfaces import Format
 from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import StepContent, Task, Trace
+from treegraft.policy.learn.lessons import Lesson, LessonBook
+from treegraft.policy.learn.sft import demonstration_tree
+from treegraft.settings.config import Config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
+from treegraft.traces.run_buffer import OWN
 
 SQLITE = b"SQLite format 3\x00"
 """The first bytes of a Step-Trace Buffer."""
@@ -129,22 +135,70 @@ def _is_buffer(path: Path) -> bool:
 def _of_buffer(
     path: Path, tasks: Sequence[Task], has_environment: bool, reasons: Counter[str]
 ) -> Iterator[Stored]:
-    by_id = {task.id: task for task in tasks}
     # As it was built: trajectories are read without their vectors, so no encoder is needed.
     with TraceBuffer.open_as_built(path) as buffer:
-        for traces in buffer.trajectories():
-            task = _task_of(traces[0], by_id, has_environment)
-            steps = [one.value for one in traces if isinstance(one.value, StepContent)]
-            if task is None:
-                reasons["of other tasks than the recipe's training tasks"] += 1
-            elif len(steps) < len(traces):
-                reasons["with a step that is kept as text alone"] += 1
-            elif [one.position for one in traces] != list(range(len(traces))):
-                reasons["with a step missing"] += 1
-            elif steps[-1].answer is None and not has_environment:
-                reasons["without an answer at the end"] += 1
-            else:
-                yield Stored(task, tuple(steps), traces[0].reward)
+        yield from _of_traces(buffer.trajectories(), tasks, has_environment, reasons)
+
+
+def lesson_book(
+    config: Config,
+    buffer: TraceBuffer | None,
+    tasks: Sequence[Task],
+    format: Format,
+    has_environment: bool,
+) -> LessonBook | None:
+    """Returns the lessons of a run, None where it has none: for each task the trajectory with the
+    best reward above 0, of these the one with the fewest steps, of these the first.
+
+    The agent's own traces are left out, since they change as it learns.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not config.loss.lesson_coef or buffer is None:
+        return None
+    best: dict[str, Lesson] = {}
+    reasons: Counter[str] = Counter()
+    others = (traces for traces in buffer.trajectories() if traces[0].source != OWN)
+    for one in _of_traces(others, tasks, has_environment, reasons):
+        reward, rival = one.reward or 0.0, best.get(one.task.id)
+        if reward <= 0:
+            reasons["with a reward not above 0"] += 1
+            continue
+        rank = (-reward, len(one.steps))
+        if rival is None or rank < (-rival.reward, len(rival.tree.steps) - 1):
+            # A step of another agent may be nothing that this format can say.
+            with suppress(ValueError):
+                best[one.task.id] = Lesson(demonstration_tree(format, one.task, one.steps), reward)
+    if not best:
+        left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+        raise DataError(
+            f"loss.lesson_coef: the buffer '{buffer.path}' has no success at the training tasks"
+            f" ({left_out or 'none that this format can say'}); name another buffer."
+        )
+    return LessonBook(best, num_earlier=config.learn.num_lessons, seed=config.run.seed)
+
+
+def _of_traces(
+    trajectories: Iterable[tuple[Trace, ...]],
+    tasks: Sequence[Task],
+    has_environment: bool,
+    reasons: Counter[str],
+) -> Iterator[Stored]:
+    by_id = {task.id: task for task in tasks}
+    for traces in trajectories:
+        task = _task_of(traces[0], by_id, has_environment)
+        steps = [one.value for one in traces if isinstance(one.value, StepContent)]
+        if task is None:
+            reasons["of other tasks than the recipe's training tasks"] += 1
+        elif len(steps) < len(traces):
+            reasons["with a step that is kept as text alone"] += 1
+        elif [one.position for one in traces] != list(range(len(traces))):
+            reasons["with a step missing"] += 1
+        elif steps[-1].answer is None and not has_environment:
+            reasons["without an answer at the end"] += 1
+        else:
+            yield Stored(task, tuple(steps), traces[0].reward)
 
 
 def _task_of(first: Trace, by_id: Mapping[str, Task], has_environment: bool) -> Task | None:

@@ -119,6 +119,17 @@ def import_files(
     return report
 
 
+def check_lines(path: Path) -> None:
+    """Raises DataError for a file with a line that is no trajectory, or without any."""
+    report = ImportReport()
+    num = sum(1 for _ in _read(path, Columns(), report))
+    if report.problems:
+        more = f" There are {others} more." if (others := len(report.problems) - 1) else ""
+        raise DataError(f"{report.problems[0]}. Correct the line or leave it out.{more}")
+    if not num:
+        raise DataError(f"'{path}' is empty; expected JSONL of trajectories.")
+
+
 def check_paths(paths: Sequence[Path]) -> None:
     """Raises DataError for a path with nothing there to read."""
     for path in paths:

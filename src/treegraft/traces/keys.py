@@ -39,6 +39,14 @@ def step_lines(content: StepContent) -> list[str]:
     return [flat for line in lines if (flat := " ".join(line.split()))]
 
 
+def value_text(value: str | StepContent) -> str:
+    """Returns the value of a trace as lines to be read, its answer at the end."""
+    if isinstance(value, str):
+        return value
+    answer = [] if value.answer is None else [f"answer {value.answer}"]
+    return "\n".join([*step_lines(value), *answer])
+
+
 def says_something(content: StepContent) -> bool:
     """Returns whether a step holds any text; one without is of no use as a trace."""
     return bool(step_lines(content)) or bool((content.answer or "").strip())

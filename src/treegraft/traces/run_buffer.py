@@ -29,6 +29,7 @@ from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import build_traces
+from treegraft.traces.imports import check_lines, import_files
 from treegraft.traces.keys import split_steps
 from treegraft.traces.retrieve import BufferRetriever
 
@@ -92,9 +93,8 @@ class RunBuffer:
         """None, like `buffer`, unless the buffer is used and open."""
         explorers = config.explore.explorers
         # A user's own explorer may retrieve too; it cannot be asked before it is built.
-        self.is_used = retrieves(explorers) or (
-            bool(config.buffer.path) and any(":" in name for name in explorers)
-        )
+        is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
+        self.is_used = retrieves(explorers) or is_asked or config.loss.lesson_coef > 0
         self.is_imitated = takes_warmup_of_buffer(config)
         """Whether the warm-up takes its demonstrations from it."""
         # Loaded before the run folder is made: an encoder that cannot be loaded is bad input.
@@ -130,9 +130,15 @@ class RunBuffer:
         path = own if own.exists() else self._path
         if not path.is_file():
             raise DataError(
-                f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer. Make one"
-                f" with: treegraft buffer build RECIPE --out {path}"
+                f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer, or .jsonl"
+                " of trajectories. Make a buffer with: treegraft buffer build RECIPE --out"
+                f" {path.with_suffix('.sqlite')}"
             )
+        if path != own and self._is_imported:
+            with about("buffer.path"):
+                check_lines(path)
+            with about("buffer.encoder"):
+                return build_encoder(settings.encoder)
         with TraceBuffer(path, settings.encoder) as buffer:
             self._refuse_empty(buffer)
             self._refuse_changed(buffer, own)
@@ -145,7 +151,7 @@ class RunBuffer:
         Raises:
             DataError: results that differ, by task and call.
         """
-        if environments is None or not self._is_expert_due:
+        if environments is None or not (self._is_expert and self._is_to_make):
             return
         agent = ScriptedAgent(self._source, seed=self._config.run.seed)
         tasks = self._source.train_tasks()[:NUM_CHECKED]
@@ -155,9 +161,9 @@ class RunBuffer:
     async def build(
         self, scorer: TreeScorer, format: Format, environments: SessionOpener | None
     ) -> None:
-        """Builds the buffer of the expert's steps, where that is still to do; arguments as in
-        `opened`. Raises `DataError` for one without any."""
-        if self._encoder is not None and self._is_expert_due:
+        """Makes the buffer of the expert's steps or of a .jsonl file, where that is still to do;
+        arguments as in `opened`. Raises `DataError` for one without any."""
+        if self._encoder is not None and self._is_to_make:
             own = self._run_dir / OWN_FILE
             await self._make_copy(own, self._encoder, scorer, format, environments)
             with TraceBuffer(own, self._encoder) as buffer:
@@ -169,14 +175,24 @@ class RunBuffer:
         return self._encoder is not None
 
     @property
-    def _is_expert_due(self) -> bool:
-        is_expert = self.is_due and self._config.buffer.path == EXPERT
-        return is_expert and not (self._run_dir / OWN_FILE).exists()
+    def _is_expert(self) -> bool:
+        return self._config.buffer.path == EXPERT
+
+    @property
+    def _is_imported(self) -> bool:
+        return self._path.suffix == ".jsonl"
+
+    @property
+    def _is_to_make(self) -> bool:
+        """Whether the run has yet to make its buffer itself."""
+        is_made = self.is_due and (self._is_expert or self._is_imported)
+        return is_made and not (self._run_dir / OWN_FILE).exists()
 
     @property
     def _is_own(self) -> bool:
-        """Whether the run works on a copy."""
-        return self._config.buffer.path == EXPERT or self._config.buffer.grow.num_best > 0
+        """Whether the run works on a buffer in its folder."""
+        is_grown = self._config.buffer.grow.num_best > 0
+        return self._is_expert or self._is_imported or is_grown
 
     def _refuse_lost(self, own: Path) -> None:
         """Refuses to go on with a fresh copy where the checkpoint was trained with one."""
@@ -275,7 +291,7 @@ class RunBuffer:
     ) -> None:
         """Makes the run's buffer, complete under its name or not there at all."""
         own.parent.mkdir(parents=True, exist_ok=True)
-        if self._config.buffer.path != EXPERT:
+        if not (self._is_expert or self._is_imported):
             with TraceBuffer(self._path, encoder) as buffer:
                 buffer.copy_to(own)
             return
@@ -283,6 +299,18 @@ class RunBuffer:
         # Also the write-ahead log of a build that was killed, which SQLite would replay.
         for leftover in own.parent.glob(f"{partial.name}*"):
             leftover.unlink()
+        if self._is_imported:
+            of = self._config.buffer.build
+            with TraceBuffer(partial, encoder) as buffer:
+                import_files(
+                    [self._path],
+                    buffer,
+                    num_best=of.num_best,
+                    min_reward=of.min_reward,
+                    seed=self._config.run.seed,
+                )
+            partial.replace(own)
+            return
         seed = self._config.run.seed
         agent = ScriptedAgent(self._source, seed=seed, environments=environments)
         tasks = self._source.train_tasks()

@@ -20,7 +20,7 @@ import numpy as np
 from treegraft.core.errors import DataError
 from treegraft.core.files import leads_outside, parse_json
 from treegraft.tools.search.encoders import Encoder, build_encoder
-from treegraft.traces.store import APPLICATION_ID, COLUMNS, content_from_json
+from treegraft.traces.store import APPLICATION_ID, COLUMNS, content_from_json, pruning_rows
 
 PAGE = 50
 """Traces of one answer."""
@@ -212,7 +212,8 @@ class BufferView:
         }
 
     def trace(self, content_hash: str) -> dict[str, Any]:
-        """Returns a trace with all steps of its trajectory. Raises DataError: there is none."""
+        """Returns a trace with all steps of its trajectory, and of a pruned buffer the steps'
+        weights and the cut ones. Raises DataError: there is none."""
         with self._open() as connection:
             row = connection.execute(
                 f"SELECT hash, id, evicted_at, {COLUMNS} FROM traces WHERE hash = ? ORDER BY"
@@ -228,9 +229,12 @@ class BufferView:
                 " BY m.position, t.id",
                 [row["source"], row["task_id"], row["trajectory"]],
             ).fetchall()
+            place = (row["source"], row["task_id"], row["trajectory"])
+            notes = [parse_json(note[-1]) for note in pruning_rows(connection, *place)]
         return _shown(row) | {
             "is_evicted": row["evicted_at"] is not None,
             "steps": [_shown(step) for step in steps],
+            "pruning": notes[0] if notes else None,
         }
 
 

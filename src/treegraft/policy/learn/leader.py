@@ -15,9 +15,10 @@ from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.types import Tree
 from treegraft.policy.head import base_model, head_problem
+from treegraft.policy.learn.pieces import Pieces, cut_model, model_shape
 from treegraft.policy.learn.ranks import Ranks, deaf_to_ends
 from treegraft.policy.learn.scores import packing_problem
-from treegraft.policy.learn.sharded import ShardedLearner, model_shape
+from treegraft.policy.learn.sharded import ShardedLearner
 from treegraft.policy.weights import adapted_modules
 from treegraft.runs.record import tree_from_json, tree_to_json
 from treegraft.settings.config import Config
@@ -27,12 +28,19 @@ class Leader:
     """The learner of a run with several ranks, as rank 0 knows it (a `LearnerLike`)."""
 
     def __init__(
-        self, ranks: Ranks, model: Any, config: Config, checkpoint: Path | None = None
+        self,
+        ranks: Ranks,
+        model: Any,
+        config: Config,
+        checkpoint: Path | None = None,
+        files: Sequence[Path] | None = None,
     ) -> None:
         """Divides the weights of `model` among the ranks.
 
         Args:
-            model: whole, with its adapters; it may be dropped afterwards.
+            model: whole, with its adapters; it may be dropped afterwards. With `files` its shape
+                alone.
+            files: from which each rank reads its rows, see `pieces.weight_files`.
             checkpoint: whose optimiser's state to go on from; None for the beginning.
 
         Raises:
@@ -41,10 +49,12 @@ class Leader:
             RankError: a rank has ended.
         """
         self._ranks = ranks
-        _refuse(model, config)
         shape, place = model_shape(model), None if checkpoint is None else str(checkpoint)
-        with ranks.ordered("build", shape=shape):
-            self._learner = ShardedLearner(ranks, shape, config, source=model)
+        # Where only the shape is known, a layer of each kind is tried.
+        _refuse(model if files is None else cut_model(shape), config)
+        names = None if files is None else [str(file) for file in files]
+        with ranks.ordered("build", shape=shape, files=names):
+            self._learner = _built(ranks, shape, config, names, model)
         if place is not None:
             self._all("load", folder=place)
 
@@ -68,14 +78,18 @@ class Leader:
         found: list[Tree] = self._on_trees("with_logprobs", trees)
         return found
 
-    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+    def learn(
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+    ) -> tuple[list[Tree], dict[str, float]]:
         """As `Learner.learn`."""
-        found: tuple[list[Tree], dict[str, float]] = self._on_trees("learn", trees)
+        found: tuple[list[Tree], dict[str, float]] = self._on_trees(
+            "learn", [*trees, *lessons], num_lessons=len(lessons)
+        )
         return found
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
         """As `Learner.imitate`."""
-        return float(self._on_trees("imitate", trees, lr=lr))
+        return float(self._on_trees("imitate", trees, lr=lr, weight_decay=weight_decay))
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """As `Learner.right_steps`."""
@@ -144,8 +158,10 @@ CALLS: Mapping[str, Callable[..., Any]] = {
 TREE_CALLS: Mapping[str, Callable[..., Any]] = {
     "with_exact_entropies": lambda learner, trees: learner.with_exact_entropies(trees),
     "with_logprobs": lambda learner, trees: learner.with_logprobs(trees),
-    "learn": lambda learner, trees: learner.learn(trees),
-    "imitate": lambda learner, trees, lr: learner.imitate(trees, lr),
+    "learn": lambda learner, trees, num_lessons: learner.learn(
+        trees[: len(trees) - num_lessons], trees[len(trees) - num_lessons :]
+    ),
+    "imitate": lambda learner, trees, lr, weight_decay: learner.imitate(trees, lr, weight_decay),
     "right_steps": lambda learner, trees: learner.right_steps(trees),
 }
 """What it may order on trees."""
@@ -169,7 +185,7 @@ def serve_rank(ranks: Ranks, config: Config) -> Mapping[str, Any] | None:
                     return result
                 with ranks.blaming():
                     if name == "build":
-                        learner = ShardedLearner(ranks, order["shape"], config)
+                        learner = _built(ranks, order["shape"], config, order["files"], None)
                         continue
                     assert learner is not None
                     if name in TREE_CALLS:
@@ -180,6 +196,15 @@ def serve_rank(ranks: Ranks, config: Config) -> Mapping[str, Any] | None:
         except BaseException as error:
             ranks.last_words(error)
             raise
+
+
+def _built(
+    ranks: Ranks, shape: str, config: Config, files: Sequence[str] | None, source: Any
+) -> ShardedLearner:
+    if files is None:
+        return ShardedLearner(ranks, shape, config, source=source)
+    pieces = Pieces([*map(Path, files)], shape, config.model.dtype)
+    return ShardedLearner(ranks, shape, config, pieces=pieces)
 
 
 def _refuse(model: Any, config: Config) -> None:

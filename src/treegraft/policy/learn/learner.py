@@ -24,12 +24,14 @@ from treegraft.policy.checkpoint import read_optimiser, write_model, write_optim
 from treegraft.policy.head import Head, base_model
 from treegraft.policy.hook import install_attention, tree_attention
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
+from treegraft.policy.learn.lessons import shared_out, teach, weight_of
 from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
     blank_batch,
     credit,
+    newest_of_several,
     num_lesson_tokens,
     num_loss_tokens,
     num_tree_tokens,
@@ -48,6 +50,7 @@ from treegraft.policy.learn.plan import (
     plan_passes,
     split_evenly,
     spread,
+    with_steps,
 )
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scored import Scored
@@ -146,6 +149,7 @@ class Learner:
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
+        self._newest: int | None = None
 
     def _placed(self, scored: Scored) -> Scored:
         """The module through which all passes run, where its weights are to lie."""
@@ -199,7 +203,7 @@ class Learner:
                 exact = spread(step, values, 0.0)
                 step = replace(step, entropies=exact, entropy_kind=EntropyKind.EXACT)
                 found.setdefault(n, {})[step.id] = step
-        return [_with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
+        return [with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
 
     @torch.no_grad()
     def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
@@ -209,7 +213,7 @@ class Learner:
         for n, step, values in self._scored_steps(trees, range(len(trees)), entropies=False):
             step = replace(step, old_logprobs=spread(step, values, 0.0))
             found.setdefault(n, {})[step.id] = step
-        return [_with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
+        return [with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
 
     def _scored_steps(
         self, trees: Sequence[Tree], indices: Sequence[int], *, entropies: bool
@@ -244,8 +248,9 @@ class Learner:
 
     # ------------------------------------------------------------------ demonstrations
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
-        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations; without a
+        weight decay, with that of [learn]."""
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
         total = 0.0
@@ -255,7 +260,7 @@ class Learner:
             loss = -chosen.sum() / max(1, count)
             torch.autograd.backward(loss)
             total += float(loss.detach())
-        self.optimiser.step(lr)
+        self.optimiser.step(lr, weight_decay)
         return float(combined(self._team, total, sum))
 
     @torch.no_grad()
@@ -277,15 +282,19 @@ class Learner:
 
     # ------------------------------------------------------------------ one update
 
-    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+    def learn(
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+    ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
         metrics.
 
         Groups without variance are left out of the passes (unless the KL term needs them) and
-        counted in the denominators.
+        counted in the denominators. `lessons` are of a `LessonBook`, spread over the mini-batches.
         """
+        self._newest = newest_of_several(trees)
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
+        taught = shared_out(lessons, minibatches)
         is_learned = [self._is_learned(tree) for tree in trees]
         takes_lessons = self._loss.graft_coef > 0
         plans = {
@@ -307,13 +316,17 @@ class Learner:
         }
         tally = Tally()
         for part in passes:
+            # Gradients add up until the step.
+            tally.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, tally)
             denominators = self._denominators([trees[n] for n in part])
             packs[part] = self._optimiser_step(packs[part], denominators, tally)
         for own in packs.values():
             tally.add_sizes([pack.batch for pack in own if pack.parts])
         tally = combined(self._team, tally.state(), Tally.of)
         # A minibatch of skipped groups alone moves no weight.
-        num_steps = sum(any(is_learned[n] for n in part) for part in passes)
+        num_steps = sum(
+            any(is_learned[n] for n in part) or any(map(weight_of, taught[part])) for part in passes
+        )
         metrics = tally.metrics(num_steps, takes_lessons=takes_lessons)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
@@ -352,7 +365,7 @@ class Learner:
         for leaf in tree.leaves:
             factor = shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None
             leaves.append(replace(leaf, shaping_factor=factor))
-        return replace(_with_steps(tree, written), leaves=tuple(leaves))
+        return replace(with_steps(tree, written), leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
         has_signal = any(
@@ -482,7 +495,7 @@ class Learner:
         # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
         if own is old or not any(tally.grad_norms):
-            tally.add("learn/engine_gap", (own - batch.sampling_logprobs).abs())
+            tally.add("learn/engine_gap", batch.engine_gaps(own, self._newest))
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
@@ -560,10 +573,3 @@ class Learner:
             self.optimiser.load_state(state)
         except KeyError as error:
             raise CheckpointError(f"the optimiser state does not fit the model: {error}") from error
-
-
-def _with_steps(tree: Tree, steps: Mapping[str, Step]) -> Tree:
-    """The tree with some of its steps exchanged, by id."""
-    if not steps:
-        return tree
-    return replace(tree, steps=tuple(steps.get(step.id, step) for step in tree.steps))

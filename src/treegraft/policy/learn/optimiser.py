@@ -91,11 +91,12 @@ class MasterAdamW:
         """Drops the gradients."""
         self._adam.zero_grad(set_to_none=True)
 
-    def step(self, lr: float | None = None) -> float:
+    def step(self, lr: float | None = None, weight_decay: float | None = None) -> float:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
         nothing moves.
 
-        The learning rate follows `learn.schedule`; `lr` overrides it.
+        The learning rate follows `learn.schedule`; `lr` overrides it, and `weight_decay` that of
+        [learn].
         """
         lr = self._scheduled() if lr is None else lr
         self.num_steps += 1
@@ -108,8 +109,11 @@ class MasterAdamW:
         found: Any = torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)
         # Of weights that are divided among ranks, it comes as parts of a sum.
         norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+        decay_of_matrices = self._settings.weight_decay if weight_decay is None else weight_decay
         for group in self._adam.param_groups:
             group["lr"] = lr
+            if group["params"][0].ndim > 1:
+                group["weight_decay"] = decay_of_matrices
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         self._copy_to_model()

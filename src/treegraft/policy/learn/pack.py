@@ -92,6 +92,8 @@ class TreeBatch:
     """[U] of its step; scores at temperature 0 are those of 1."""
     sampling_logprobs: Tensor
     """[U] of the engine."""
+    versions: Tensor
+    """[U] policy version that sampled it."""
     tokens: Tensor
     """[C] which unique sampled token a contribution is of."""
     trajectories: Tensor
@@ -127,6 +129,13 @@ class TreeBatch:
         sampled = torch.bincount(owners, minlength=len(self.paths)).to(torch.float64)
         stored = [num_loss_tokens(path) if path.is_stored else 0 for path in self.paths]
         return sampled + sampled.new_tensor(stored)
+
+    def engine_gaps(self, logprobs: Tensor, version: int | None) -> Tensor:
+        """Returns the distances of log-probabilities [U] from the engine's, where `version`
+        sampled; None for all tokens."""
+        gaps = (logprobs - self.sampling_logprobs).abs()
+        # Of a group that is replayed, it is how far the policy has moved since.
+        return gaps if version is None else gaps[self.versions == version]
 
     def per_trajectory(self, values: Tensor) -> list[Tensor]:
         """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories
@@ -277,6 +286,8 @@ class _Packer:
             columns["temperatures"].append(temperatures[mask])
         logprobs = _flat((step.sampling_logprobs for step in steps), np.float64, count)
         self.columns["sampling_logprobs"].append(logprobs[is_sampled])
+        versions = np.repeat([step.policy_version for step in steps], lengths)
+        self.columns["versions"].append(versions[is_sampled])
         added = np.concatenate([[0], np.cumsum(scored)])
         until = np.cumsum(lengths)
         counts = (added[until] - added[until - lengths]).tolist()
@@ -446,10 +457,20 @@ def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
         "sources": [0],
         "temperatures": [1.0],
         "sampling_logprobs": [0.0],
+        "versions": [0],
     }
     columns = {name: [np.asarray(values.get(name, []))] for name in columns_of(TreeBatch)}
     tree = PackedTree(0, 2, (Node(0, 2, 2),))
     return TreeBatch(**_tensors(columns, device), trees=(tree,), paths=(), step_offsets=())
+
+
+def newest_of_several(trees: Sequence[Tree]) -> int | None:
+    """Returns the newest policy version that sampled any of the trees, None where one version
+    sampled all."""
+    versions = {
+        step.policy_version for tree in trees for step in tree.steps if any(step.sampled_mask)
+    }
+    return max(versions) if len(versions) > 1 else None
 
 
 def num_tree_tokens(tree: Tree) -> int:

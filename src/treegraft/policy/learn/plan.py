@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -135,6 +135,13 @@ def spread(step: Step, values: Sequence[float], filler: float) -> tuple[float, .
         return tuple(values)
     rest = iter(values)
     return tuple(next(rest) if is_sampled else filler for is_sampled in step.sampled_mask)
+
+
+def with_steps(tree: Tree, steps: Mapping[str, Step]) -> Tree:
+    """Returns the tree with some of its steps exchanged, by id."""
+    if not steps:
+        return tree
+    return replace(tree, steps=tuple(steps.get(step.id, step) for step in tree.steps))
 
 
 def combined(team: Team, value: Any, combine: Callable[[list[Any]], Any]) -> Any:

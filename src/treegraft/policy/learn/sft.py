@@ -258,7 +258,7 @@ async def warm_up(
     for step in range(first_step, settings.num_steps):
         await demonstrations.prepare(step)
         trees = demonstrations.batch(step)
-        loss = learner.imitate(trees, learning_rate(settings, step))
+        loss = learner.imitate(trees, learning_rate(settings, step), settings.weight_decay)
         num_tokens = sum(sum(one.loss_mask) for tree in trees for one in tree.steps)
         if await on_step(step + 1, loss, num_tokens):
             return

@@ -30,11 +30,12 @@ from treegraft.policy.checkpoint import ADAPTER
 from treegraft.policy.head import base_model, decoder
 from treegraft.policy.hook import install_attention
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.pieces import Pieces, hollow
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scored import Scored
 from treegraft.policy.learn.sequence import SharedScored
-from treegraft.policy.load import DTYPES, with_adapters
+from treegraft.policy.load import DTYPES
 from treegraft.policy.shards import Rows, local_rows, write_rows
 from treegraft.policy.weights import bit_sum, fingerprint_of, named_weights, weight_names
 from treegraft.settings.config import Config
@@ -43,43 +44,27 @@ FILE_BYTES = 5_000_000_000
 """Size of the files of a checkpoint's model, as transformers cuts them."""
 
 
-def model_shape(model: Any) -> str:
-    """Returns a model's configuration as JSON, from which `hollow` makes it again."""
-    text: str = base_model(model).config.to_json_string(use_diff=False)
-    return text
-
-
-def hollow(shape: str, config: Config) -> Any:
-    """Returns the model of a configuration with its adapters, without memory for weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    data = json.loads(shape)
-    if config.model.trust_remote_code:
-        from treegraft.policy.load import load_model
-
-        model, _ = load_model(config.model, has_weights=False)
-        model.float()
-    else:
-        kind = data.pop("model_type")
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(kind, **data), dtype=torch.float32
-            )
-    with torch.device("meta"):
-        return with_adapters(model.eval(), config.model, seed=config.run.seed)
-
-
 class ShardedLearner(Learner):
     """A learner of which each rank holds a share."""
 
-    def __init__(self, ranks: Ranks, shape: str, config: Config, *, source: Any = None) -> None:
-        """Takes its weights from rank 0's.
+    def __init__(
+        self,
+        ranks: Ranks,
+        shape: str,
+        config: Config,
+        *,
+        source: Any = None,
+        pieces: Pieces | None = None,
+    ) -> None:
+        """Takes its weights from rank 0's, or its rows of them from files.
 
         Args:
             shape: of the model, see `model_shape`.
             source: rank 0's whole model with its adapters; None on the others.
+            pieces: the files; None takes them from rank 0.
         """
         self._ranks, self._config, self._source = ranks, config, source
+        self._pieces = pieces
         model = hollow(shape, config)
         # Tried already by rank 0 on the whole model.
         install_attention(model)
@@ -91,7 +76,7 @@ class ShardedLearner(Learner):
             num_updates=config.run.num_updates,
             team=ranks,
         )
-        self._source = None
+        self._source = self._pieces = None
 
     def _placed(self, scored: Scored) -> Scored:
         learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
@@ -133,7 +118,14 @@ class ShardedLearner(Learner):
 
     @torch.no_grad()
     def _fill(self, model: Any) -> None:
-        """Gives every rank its rows of rank 0's weights, and all of its buffers."""
+        """Gives every rank its rows of the weights, and all buffers."""
+        if self._pieces is not None:
+            for name, weight in (*model.named_parameters(), *model.named_buffers()):
+                local, first = local_rows(weight)
+                if local.numel():
+                    count = local.shape[0] if local.dim() else 1
+                    local.copy_(self._pieces.rows(name, weight, first, count))
+            return
         found = {}
         if self._source is not None:
             found = {**dict(self._source.named_parameters()), **dict(self._source.named_buffers())}

@@ -1,9 +1,10 @@
 """Runs as records: of run folders, and of studies, whose lines are finished runs in short.
 
-A study is a .jsonl file such as `benchmarks/methods.jsonl`: one object a run, with "method" (its
-label), "seed", "world" (only runs of one world are compared; optional), "settings" (by dotted name,
-those in which runs differ; optional), "num_eval" (held-out tasks; optional) and "curve": at each
-evaluation {"update": n, "accuracy": share, any metric summed so far ...}.
+A study is a .jsonl file of `treegraft study`, such as `studies/methods-0.6.jsonl`: one object a
+run, with "method" (its label), "seed", "world" (only runs of one world are compared; optional),
+"settings" (by dotted name, those in which runs differ; optional), "num_eval" (held-out tasks;
+optional) and "curve": at each evaluation {"update": n, "accuracy": share, "eval/...": as measured,
+any other metric summed so far ...}.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def read_records(paths: Sequence[str]) -> list[Record]:
     """Returns the runs of folders and of studies, each PATH or LABEL=PATH, which gives its runs
     that label.
 
-    A path that is given twice counts once.
+    A path that is given twice counts once, and so does a run that stands in two studies.
 
     Raises:
         CheckpointError: neither a run folder nor a study.
@@ -74,7 +75,8 @@ def read_records(paths: Sequence[str]) -> list[Record]:
             raise DataError(
                 f"'{path}' is given with two labels; a run belongs to one. Give it once."
             )
-        records += list(read_study(path, label)) if path.is_file() else [read_run(path, label)]
+        found = list(read_study(path, label)) if path.is_file() else [read_run(path, label)]
+        records += [record for record in found if record.run is not None or record not in records]
     counts = Counter[str]()
     for place, record in enumerate(records):
         counts[record.name] += 1
@@ -104,7 +106,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
     if not path.is_dir():
         raise CheckpointError(
             f"'{path}' is not there; expected a run folder, e.g. runs/NAME, or a study, e.g."
-            f" benchmarks/methods.jsonl.{runs_beside(path)}"
+            f" studies/methods-0.6.jsonl.{runs_beside(path)}"
         )
     run = Run(path)
     settings = flatten(run.config())
@@ -158,7 +160,7 @@ def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
             found[(record.world, record.label, record.seed)] = record
     if not found:
         raise DataError(
-            f"'{path}' holds no run; expected one a line, as benchmarks/methods.py writes them"
+            f"'{path}' holds no run; expected one a line, as `treegraft study` writes them"
         )
     yield from found.values()
 
@@ -175,12 +177,14 @@ def _study_line(line: str, where: str, label: str | None) -> Record:
             f"{where} is not a run ({type(error).__name__}: {error}); expected an object with"
             ' method, seed and curve, a list of {"update": n, "accuracy": share}'
         ) from error
-    costs = {key for point in curve for key in point} - set(_CURVE_ONLY)
+    measured = {key for point in curve for key in point if key.startswith("eval/")}
+    costs = {key for point in curve for key in point} - {*_CURVE_ONLY, *measured}
     lines, before = [], dict.fromkeys(costs, 0.0)
     for (update, accuracy), point in zip(accuracies, curve, strict=True):
         spent = {cost: point[cost] - before[cost] for cost in costs if cost in point}
         before |= {cost: point[cost] for cost in costs if cost in point}
-        lines.append({"update": float(update), SAMPLED: accuracy} | spent)
+        also = {key: point[key] for key in measured if key in point}
+        lines.append({"update": float(update), SAMPLED: accuracy} | also | spent)
     world = data.get("world")
     return Record(
         name=f"{method}, seed {seed}" + (f", {world}" if world is not None else ""),

@@ -69,6 +69,18 @@ export async function bufferPage(page, { run, query }) {
   return { title: "buffer", close: () => { clearTimeout(timer); turn++; }, keys: [] };
 }
 
+// The steps in order; of a pruned buffer with D, and the cut ones where they stood.
+function wholeTrajectory(run, trace, hash) {
+  const weighed = trace.pruning?.steps.length ? trace.pruning.steps : trace.steps.map(() => ({ gain: null, is_cut: false }));
+  const kept = trace.steps.values();
+  return weighed.map(({ gain, is_cut: isCut, value }) => {
+    const weight = gain !== null && h("span", { title: "how much likelier the step makes the rest for the model that pruned" }, `D ${gain > 0 ? "+" : ""}${num(gain)} nats`);
+    if (isCut) return h("article", { class: "step cut" }, h("header", null, h("b", null, "cut"), weight), contentParts(value));
+    const step = kept.next().value;
+    return step && h("article", { class: `step by-retrieved${step.hash === hash ? " sel" : ""}` }, h("header", null, h("a", { href: to.trace(run, step.hash) }, `step ${step.position}`), weight, step.terminal && h("span", { class: "dim" }, "holds the answer")), said(step));
+  });
+}
+
 export async function tracePage(page, { run }, hash) {
   const trace = await get(runPath(run, `/buffer/${encodeURIComponent(hash)}`));
   const where = h("div", { id: "grafts" }, h("p", { class: "dim" }, "looking for its grafts …"));
@@ -77,7 +89,7 @@ export async function tracePage(page, { run }, hash) {
     h("p", { class: "findings" }, h("span", null, `step ${trace.position} of its trajectory`), h("span", null, `its trajectory earned ${num(trace.reward)}`), h("span", null, h("a", { href: to.buffer(run, { task: trace.task_id }) }, plain(trace.task_id) || "no task")), trace.terminal && h("span", null, "holds the answer"), trace.is_evicted && h("span", { class: "warn" }, "evicted since"), h("span", null, h("a", { href: to.buffer(run, { q: trace.key, near: "1" }) }, "traces with a history like this"))),
     h("div", { class: "tracepage" },
       h("section", null, h("h2", null, "Its history and its step"), h("pre", { class: "foreign key" }, plain(trace.key)), h("article", { class: "step graft by-retrieved sel" }, said(trace)),
-        h("h2", null, "The whole trajectory"), trace.steps.map((step) => h("article", { class: `step by-retrieved${step.hash === hash ? " sel" : ""}` }, h("header", null, h("a", { href: to.trace(run, step.hash) }, `step ${step.position}`), step.terminal && h("span", { class: "dim" }, "holds the answer")), said(step)))),
+        h("h2", null, "The whole trajectory"), wholeTrajectory(run, trace, hash)),
       h("section", null, h("h2", null, "Where it was grafted"), where)));
   const shown = [];
   let [cursor, stopped, count] = ["", false, 0];

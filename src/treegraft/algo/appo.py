@@ -1,0 +1,152 @@
+"""APPO's mathematics: credit of branches for the steps above them, weights by what comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from treegraft.algo.groups import Floats
+from treegraft.core.types import BranchCause, Leaf, Origin, Trajectory, Tree
+
+RATIO_LIMIT = 6.0
+"""Ratio above which a negative advantage is not raised any further."""
+
+
+def is_branch(path: Trajectory) -> bool:
+    """Returns whether a trajectory left another one: it holds the first step of a branch (APPO's
+    branch rollouts, arXiv 2606.12384)."""
+    return any(isinstance(step.cause, BranchCause) for step in path.steps)
+
+
+def advantages_apart(rewards: Sequence[float], branches: Sequence[bool], *, eps: float) -> Floats:
+    """Returns [leaves] the advantages of rollouts from the prompt and of branches, each among their
+    own.
+
+    A_i = (r_i - mean r) / (std r + eps), with the population standard deviation (divisor n)
+
+    Source: APPO, arXiv 2606.12384, where one group for both costs 2.1 points. A group of one, or of
+    equal rewards, has advantage 0.
+
+    Args:
+        branches: [leaves] whether each is a branch.
+    """
+    values, kinds = np.asarray(rewards, np.float64), np.asarray(branches, bool)
+    advantages = np.zeros_like(values)
+    for kind in (False, True):
+        group = values[kinds == kind]
+        if group.size and not (group == group[0]).all():
+            advantages[kinds == kind] = (group - group.mean()) / (group.std() + eps)
+    return advantages
+
+
+def with_prefix_credit(tree: Tree) -> Tree:
+    """Returns a credited tree whose branches teach the steps above them and nothing else.
+
+    A(step) = A_i + Σ over the places at or below it on rollout i where branches left of
+                    mean A of the branches that left there
+
+    Source: APPO, arXiv 2606.12384, released code: branches carry no loss and leave the
+    denominators; the tokens of a rollout up to a split gain the mean advantage of the branches that
+    began there. Assumed: gains of several splits add up, and a branch of a branch teaches the
+    rollout that both left. The code also multiplies rewards by a factor that is 1 from the last
+    split on, where an outcome's reward stands; it changes nothing and is not here.
+    """
+    paths = tree.trajectories()
+    rollouts = [path for path in paths if not is_branch(path)]
+    gains = _gains(paths)
+    total = sum(path.leaf.weight for path in rollouts)
+    advantages: dict[str, float] = {}
+    for path in rollouts:
+        # From the end up: a split teaches all that stands above it.
+        gain = 0.0
+        for step in reversed(path.steps[1:]):
+            gain += gains.get(step.id, 0.0)
+            if gain and path.leaf.advantage is not None and step.origin is Origin.POLICY:
+                advantages[step.id] = path.leaf.advantage + gain
+    names = {path.leaf.step_id for path in rollouts}
+
+    def taught(leaf: Leaf) -> Leaf:
+        if leaf.step_id not in names:
+            return replace(leaf, weight=0.0, has_loss=False)
+        return replace(leaf, weight=leaf.weight / total if total else 0.0)
+
+    return replace(
+        tree,
+        steps=tuple(replace(one, advantage=advantages.get(one.id)) for one in tree.steps),
+        leaves=tuple(map(taught, tree.leaves)),
+    )
+
+
+def _gains(paths: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean advantage of the branches that left a rollout, by the last step that they share."""
+    found: dict[str, list[float]] = {}
+    for path in paths:
+        # The first one: above it stands the rollout that starts at the prompt.
+        first = next((step for step in path.steps if isinstance(step.cause, BranchCause)), None)
+        if first is not None and first.parent is not None and path.leaf.advantage is not None:
+            found.setdefault(first.parent, []).append(path.leaf.advantage)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def future_weights(
+    log_ratios: Sequence[float],
+    owners: Sequence[int],
+    advantages: Sequence[float],
+    *,
+    weight: float,
+    half_life: float,
+    highest: float,
+) -> list[float]:
+    """Returns [C] the factors of the advantages by how the policy has moved on what comes after.
+
+    1 + b f_t,   f_t = clip(exp(Σ_{k≥t} γ^(k-t) log ρ_k), 1, f_max),   γ = 2^(-1 / half-life)
+    f_t = 1 at most where A < 0 and ρ_t > 6
+
+    Source: APPO, arXiv 2606.12384, whose code takes it from FIPO (arXiv 2603.19835): b = 1, a
+    half-life of 64 tokens, f_max = 1.2. So factors lie in 1 + b .. 1 + 1.2 b, and where all ratios
+    are 1, as in the first optimiser step, every factor is 1 + b: a larger learning rate, which a
+    comparison with another method has to allow for. Assumed: the sum begins with the token itself,
+    and distances count loss tokens of the trajectory.
+
+    Args:
+        log_ratios: [C] log ρ of loss tokens, trajectory after trajectory, each in order.
+        owners: [C] the trajectory of each.
+        weight: b.
+        half_life: in tokens.
+        highest: f_max.
+    """
+    decay = 0.5 ** (1.0 / half_life)
+    found, total, owner = [0.0] * len(log_ratios), 0.0, -1
+    for place in reversed(range(len(log_ratios))):
+        if owners[place] != owner:
+            total, owner = 0.0, owners[place]
+        total = log_ratios[place] + decay * total
+        # exp overflows past 700; the clip would cut far earlier.
+        factor = min(max(np.exp(min(total, 50.0)), 1.0), highest)
+        if advantages[place] < 0 and np.exp(min(log_ratios[place], 50.0)) > RATIO_LIMIT:
+            factor = 1.0
+        found[place] = 1.0 + weight * float(factor)
+    return found
+
+
+def peaks(entropies: Sequence[Sequence[float]]) -> list[float]:
+    """Returns, for each step of a rollout, the largest standardised entropy of its tokens.
+
+    z_t = (H_t - mean H) / std H, over all tokens of the rollout
+
+    (arXiv 2606.12384: the branch score z(H_t) · z(Ω_t), Ω_t the ratio of the present policy to the
+    one that sampled, over what follows. Where the policy that branches is the one that sampled,
+    Ω_t is 1 for every token and says nothing, so it is not here.)
+
+    Args:
+        entropies: for each step those of its sampled tokens, in nats; a step without any has -inf.
+    """
+    every = np.asarray([one for step in entropies for one in step], np.float64)
+    spread = float(every.std()) if every.size else 0.0
+    mean = float(every.mean()) if every.size else 0.0
+    return [
+        (max(step) - mean) / spread if step and spread else 0.0 if step else float("-inf")
+        for step in entropies
+    ]

@@ -1,0 +1,171 @@
+"""Lessons without rollouts: stored successes at the tasks of an update, and at earlier ones,
+imitated by how much they exceed what the agent earns.
+
+    S ← S/2 + Σ_x mean_i r_{x,i},   N ← N/2 + |X|,   V = S / N          one value for all tasks
+    w_z = clip(R_z - V, 0, 1);  of this update's tasks 0 where R_z < mean_i r_{x,i}
+    L_lessons = - c / |Z| · Σ_z w_z (1 / n_z) Σ_t log π(z_t | q, z_<t)
+
+X are the tasks of an update, its own leaves included in V; Z is at most one trajectory z for each
+of them, and keyed draws from those of earlier tasks. n_z counts z's tokens of its agent, calls and
+answer, results being context. |Z| is that of the optimiser step and counts lessons of weight 0.
+No call is made and nothing is sampled for a lesson. The method is our own: V is shared since with a
+value of each task the lessons of easy tasks fade first, and those that are left all say "go on".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from treegraft.core.keyed import keyed_int
+from treegraft.core.types import Tree
+from treegraft.policy.learn.pack import TreeBatch
+from treegraft.policy.learn.plan import split_evenly
+from treegraft.policy.learn.scores import Scores
+from treegraft.policy.learn.tally import Tally
+from treegraft.settings.policy import LossSettings
+
+DECAY = 0.5
+"""What an update leaves of the value's sums."""
+Value = tuple[float, float]
+"""(S, N): sum of mean rewards, and weight of the tasks they are of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A stored success as a tree of one path, with loss on its agent's tokens."""
+
+    tree: Tree
+    reward: float
+    """Above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The lessons of an update."""
+
+    trees: list[Tree]
+    """Each with its weight as the advantage of its leaf."""
+    value: Value
+    metrics: dict[str, float]
+
+
+class LessonBook:
+    """Chooses the lessons of each update, a function of seed, number and the trees alone."""
+
+    def __init__(self, stored: Mapping[str, Lesson], *, num_earlier: int, seed: int) -> None:
+        """Args:
+        stored: by task.
+        num_earlier: keyed draws from earlier tasks' lessons; those drawn twice count once.
+        """
+        self._stored, self._num_earlier, self._seed = stored, num_earlier, seed
+
+    def choose(
+        self, trees: Sequence[Tree], earlier: Sequence[str], number: int, value: Value
+    ) -> Given:
+        """Returns the lessons of update `number`, and the value after it.
+
+        Args:
+            trees: scored, of this update.
+            earlier: tasks of the updates before.
+            value: after the update before.
+        """
+        means = _own_means(trees)
+        total, count = (DECAY * part for part in value)
+        total, count = total + sum(means.values()), count + len(means)
+        own = [tree.task.id for tree in trees if tree.task.id in self._stored]
+        pool = [name for name in earlier if name in self._stored and name not in own]
+        draws = range(self._num_earlier if pool else 0)
+        drawn = {pool[keyed_int(self._seed, "lesson", number, n) % len(pool)] for n in draws}
+        mean = total / count if count else 0.0
+        # In the pool's order: a set has none that is the same in every process.
+        names = [*dict.fromkeys(own), *(name for name in pool if name in drawn)]
+        weights = [self._weight(name, mean, means.get(name)) for name in names]
+        lessons = [
+            _weighted(self._stored[name].tree, weight)
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        return Given(
+            lessons,
+            (total, count),
+            {
+                "lesson/num_lessons": float(len(names)),
+                "lesson/num_earlier": float(len(drawn)),
+                "lesson/weight_mean": fmean(weights) if weights else 0.0,
+                "lesson/value": mean,
+            },
+        )
+
+    def _weight(self, name: str, value: float, own: float | None) -> float:
+        reward = self._stored[name].reward
+        return 0.0 if own is not None and reward < own else min(1.0, max(0.0, reward - value))
+
+
+def _own_means(trees: Sequence[Tree]) -> dict[str, float]:
+    """The mean reward of each task's leaves; none for a task whose leaves all failed."""
+    rewards = {
+        tree.task.id: [leaf.reward for leaf in tree.leaves if leaf.reward is not None]
+        for tree in trees
+    }
+    return {name: fmean(own) for name, own in rewards.items() if own}
+
+
+def _weighted(tree: Tree, weight: float) -> Tree:
+    (leaf,) = tree.leaves
+    return replace(tree, leaves=(replace(leaf, advantage=weight),))
+
+
+def weight_of(lesson: Tree) -> float:
+    """Returns the weight of a lesson that `LessonBook.choose` gave."""
+    return lesson.leaves[0].advantage or 0.0
+
+
+def shared_out(
+    lessons: Sequence[Tree], minibatches: Sequence[tuple[int, ...]]
+) -> dict[tuple[int, ...], list[Tree]]:
+    """Returns the lessons of each mini-batch with trees, as evenly as it goes."""
+    parts = [part for part in minibatches if part]
+    shares = split_evenly(len(lessons), max(1, len(parts)))
+    return {part: [lessons[n] for n in own] for part, own in zip(parts, shares, strict=False)}
+
+
+def teach(
+    lessons: Sequence[Tree],
+    settings: LossSettings,
+    batches: Callable[[Sequence[Tree]], Iterable[TreeBatch]],
+    scores: Callable[[TreeBatch], Scores],
+    tally: Tally,
+) -> float:
+    """Adds the gradient of an optimiser step's lessons, and returns their loss.
+
+    Args:
+        batches: packs trees into the passes of this process.
+    """
+    weighty = [lesson for lesson in lessons if weight_of(lesson)]
+    total = 0.0
+    for batch in batches(weighty) if weighty else ():
+        logprobs, _ = scores(batch)
+        loss = lessons_loss(batch, logprobs, settings.lesson_coef, len(lessons))
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+        tally.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
+    return total
+
+
+def lessons_loss(batch: TreeBatch, logprobs: Tensor, coef: float, num_lessons: int) -> Tensor:
+    """Returns - c / |Z| · Σ_z w_z (1 / n_z) Σ_t log π over the lessons of a pass.
+
+    Args:
+        logprobs: [U] of the batch's tokens.
+        coef: c.
+        num_lessons: |Z|, of the whole optimiser step.
+    """
+    rows = batch.carries_loss.nonzero()[:, 0]
+    weights = batch.lengths.new_tensor([path.leaf.advantage or 0.0 for path in batch.paths])
+    factors = (coef / num_lessons * weights / batch.lengths.clamp(min=1.0)).float()
+    chosen = logprobs.index_select(0, batch.tokens[rows])
+    return -(factors[batch.trajectories[rows]] * chosen).sum()

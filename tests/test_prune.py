@@ -1,0 +1,487 @@
+"""Pruning stored trajectories: the arithmetic, one packed tree against separate passes, and the
+command."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.families import build_model
+from tests.tiny import tiny, write_recipe
+
+from treegraft.cli import main as cli
+from treegraft.core.demonstration import Written, tree_of_paths
+from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall, Tree
+from treegraft.policy.learn.likelihood import Likelihood
+from treegraft.settings.policy import LearnSettings
+from treegraft.settings.tasks import SearchWorldSettings
+from treegraft.tasks.search_world import SearchWorld
+from treegraft.traces import prune_buffer
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import split_steps
+from treegraft.traces.prune import Trajectory, Weighed, cut_idle_steps, deletions_tree, gains_of
+from treegraft.traces.store import TraceFile
+from treegraft.train import sft
+from treegraft.view.buffer import BufferView
+
+Run = Callable[..., tuple[int, str, str]]
+TASK = Task(id="t/0", question="?", reference=("1",))
+
+
+def written(name: str, *ids: int, result: Sequence[int] = ()) -> Written:
+    spans = [(ids or (1,), Origin.POLICY), (tuple(result), Origin.TOOL)]
+    return Written(StepContent(calls=(ToolCall(name, ""),)), spans)
+
+
+def trajectory(*steps: Written) -> Trajectory:
+    return Trajectory(task=TASK, prompt_ids=(5, 6), steps=steps)
+
+
+def names(tree: Tree) -> dict[str, str]:
+    return {step.id: step.content.calls[0].name for step in tree.steps[1:]}
+
+
+# ---------------------------------------------------------------------- arithmetic
+
+
+def test_every_deletion_is_a_branch() -> None:
+    one = trajectory(*map(written, "abcd"))
+    tree = deletions_tree(one, [0, 1, 3])
+    assert names(tree) == {
+        "0.0": "a",
+        "0.0.0": "b",
+        "0.0.0.0": "d",
+        "0.0.1": "d",
+        "0.1": "b",
+        "0.1.0": "d",
+    }
+    assert [leaf.step_id for leaf in tree.leaves] == ["0.0.0.0", "0.0.1", "0.1.0"]
+
+
+def test_gains_by_hand() -> None:
+    """With a: b at -1, c at -2; without a: b at -3, c at -4: D_a = -3 - (-7) = 4. With b: c at -2;
+    without: c at -1.5: D_b = -0.5."""
+    sums = {"0.0": -9.0, "0.0.0": -1.0, "0.0.0.0": -2.0, "0.0.1": -1.5, "0.1": -3.0, "0.1.0": -4.0}
+    assert gains_of(sums, 3) == [4.0, -0.5]
+    assert gains_of({"0.0": -1.0}, 1) == []
+
+
+def by_history(table: Mapping[str, float]) -> Any:
+    """Scores a step by the names of the path down to it, "ab" for b after a; 0 where unknown."""
+
+    def score(trees: Sequence[Tree]) -> list[dict[str, float]]:
+        found = []
+        for tree in trees:
+            own = names(tree)
+            paths = {step.id: tree.path(step.id)[1:] for step in tree.steps[1:]}
+            found.append(
+                {
+                    name: table.get("".join(own[step.id] for step in path), 0.0)
+                    for name, path in paths.items()
+                }
+            )
+        return found
+
+    return score
+
+
+def test_the_worst_goes_first_and_the_rest_is_weighed_again() -> None:
+    """Beside the detour x the right step a has D = -1 too; without x it has D = 5, and stays."""
+    table = {
+        "xaz": -4.0,
+        "az": -1.0,
+        "xz": -3.0,
+        "z": -6.0,
+        # a itself: after x -20, at the beginning -10.
+        "xa": -20.0,
+        "a": -10.0,
+    }
+    one = trajectory(*map(written, "xaz"))
+    # D_x = (-20 - 4) - (-10 - 1) = -13, D_a = -4 - (-3) = -1.
+    (found,) = cut_idle_steps([one], by_history(table))
+    assert found == [
+        Weighed(0, -13.0, is_cut=True),
+        Weighed(1, 5.0, is_cut=False),
+        Weighed(2, None, is_cut=False),
+    ]
+    # Below -1 both would go; nothing is below -14.
+    assert [one.is_cut for one in cut_idle_steps([one], by_history(table), margin=5.5)[0]] == [
+        True,
+        True,
+        False,
+    ]
+    assert [one.gain for one in cut_idle_steps([one], by_history(table), margin=-14.0)[0]] == [
+        -13.0,
+        -1.0,
+        None,
+    ]
+
+
+def test_a_step_that_is_to_stay_stays_and_an_answer_alone_is_not_scored() -> None:
+    table = {"xz": -9.0, "z": -1.0}
+    one, answer = trajectory(*map(written, "xz")), trajectory(written("z"))
+    asked: list[int] = []
+
+    def score(trees: Sequence[Tree]) -> Any:
+        asked.append(len(trees))
+        return by_history(table)(trees)
+
+    def is_kept(content: StepContent) -> bool:
+        return content.calls[0].name == "x"
+
+    kept, alone = cut_idle_steps([one, answer], score, is_kept=is_kept)
+    assert kept == [Weighed(0, -8.0, is_cut=False), Weighed(1, None, is_cut=False)]
+    assert alone == [Weighed(0, None, is_cut=False)]
+    cut, _ = cut_idle_steps([one, answer], score)
+    assert cut == [Weighed(0, -8.0, is_cut=True), Weighed(1, None, is_cut=False)]
+    # Only the first has anything to weigh, and once it is an answer alone it is done.
+    assert asked == [1, 1]
+
+
+# ---------------------------------------------------------------------- law 1
+
+
+token_ids = st.lists(st.integers(3, 90), min_size=1, max_size=4)
+token_steps = st.tuples(token_ids, st.lists(st.integers(3, 90), max_size=3))
+
+
+@given(steps=st.lists(token_steps, min_size=2, max_size=5), limit=st.sampled_from([8, 4096]))
+@settings(max_examples=5, deadline=None)
+def test_law_1_one_packed_tree_gives_the_gains_of_separate_passes(
+    steps: list[tuple[list[int], list[int]]], limit: int
+) -> None:
+    """Also where the tree is split, since it is larger than a pack."""
+    path = [written(f"s{n}", *own, result=seen) for n, (own, seen) in enumerate(steps)]
+    one = trajectory(*path)
+    packed = Likelihood(build_model("llama"), LearnSettings(max_pack_tokens=limit))
+    (sums,) = packed([deletions_tree(one, range(len(path)))])
+    without = [[*path[: j - 1], *path[j:]] for j in range(1, len(path))]
+    paths = [tree_of_paths(TASK, "alone", one.prompt_ids, [kept]) for kept in [path, *without]]
+    whole, *alone = (
+        [found[step.id] for step in tree.steps[1:]]
+        for tree, found in zip(paths, packed(paths), strict=True)
+    )
+    expected = [sum(whole[j:]) - sum(own[j - 1 :]) for j, own in enumerate(alone, start=1)]
+    assert gains_of(sums, len(path)) == pytest.approx(expected, abs=1e-4)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that has seen a few demonstrations."""
+    folder = tmp_path_factory.mktemp("agent")
+    config = tiny(
+        run={"dir": str(folder), "name": "r"},
+        warmup={"num_steps": 6, "decision_frac": 0.0},
+        eval={"at_start": False, "at_end": False, "every": 0},
+    )
+    return sft(config).run_dir
+
+
+@pytest.fixture
+def treegraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process; returns exit code, output and errors."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["treegraft", "buffer", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        code = ended.value.code
+        out, err = capsys.readouterr()
+        return code if isinstance(code, int) else 0, out, " ".join(err.split())
+
+    return run
+
+
+def world() -> SearchWorld:
+    """The tasks of the recipe, and an expert that makes detours."""
+    settings = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5, detour_prob=0.5)
+    return SearchWorld(settings, seed=3, num_train=12, num_eval=4)
+
+
+def fill(path: Path, num_samples: int = 2) -> list[tuple[Task, tuple[StepContent, ...]]]:
+    made = [
+        (task, world().expert(task, n))
+        for task in world().train_tasks()
+        for n in range(num_samples)
+    ]
+    with TraceBuffer(path, "hashing") as buffer:
+        for number, (task, steps) in enumerate(made):
+            name = str(number % num_samples)
+            buffer.add(
+                split_steps(
+                    task.id, task.question, steps, reward=1.0, source="expert", trajectory=name
+                )
+            )
+    return made
+
+
+def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
+    treegraft: Run, agent: Path, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.json", tiny())
+    filled = enumerate(fill(tmp_path / "a"))
+    before = {(task.id, str(n % 2)): steps for n, (task, steps) in filled}
+    old = (tmp_path / "a").read_bytes()
+    shared = ("prune", recipe, "--model", agent, "--in", tmp_path / "a")
+    code, out, _ = treegraft(*shared, "--out", tmp_path / "b", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["num_weighed"] == report["num_trajectories"] == 24
+    assert report["num_steps"] == sum(map(len, before.values()))
+    notes = TraceFile(tmp_path / "b", create=False).prunings()
+    with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
+        after = {(one[0].task_id, one[0].trajectory): one for one in buffer.trajectories()}
+    questions = {task.id: task.question for task in world().train_tasks()}
+    num_cut = 0
+    for place, steps in before.items():
+        note = notes["expert", *place]
+        assert [one["position"] for one in note["steps"]] == [*range(len(steps))]
+        left = [steps[one["position"]] for one in note["steps"] if not one["is_cut"]]
+        expected = split_steps(
+            place[0], questions[place[0]], left, reward=1.0, source="expert", trajectory=place[1]
+        )
+        assert list(after[place]) == expected
+        cut = [one for one in note["steps"] if one["is_cut"]]
+        assert all(one["gain"] < 0 for one in cut)
+        bodies = [one["value"]["calls"][0]["body"] for one in cut]
+        assert bodies == [steps[one["position"]].calls[0].body for one in cut]
+        num_cut += len(cut)
+    assert report["num_cut"] == num_cut > 0
+    assert treegraft(*shared, "--out", tmp_path / "b")[0] == 2  # it is there already
+    assert (tmp_path / "a").read_bytes() == old
+
+    shown = treegraft("show", tmp_path / "b", "-n", 24)[1]
+    assert shown.count(" cut ") == num_cut
+    assert "D, nats" in shown and "expert, search_world/train/0, 1, reward 1" in shown
+    code, out, _ = treegraft("show", tmp_path / "b", "--task", "search_world/train/3", "--json")
+    first, _ = map(json.loads, out.splitlines())
+    assert first["pruning"] == notes["expert", "search_world/train/3", "0"]
+    assert treegraft("show", tmp_path / "b", "--task", "x")[0] == 2
+    view = BufferView(tmp_path, tmp_path / "b")
+    place = ("search_world/train/3", "0")
+    assert view.trace(after[place][0].content_hash)["pruning"] == notes["expert", *place]
+    full = BufferView(tmp_path, tmp_path / "a")
+    assert full.trace(full.browse()["rows"][0]["hash"])["pruning"] is None
+
+    # One of each task: of two with reward 1 the shorter one, before anything is cut.
+    treegraft(*shared, "--out", tmp_path / "c", "--task-best", 1, "--margin", -1000)
+    with TraceBuffer.open_as_built(tmp_path / "c") as buffer:
+        best = {one[0].task_id: len(one) for one in buffer.trajectories()}
+    assert best == {task: min(len(before[task, "0"]), len(before[task, "1"])) for task in questions}
+
+
+def test_an_interrupted_pruning_goes_on_and_gives_the_same(
+    treegraft: Run, agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prune_buffer, "CHUNK", 5)
+    recipe = write_recipe(tmp_path / "recipe.json", tiny())
+    fill(tmp_path / "a")
+    shared = ("prune", recipe, "--model", agent, "--in", tmp_path / "a", "--json")
+    assert treegraft(*shared, "--out", tmp_path / "whole")[0] == 0
+
+    class Stopping(prune_buffer.PruneReport):
+        def count(self, note: Mapping[str, Any]) -> None:
+            if self.num_trajectories == 12:
+                raise KeyboardInterrupt
+            super().count(note)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prune_buffer, "PruneReport", Stopping)
+        code, _, err = treegraft(*shared, "--out", tmp_path / "b")
+    assert code == 130 and "the same command goes on" in err
+    assert not (tmp_path / "b").exists()
+    code, out, _ = treegraft(*shared, "--out", tmp_path / "b")
+    report = json.loads(out)
+    # Three chunks of five were written.
+    assert code == 0 and report["num_weighed_here"] == 9 and report["num_weighed"] == 24
+    files = [TraceFile(tmp_path / name, create=False) for name in ("whole", "b")]
+    assert files[0].prunings() == files[1].prunings()
+    with (
+        TraceBuffer.open_as_built(tmp_path / "whole") as whole,
+        TraceBuffer.open_as_built(tmp_path / "b") as b,
+    ):
+        assert whole.checksum() == b.checksum()
+    assert not list(tmp_path.glob(".b*"))
+
+    # What was done with another margin is of no use.
+    with monkeypatch.context() as patch:
+        patch.setattr(prune_buffer, "PruneReport", Stopping)
+        treegraft(*shared, "--out", tmp_path / "d")
+    code, out, _ = treegraft(*shared, "--out", tmp_path / "d", "--margin", -1000)
+    assert json.loads(out)["num_weighed_here"] == 24 and json.loads(out)["num_cut"] == 0
+
+
+def test_what_cannot_be_pruned_is_taken_over_or_refused(
+    treegraft: Run, agent: Path, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.json", tiny())
+    (task, steps), *_ = fill(tmp_path / "a")
+    assert len(steps) > 1
+
+    def add(contents: Sequence[StepContent], name: str, **fields: Any) -> None:
+        traces = split_steps(
+            fields.get("task_id", task.id),
+            fields.get("question", task.question),
+            contents,
+            reward=fields.get("reward", 1.0),
+            source="other",
+            trajectory=name,
+        )
+        with TraceBuffer.open_as_built(tmp_path / "a") as buffer:
+            buffer.add(traces)
+
+    add(steps, "failed", reward=0.0)
+    add(steps[:-1], "no answer")
+    add(steps, "another question", question="r1 of e1 ?")
+    add(steps, "another task", task_id="elsewhere/7")
+    two = StepContent(calls=steps[0].calls * 2, observations=steps[0].observations * 2)
+    add([two, steps[-1]], "two calls")
+    long = StepContent(
+        calls=(ToolCall("search", "e1 " * 90),), observations=(Observation(text="e1"),)
+    )
+    add([long, steps[-1]], "long")
+    shared = ("prune", recipe, "--model", agent, "--in", tmp_path / "a")
+    code, out, _ = treegraft(*shared, "--out", tmp_path / "b", "--json")
+    assert code == 0
+    assert json.loads(out)["left_as_they_are"] == {
+        "reward not above 0": 1,
+        "a step is missing or plain text": 1,
+        "not of the recipe's training tasks": 2,
+        "not to be said in the recipe's format": 1,
+        "longer than the model reads": 1,
+    }
+    with (
+        TraceBuffer.open_as_built(tmp_path / "a") as a,
+        TraceBuffer.open_as_built(tmp_path / "b") as b,
+    ):
+        old, new = ([o for o in one.trajectories() if o[0].source == "other"] for one in (a, b))
+    assert old == new
+
+    other = write_recipe(tmp_path / "other.json", tiny(run={"seed": 4}))
+    code, _, err = treegraft("prune", other, *shared[2:], "--out", tmp_path / "c")
+    assert code == 2 and "not of the recipe's training tasks (28)" in err
+    with TraceBuffer(tmp_path / "empty", "hashing"):
+        pass
+    code, _, err = treegraft(*shared[:4], "--in", tmp_path / "empty", "--out", tmp_path / "c")
+    assert code == 2 and "is empty" in err
+    code, _, err = treegraft(*shared, "--out", tmp_path / "c", "--task-best", "2")
+    assert code == 2 and "got '2', expected 1 or all" in err
+    code, _, err = treegraft(*shared[:4], "--in", tmp_path / "none", "--out", tmp_path / "c")
+    assert code == 2 and "there is no file" in err
+    add([StepContent(answer="zebra")], "unknown word")
+    code, _, err = treegraft(*shared, "--out", tmp_path / "c")
+    assert code == 2 and "--model has no token for a word of the buffer" in err
+    assert not list(tmp_path.glob("*c*.traces")) and not (tmp_path / "c").exists()
+
+
+class Lamp:
+    """A lamp has to burn at the end; a look changes nothing."""
+
+    capability = "replay"
+
+    def reset(self, **row: Any) -> None:
+        self.burns = False
+
+    def light(self) -> str:
+        """Lights the lamp."""
+        self.burns = True
+        return "e1"
+
+    def look(self) -> str:
+        """Looks at the lamp."""
+        return "e3" if self.burns else "e2"
+
+    def get_reward(self) -> float:
+        return float(self.burns)
+
+
+def test_in_an_environment_a_cut_that_it_needs_is_undone(
+    treegraft: Run, agent: Path, tmp_path: Path
+) -> None:
+    """Every step is cut where it may be. Without a look the lamp burns all the same; without the
+    light it does not, and a later look shows something else."""
+    config = tiny(
+        environment={"kind": "tests.test_prune:Lamp"},
+        reward={"funcs": ["environment"]},
+        warmup={"num_steps": 2, "decision_frac": 0.0},
+        tasks={"kind": "tests.test_prune:LampWorld"},
+    )
+    del config["reward"]["accuracy"], config["tasks"]["search_world"]
+    recipe = write_recipe(tmp_path / "recipe.json", config)
+
+    def step(name: str, seen: str) -> StepContent:
+        return StepContent(calls=(ToolCall(name, ""),), observations=(Observation(text=seen),))
+
+    answer = StepContent(answer="e1")
+    stored = {
+        "needless": [step("look", "e2"), step("light", "e1"), answer],
+        "seen": [step("light", "e1"), step("look", "e3"), answer],
+        "untrue": [step("look", "e5"), step("light", "e1"), answer],
+    }
+    with TraceBuffer(tmp_path / "a", "hashing") as buffer:
+        for name, contents in stored.items():
+            buffer.add(
+                split_steps("lamp/0", "e1 ?", contents, reward=1.0, source="s", trajectory=name)
+            )
+    sft({**config, "run": {**config["run"], "dir": str(tmp_path), "name": "lamp"}})
+    shared = ("prune", recipe, "--model", tmp_path / "lamp", "--in", tmp_path / "a")
+    for kept, expected in ((["--keep-tool", "light"], 1), ([], 3)):
+        out = tmp_path / f"b{expected}"
+        code, text, _ = treegraft(*shared, "--out", out, "--margin", 1e6, "--json", *kept)
+        assert code == 0
+        report = json.loads(text)
+        with TraceBuffer.open_as_built(out) as buffer:
+            found = {one[0].trajectory: [t.value for t in one] for one in buffer.trajectories()}
+        assert found["untrue"] == stored["untrue"]
+        if kept:
+            lit = [step("light", "e1"), answer]
+            assert found["needless"] == found["seen"] == lit
+            assert report["num_cut"] == 2
+        else:
+            assert found == stored and report["num_cut"] == 0
+            assert report["left_as_they_are"] == {
+                "its environment needs the steps that were cut": 2,
+                "its environment gives other results": 1,
+            }
+
+
+class LampWorld:
+    """One question."""
+
+    def __init__(self, **_: Any) -> None:
+        self.tasks = [Task(id="lamp/0", question="e1 ?", reference=())]
+
+    def train_tasks(self) -> Sequence[Task]:
+        return self.tasks
+
+    def eval_tasks(self) -> Sequence[Task]:
+        return ()
+
+    def tools(self) -> Sequence[Any]:
+        return ()
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...]:
+        return (StepContent(calls=(ToolCall("light", ""),)), StepContent(answer="e1"))
+
+    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
+        return None
+
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
+        return [Task(id="lamp/w", question="e1 ?", reference=())] * num
+
+    def vocabulary(self) -> Sequence[str]:
+        return ["e1", "e2", "e3", "e5", "?"]
+
+    def report(self) -> Sequence[str]:
+        return ()
