@@ -389,7 +389,7 @@ def print_table(lines: Sequence[Mapping[str, object]]) -> None:
             if of_method := [line for line in own if line["method"] == method]:
                 reward = fmean(float(line["reward"]) for line in of_method)  # type: ignore[arg-type]
                 moves, valued = (
-                    sum(sum(line[table].values()) for line in of_method)  # type: ignore[attr-defined]
+                    sum(Counter(line[table]).total() for line in of_method)  # type: ignore[call-overload]
                     for table in ("optimal", "agent")
                 )
                 cells = [with_interval(of_method, *column) for column in COLUMNS.values()]

@@ -125,6 +125,9 @@ def law_1(
             assert told.keys() == right.keys()
             metrics += [abs(told[key] - right[key]) / max(1.0, abs(right[key])) for key in right]
             records.append(farthest(ours, theirs))
+    again = many.with_logprobs(trees)
+    if one is not None:
+        records.append(farthest(again, one.with_logprobs(trees)))
     found = {"loss": many.imitate(trees, 1e-2), "right": many.right_steps(trees)}
     streamed, fingerprint = dict(many.stream()), many.fingerprint()
     if one is None:

@@ -46,6 +46,7 @@ from treegraft.policy.learn.plan import (
     by_step,
     combined,
     deal,
+    exchanged,
     gathered,
     plan_passes,
     split_evenly,
@@ -193,24 +194,21 @@ class Learner:
         as they are, at no cost.
         """
         wanted = [inexact_neighbours(tree) for tree in trees]
-        found: dict[int, dict[str, Step]] = {}
         indices = [n for n, names in enumerate(wanted) if names]
-        for n, step, values in self._scored_steps(trees, indices, entropies=True):
-            if step.id in wanted[n]:
-                exact = spread(step, values, 0.0)
-                step = replace(step, entropies=exact, entropy_kind=EntropyKind.EXACT)
-                found.setdefault(n, {})[step.id] = step
-        return [with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
+        exact = (
+            (n, replace(step, entropies=spread(step, values, 0.0), entropy_kind=EntropyKind.EXACT))
+            for n, step, values in self._scored_steps(trees, indices, entropies=True)
+            if step.id in wanted[n]
+        )
+        return exchanged(trees, exact)
 
     @torch.no_grad()
     def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
         """Returns the trees with the log-probabilities of their sampled tokens under the present
         weights as `Step.old_logprobs`."""
-        found: dict[int, dict[str, Step]] = {}
-        for n, step, values in self._scored_steps(trees, range(len(trees)), entropies=False):
-            step = replace(step, old_logprobs=spread(step, values, 0.0))
-            found.setdefault(n, {})[step.id] = step
-        return [with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
+        found = self._scored_steps(trees, range(len(trees)), entropies=False)
+        steps = ((n, replace(one, old_logprobs=spread(one, row, 0.0))) for n, one, row in found)
+        return exchanged(trees, steps)
 
     def _scored_steps(
         self, trees: Sequence[Tree], indices: Sequence[int], *, entropies: bool
@@ -235,13 +233,11 @@ class Learner:
     ) -> Iterator[tuple[Pack, TreeBatch]]:
         """The passes of this process; an empty pack has a batch all the same."""
         for pack in plan.own(self._team.group):
-            trees = [part.tree for part in pack]
-            yield (
-                pack,
-                pack_trees(trees, device=self.device, takes_lessons=takes_lessons)
-                if pack
-                else blank_batch(self.device),
-            )
+            if pack:
+                trees = [part.tree for part in pack]
+                yield pack, pack_trees(trees, device=self.device, takes_lessons=takes_lessons)
+            else:
+                yield pack, blank_batch(self.device)
 
     # ------------------------------------------------------------------ demonstrations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -135,6 +135,14 @@ def spread(step: Step, values: Sequence[float], filler: float) -> tuple[float, .
         return tuple(values)
     rest = iter(values)
     return tuple(next(rest) if is_sampled else filler for is_sampled in step.sampled_mask)
+
+
+def exchanged(trees: Sequence[Tree], steps: Iterable[tuple[int, Step]]) -> list[Tree]:
+    """Returns the trees with some of their steps exchanged, by the index of the tree."""
+    found: dict[int, dict[str, Step]] = {}
+    for n, step in steps:
+        found.setdefault(n, {})[step.id] = step
+    return [with_steps(tree, found.get(n, {})) for n, tree in enumerate(trees)]
 
 
 def with_steps(tree: Tree, steps: Mapping[str, Step]) -> Tree:
