@@ -22,13 +22,15 @@ from treegraft.study.results import (
     SHOWN,
     add_results,
     curve,
+    failed_runs,
     known_runs,
     read_results,
     repair,
 )
-from treegraft.study.runner import locked, run_study
+from treegraft.study.runner import commit_of, locked, run_study
 from treegraft.study.tables import Question, Runs, as_data, markdown, rows
 from treegraft.study.tables import tests as primary_tests
+from treegraft.study.work import _Sittings
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))
@@ -198,10 +200,75 @@ def test_results_survive_a_cut_line_and_equal_runs_get_their_own(tmp_path: Path)
 
 
 def test_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(StorageError, match="another process"), locked(tmp_path):
+    a, b, file = tmp_path / "a", tmp_path / "b", tmp_path / "results.jsonl"
+    with locked(a, file):
+        for out, results in ((a, tmp_path / "other.jsonl"), (b, file)):
+            with pytest.raises(StorageError, match="another process"), locked(out, results):
+                pass
+    with locked(b, file):
         pass
-    with locked(tmp_path):
-        pass
+
+
+def test_a_change_anywhere_in_the_package_is_a_dirty_commit(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=x", "-c", "user.email=x@y"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    package = tmp_path / "src" / "treegraft"
+    names = ("src/treegraft/algo/a.py", "recipes/demo.toml", "studies/s.toml", "studies/s.jsonl")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert commit_of(package)["is_dirty"] is False
+    for name in names:
+        (tmp_path / name).write_text("2\n")
+        # Results are written while a study runs.
+        assert commit_of(package)["is_dirty"] is not name.endswith(".jsonl")
+        (tmp_path / name).write_text("1\n")
+    other = tmp_path / "venv" / "treegraft"
+    other.mkdir(parents=True)
+    assert commit_of(other) == {"commit": None, "is_dirty": None}
+
+
+def test_an_interrupted_job_costs_the_sum_of_its_parts(tmp_path: Path) -> None:
+    """2 s on a machine half as fast as now, then 3 s; a kill loses what came after the last step
+    of progress."""
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"cpu_s": 2.0, "calls": 5, "calibration_s": 1.0}))
+    part = _Sittings(path)
+    now = part.total["calibration_s"]
+    part.now = lambda: {"cpu_s": 3.0, "calls": 7}
+    assert part.total["calls"] == 12 and part.total["cpu_s"] == pytest.approx(2 * now + 3)
+    part.phase("buffer", 1, 2)
+    assert json.loads(path.read_text()) == part.total
+    part.forget()
+    assert part.total["cpu_s"] == 3 and not path.exists()
+
+
+def test_a_failure_stays_until_the_run_is_there(tmp_path: Path) -> None:
+    path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
+    add_results(path, runs[:1], {"error": "first"})
+    add_results(path, runs[:1], {"error": "second"})
+    assert known_runs(path, runs) == ({}, 0)
+    assert [line["error"] for line in failed_runs(path, runs).values()] == ["second"]
+    add_results(path, runs[:1], {"curve": [{"update": 0, "accuracy": 0.5}]})
+    assert failed_runs(path, runs) == {} and len(known_runs(path, runs)[0]) == 1
+
+
+def test_a_run_that_fails_has_a_line(tmp_path: Path) -> None:
+    """Its imitation is to take one trajectory of each task from a buffer without any."""
+    text = SMALL.replace("pairs = 2", "pairs = 1\nonly = ['flawed', 'SFT']") + (
+        "buffers.empty = { samples = 1, min_reward = 9.0 }\n"
+        "arms.SFT = { command = 'sft', buffer = 'empty',"
+        " settings.warmup = { num_steps = 1, traces = 'buffer' } }\n"
+    )
+    plan, out = make_plan(written(tmp_path, text)), tmp_path / "out"
+    done = run_study(plan, out, out / "results.jsonl", workers=1, say=lambda text: None)
+    (key, line), *_ = failed_runs(out / "results.jsonl", plan.runs).items()
+    assert key == ("flawed", "SFT", 0) and line["error"] == done.failures[key] != ""
 
 
 def ran(path: Path, out: Path, **options: Any) -> list[str]:
@@ -231,9 +298,12 @@ def test_a_study_is_run_and_finds_itself_done(tmp_path: Path) -> None:
         ("RAPO", 100, 0),
     ]
     assert all(len(line["curve"]) == 2 and line["calibration_s"] > 0 for line in lines)
-    # Eight tasks of one or four hops, two attempts of a perfect expert, the best of each kept.
-    assert lines[1]["buffer"]["trajectories"] == 8
-    assert lines[1]["buffer"]["calls"] == 4 * 1 + 4 * 4
+    # Eight tasks of one or four hops, two attempts of a perfect expert, the best of each kept; what
+    # is not kept was called for too.
+    made = lines[1]["buffer"]
+    assert (made["trajectories"], made["attempts"], made["calls"]) == (8, 16, 2 * (4 * 1 + 4 * 4))
+    # Without imports, the model and the encoder.
+    assert 0 < made["cpu_s"] < 60 and lines[1]["warmup"]["cpu_s"] > 0
     # keep = "none": the run's folder goes when its line is there.
     assert not any((tmp_path / "out" / "runs").iterdir())
     assert ran(path, tmp_path / "out", only=["perfect"]) == []

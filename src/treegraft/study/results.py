@@ -21,7 +21,8 @@ COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
 
 
 def read_results(path: Path) -> list[Line]:
-    """Returns the lines of a file of results; a last one that a crash cut off is left out.
+    """Returns the lines of a file of results, those of failed runs, which have "error" and no
+    curve, included; a last one that a crash cut off is left out.
 
     Raises:
         DataError: a line that holds no run.
@@ -30,7 +31,8 @@ def read_results(path: Path) -> list[Line]:
     for number, text in whole_lines(path):
         try:
             line = parse_json(text)
-            line["world"], line["method"], line["seed"], line["curve"][-1]["accuracy"]
+            line["world"], line["method"], line["seed"]
+            line["error"] if "error" in line else line["curve"][-1]["accuracy"]
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"'{path}', line {number}: not a run of a study ({error!r}); expected an object"
@@ -40,10 +42,22 @@ def read_results(path: Path) -> list[Line]:
     return found
 
 
+def failed_runs(path: Path, runs: Sequence[RunPlan]) -> dict[Key, Line]:
+    """Returns the last failure of those of these runs that have no result."""
+    known, keys = known_runs(path, runs)[0], {(*run.key, run.fingerprint) for run in runs}
+    return {
+        key_of(line): line
+        for line in read_results(path)
+        if "error" in line
+        and (*key_of(line), line.get("fingerprint")) in keys
+        and key_of(line) not in known
+    }
+
+
 def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], int]:
     """Returns the results of these runs by world, arm and pair, and how many lines the file has of
-    runs with other settings."""
-    lines = read_results(path)
+    finished runs with other settings."""
+    lines = [line for line in read_results(path) if "error" not in line]
     by_key = {(*key_of(line), line.get("fingerprint")): line for line in lines}
     found = {
         run.key: by_key[*run.key, run.fingerprint]
