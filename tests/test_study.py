@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from treegraft.study.results import (
     SECONDS,
     SHOWN,
     add_results,
+    changes,
     curve,
     failed_runs,
     known_runs,
@@ -31,6 +33,7 @@ from treegraft.study.runner import commit_of, locked, run_study
 from treegraft.study.tables import Question, Runs, as_data, markdown, rows
 from treegraft.study.tables import tests as primary_tests
 from treegraft.study.work import _Sittings
+from treegraft.view.report.records import read_study as read_study_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))
@@ -246,6 +249,40 @@ def test_an_interrupted_job_costs_the_sum_of_its_parts(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == part.total
     part.forget()
     assert part.total["cpu_s"] == 3 and not path.exists()
+
+
+def test_a_default_that_has_changed_is_named(tmp_path: Path) -> None:
+    path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
+    run = runs[0]
+    # As a version with another default, and another default of a setting that the study names.
+    old = {**run.defaults, "loss.clip_low": 0.5, "run.num_updates": 7}
+    add_results(path, [replace(run, defaults=old)], {"curve": [{"update": 0, "accuracy": 0.5}]})
+    add_results(path, [runs[1]], {"curve": [{"update": 0, "accuracy": 0.5}]})
+    repair(path, runs)
+    known, num_others = known_runs(path, runs)
+    now = run.defaults["loss.clip_low"]
+    # GRPO's line stands for its equal in the other world.
+    assert len(known) == 3 and num_others == 0 and not known[runs[1].key]["changed"]
+    assert known[run.key]["changed"] == {"loss.clip_low": [0.5, now]}
+    (said,) = changes(known.values())
+    assert said == f"loss.clip_low was 0.5 in 2 runs that are there, and is {now} now by default"
+    assert said in markdown(Runs(list(known.values())), Question(baseline="GRPO"))
+    # The report reads the same file.
+    assert len(list(read_study_lines(path))) == 3
+
+
+def test_what_cannot_matter_makes_no_other_buffer_or_warm_up(tmp_path: Path) -> None:
+    def needs(text: str) -> tuple[str, ...]:
+        run = make_plan(written(tmp_path, text)).runs[1]
+        return tuple(one.fingerprint for one in run.needs)
+
+    warmup, buffer = needs(SMALL)
+    for old, new in (("num_updates = 1", "num_updates = 3"), ("every = 1", "every = 2")):
+        assert needs(SMALL.replace(old, new)) == (warmup, buffer)
+    more_tasks = needs(SMALL.replace("num_train = 8", "num_train = 9"))
+    assert more_tasks[0] != warmup and more_tasks[1] != buffer
+    longer = needs(SMALL.replace("num_steps = 2", "num_steps = 3"))
+    assert longer[0] != warmup and longer[1] == buffer
 
 
 def test_a_failure_stays_until_the_run_is_there(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import Ended, others_as_ctrl_c
 from treegraft.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
 from treegraft.study.pool import Outcome, Pool
-from treegraft.study.results import Key, Line, add_results, known_runs, repair
+from treegraft.study.results import Key, Line, add_results, changes, known_runs, repair
 from treegraft.study.work import carry_out, note_of
 
 RESULTS = "results.jsonl"
@@ -102,6 +102,8 @@ def run_study(
     with locked(out, results):
         repair(results, plan.runs)
         known, num_others = known_runs(results, plan.runs)
+        for change in changes(known.values()):
+            say(f"{results}: {change}; remove their lines, and they are made again")
         for run in plan.runs:
             # Of a process that was killed after it had written the line.
             if run.key in known:

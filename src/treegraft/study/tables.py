@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, Key, Line, key_of
+from treegraft.study.results import (
+    CALLS,
+    SECONDS,
+    SHOWN,
+    TOKENS,
+    Key,
+    Line,
+    changes,
+    key_of,
+)
 from treegraft.study.statistics import (
     accuracy_at,
     area,
@@ -478,6 +487,8 @@ def _about(runs: Runs) -> Iterator[str]:
         said.append("with changes that are not committed")
     if said:
         yield "; ".join(said) + "."
+    for change in changes(lines):
+        yield f"{change}."
     if runs.calibrations and runs.calibrations[-1] > SPREAD * runs.calibrations[0]:
         yield (
             f"The calibration took {runs.calibrations[0]:.3f} to {runs.calibrations[-1]:.3f} CPU s"
