@@ -63,7 +63,7 @@ def study(
         refuse_idle(context, "without --table", "--json")
     if check or table:
         how = "with --table" if table else "with --check"
-        refuse_idle(context, how, "--minutes", "--workers", *(["--check"] if table else ["--out"]))
+        refuse_idle(context, how, "--minutes", "--workers", *(["--check"] if table else []))
     if table and file.suffix == ".jsonl":
         refuse_idle(context, "with a file of results", "--smoke", "--only", "--out")
         _print_tables(read_results(file), None, as_json=as_json)
@@ -73,13 +73,7 @@ def study(
     is_beside = out is None and not smoke
     results = file.with_suffix(".jsonl") if is_beside else place / RESULTS
     if check:
-        done = known_runs(results, plan.runs)[0]
-        made = {run.fingerprint for run in plan.runs if run.key in done}
-        num_left = len({run.fingerprint for run in plan.runs} - made)
-        say(
-            f"{file}: {len(plan.runs)} runs in {plan.study.pairs} pairs; {len(done)} are done,"
-            f" {num_left} are to be made"
-        )
+        _say_counts(plan, results)
     elif table:
         found = failed_runs(results, plan.runs) | known_runs(results, plan.runs)[0]
         # In the order of the study, whichever run ended first.
@@ -87,6 +81,16 @@ def study(
         _print_tables(lines, plan, as_json=as_json)
     else:
         _run(plan, place, results, workers, minutes)
+
+
+def _say_counts(plan: Plan, results: Path) -> None:
+    done = known_runs(results, plan.runs)[0]
+    made = {run.fingerprint for run in plan.runs if run.key in done}
+    num_left = len({run.fingerprint for run in plan.runs} - made)
+    say(
+        f"{plan.path}: {len(plan.runs)} runs in {plan.study.pairs} pairs; {len(done)} are done,"
+        f" {num_left} are to be made"
+    )
 
 
 def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | None) -> None:

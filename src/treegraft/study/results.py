@@ -76,7 +76,7 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
     defaults = _defaults(path)
     for run in runs:
         # Lines of earlier versions have none.
-        then = defaults.get(found.get(run.key, {}).get("defaults"))
+        then = defaults.get(str(found.get(run.key, {}).get("defaults")))
         if then is not None:
             found[run.key]["changed"] = {
                 name: [then[name], now]

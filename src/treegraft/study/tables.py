@@ -8,16 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from treegraft.study.results import (
-    CALLS,
-    SECONDS,
-    SHOWN,
-    TOKENS,
-    Key,
-    Line,
-    changes,
-    key_of,
-)
+from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, Key, Line, changes, key_of
 from treegraft.study.statistics import (
     accuracy_at,
     area,
@@ -209,10 +200,9 @@ class Runs:
         """Returns the seconds of a run's warm-up; 0 without one."""
         return self._scaled(line.get("warmup", {}))
 
-    def buffer_costs(self, line: Line) -> tuple[float, float]:
-        """Returns calls and seconds of a run's buffer; 0 without one."""
-        made = line.get("buffer", {})
-        return float(made.get("calls", 0)), self._scaled(made)
+    def buffer_cost(self, line: Line) -> float:
+        """Returns the seconds of a run's buffer; 0 without one."""
+        return self._scaled(line.get("buffer", {}))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -274,7 +264,6 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
             for cost in (CALLS, SHOWN, TOKENS, SECONDS)
             if runs.has(cost)
         }
-        made = [runs.buffer_costs(line) for line in lines]
         keys = [key for key in lines[0]["curve"][-1] if key.startswith("eval/pass_at_")]
         found.append(
             Row(
@@ -288,8 +277,8 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
                 gain_interval=bootstrap_interval(gains),
                 better=probability_of_improvement(last[arm], reference),
                 totals=ends,
-                buffer_calls=statistics.fmean(calls for calls, _ in made),
-                buffer_cpu_s=statistics.fmean(seconds for _, seconds in made),
+                buffer_calls=_of_buffer(lines, "calls"),
+                buffer_cpu_s=statistics.fmean(map(runs.buffer_cost, lines)),
                 buffer_attempts=_of_buffer(lines, "attempts"),
                 buffer_cut=_of_buffer(lines, "steps_cut"),
                 warmup_cpu_s=statistics.fmean(map(runs.warmup_cost, lines)),

@@ -246,7 +246,7 @@ async def build_traces(
         seed=seed,
         gate=asyncio.Semaphore(max_concurrent),
     )
-    began = time.process_time()
+    began, loop = time.process_time(), asyncio.get_running_loop()
     todo = [task for task in tasks if task.id not in done]
     report.num_skipped += len(tasks) - len(todo)
     # Enough tasks ahead to keep the gate busy while the oldest one waits for its last attempt, and
@@ -270,7 +270,6 @@ async def build_traces(
                     work.cancel()
                 builder.count_failures(attempts)
                 traces = builder.traces(task, builder.best(task, attempts, tree))
-                loop = asyncio.get_running_loop()
                 await loop.run_in_executor(thread, report.store, buffer, traces)
                 report.num_tasks += 1
                 report.cpu_s = time.process_time() - began
