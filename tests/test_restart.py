@@ -19,12 +19,14 @@ from tests.families import build_model, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
 from tests.test_growth import OneTrace, grow, make
 from tests.test_loop import ANSWER, TASKS, by_step
+from tests.tiny import tiny
 from tests.trees import Part, build_tree
 from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.groups import by_place, split_advantages
 from treegraft.algo.rapo import path_retrieved_frac
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Restarting
 from treegraft.core.types import (
     Below,
@@ -50,6 +52,7 @@ from treegraft.rollout.measure import rollout_metrics
 from treegraft.rollout.rounds import sample_rounds
 from treegraft.runs.record import tree_from_json, tree_to_json
 from treegraft.settings.explore import BufferSettings, PrefixSettings
+from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
@@ -259,8 +262,8 @@ def answers_after(num_results: int) -> Any:
         # 4 (no), 6 (no), 7 (works).
         (7, {0: 4, 4: 2, 6: 2, 7: 8}),
         (0, {0: 16}),
-        # Nothing works: the rest at the last place.
-        (99, {0: 4, 4: 2, 6: 2, 7: 8}),
+        # Nothing works: the rest at the prompt.
+        (99, {0: 10, 4: 2, 6: 2, 7: 2}),
     ],
 )
 def test_bread_finds_the_shortest_prefix_that_succeeds(
@@ -304,8 +307,66 @@ def test_breads_search_ends_at_the_shortest_prefix(num_steps: int, num_needed: i
     else:
         raise AssertionError(f"the search has not ended: {places}")
     found = 0 if start.below is None else start.below.num_steps
-    assert found == min(num_needed, num_steps)
+    assert found == (num_needed if num_needed <= num_steps else 0)
     assert len(places) <= 1 + (num_steps).bit_length() + 1
+
+
+def test_breads_search_does_not_count_leaves_that_failed_for_a_reason_of_ours() -> None:
+    explorer = ShortestPrefix(PrefixSettings(num_restarts=8, num_probes=2))
+    stored = [Stored(num_steps=4, has_answer=True, reward=1.0, source="e")]
+    lost = Part("s", status=Status.FAILED, reward=None)
+
+    def opened(*leaves: tuple[int, Part]) -> Start:
+        grown = build_tree(Part.of("p", *(part for _, part in leaves)))
+        steps = [
+            replace(step, cause=RestartCause(rule="bread", num_steps=place)) if place else step
+            for step, (place, _) in zip(grown.steps[1:], leaves, strict=True)
+        ]
+        (start,) = explorer.restarts(replace(grown, steps=(grown.root, *steps)), stored, 12, (0,))
+        return start
+
+    bad, good = Part("s", reward=-1.0), Part("s", reward=1.0)
+    # 2 is tried again; a leaf that did end counts.
+    assert opened((0, bad)) == Start(2, Below(0, 2, "bread"))
+    assert opened((0, bad), (2, lost), (2, lost)) == Start(2, Below(0, 2, "bread"))
+    assert opened((0, bad), (2, lost), (2, bad)) == Start(2, Below(0, 3, "bread"))
+    assert opened((0, bad), (2, lost), (2, good)) == Start(2, Below(0, 1, "bread"))
+    # Nothing is known of the task.
+    assert opened((0, lost), (0, lost)) == Start(10)
+
+
+def test_a_tree_without_a_rollout_is_refused() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        grow(make(Opens([]), retriever=Kept(THREE)))
+    assert caught.group_contains(SettingError, match=r"Opens opened no rollout of task 't/0'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (
+            ["explore.prefix.rule=bread", "explore.prefix.num_restarts=16"],
+            r"num_restarts: got 16, expected less than explore.num_leaves, which is 16",
+        ),
+        (["explore.prefix.rule=bread", "explore.num_leaves=1"], r"num_restarts: got 1, expected"),
+        (["buffer.allow_same_task=false"], r"allow_same_task: got false, .* expected true"),
+        (["buffer.terminal=allow"], r"without 'graft'"),
+        (["buffer.min_similarity=0.5"], r"without 'graft'"),
+        (["buffer.random_prob=0.5"], r"without 'graft'"),
+        (["buffer.num_tries=2"], r"without 'graft'"),
+        (
+            ["explore.prefix.rule=whole", "credit.stored=own", "credit.advantage=tree_grpo"],
+            r"credit.advantage is 'tree_grpo'",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_stored_trajectories(overrides: list[str], fault: str) -> None:
+    data = tiny(
+        explore={"explorers": ["prefix"], "num_leaves": 16}, buffer={"path": "buffer.sqlite"}
+    )
+    load_config(data, [])
+    with pytest.raises(SettingError, match=fault):
+        load_config(data, overrides)
 
 
 # ---------------------------------------------------------------------- whole trajectories

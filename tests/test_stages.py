@@ -122,6 +122,7 @@ def test_stages_are_settings_of_explorers_that_start_all_leaves() -> None:
             ["explore.num_first=17"],
             "got 17, expected at most explore.num_leaves",
         ),
+        (["explore.num_leaves=8", "explore.num_first=8"], "got 8, expected less than"),
         (['explore.explorers=["entropy"]', "explore.num_first=4"], "has a rule of its own"),
         (["explore.fill_from=0.5"], r"explore.num_first is None"),
     ],

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from treegraft.core.errors import DataError, EngineError
+from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
     Engine,
     Explorer,
@@ -185,6 +185,12 @@ class Grower:
             # children of finished steps take them, so that every group has as many.
             while await growth.fill(growth.proposal(closed)):
                 closed = await self._closed(tree, is_scored=wants_rewards)
+            if not closed.leaves:
+                raise SettingError(
+                    f"explore.explorers: {type(explorer).__name__} opened no rollout of task"
+                    f" '{task.id}', expected 1..{budget.max_leaves}; it has to propose a start"
+                    " for a tree without leaves."
+                )
             # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)
             self.num_untrue_stored += growth.num_untrue
