@@ -54,6 +54,8 @@ class Independent:
     probe_tokens: int | None = None
     expands = False
     wants_rewards = False
+    has_stages = False
+    """Whether `fill` follows a first stage only where its rewards ask for more."""
     _num_first: int | None = None
     _fill_from: float | None = None
     _penalty = 0.0
@@ -65,7 +67,7 @@ class Independent:
         second follows, None for any, and the weight of the reward "overlong", whose differences do
         not count; returns the explorer."""
         self._num_first, self._fill_from, self._penalty = num_first, fill_from, penalty
-        self.wants_rewards = num_first is not None
+        self.wants_rewards = self.has_stages = num_first is not None
         return self
 
     def starts(self, max_leaves: int) -> Start:

@@ -133,7 +133,7 @@ class EntropySettings(Settings):
 class GraftSettings(Settings):
     num_hybrid: int = setting(8, ge=0, default_of=_half_the_leaves)
     """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid), half of them by
-    default: the last starts, or every second one and the like where starts come in stages."""
+    default: the last starts, or evenly spread ones where starts come in stages."""
     probability: float = setting(0.5, ge=0, le=1)
     """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and
     not after a graft."""
