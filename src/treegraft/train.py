@@ -43,6 +43,7 @@ from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
 from treegraft.traces.demonstrations import lesson_book, read_demonstrations
+from treegraft.traces.retrieve import unusable
 from treegraft.traces.run_buffer import RunBuffer
 
 if TYPE_CHECKING:
@@ -208,6 +209,8 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 await evaluate_and_keep(run, parts)
                 replay = Replay(config, run.folder, state.update)
                 has_world, tasks = parts.kind is not None, parts.train_tasks
+                if doubt := unusable(buffer.buffer, config, tasks):
+                    run.display.warn(doubt)
                 book = lesson_book(config, buffer.buffer, tasks, parts.format, has_world)
                 while run.state.update < config.run.num_updates:
                     await update(run, parts, publisher, buffer, replay, book)
