@@ -15,7 +15,8 @@ from treegraft.core.errors import nearest
 METRICS: Mapping[str, str] = {
     "update": "number of the update, from 1; 0 is the state before the first",
     "policy_version": "number of the last publish, which is that of the update",
-    "reward/mean": "mean reward of scored leaves, with equal weight for each group",
+    "reward/mean": "mean reward of scored rollouts, with equal weight for each group; whole stored"
+    " trajectories are left out here and in all means and shares of rollout/",
     "reward/std": "mean over groups of the standard deviation of rewards within the group",
     "reward/{func}": "mean unweighted reward by this function over scored leaves",
     "eval/accuracy": "share of held-out tasks that one greedy trajectory answers correctly, 0..1",
@@ -63,6 +64,7 @@ METRICS: Mapping[str, str] = {
     "restart/num_places": "places below which rollouts began; each is a group of its own",
     "restart/steps_mean": "mean number of stored steps above a rollout that began below some",
     "restart/num_untrue": "stored trajectories left out because the environment contradicted them",
+    "restart/num_failed": "trees and places without stored steps because of an error or deadline",
     "restart/reward_below": "mean reward of rollouts below stored steps",
     "restart/reward_prompt": "mean reward of rollouts from the prompt, where others began below"
     " stored steps",

@@ -264,7 +264,12 @@ class CreditSettings(Settings):
     """Rollouts that begin below stored steps are compared with those of the same place ("apart"),
     or with all of the tree ("together", an ablation)."""
     stored: Literal["joint", "own"] = setting(
-        "joint", idle_unless=(with_prefix, when("explore.prefix.rule", "whole"))
+        "joint",
+        idle_unless=(
+            with_prefix,
+            when("explore.prefix.rule", "whole"),
+            when("credit.advantage", "grpo", "dr_grpo", "rloo"),
+        ),
     )
     """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
     "own" of the rollouts alone (its split estimator)."""
