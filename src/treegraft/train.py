@@ -205,8 +205,9 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
             async with buffer.opened(
                 run.state.update, parts.scorer, parts.format, parts.environments
             ):
-                await evaluate_and_keep(run, parts)
                 replay = Replay(config, run.folder, state.update)
+                run.replayed = replay.files
+                await evaluate_and_keep(run, parts)
                 has_world, tasks = parts.kind is not None, parts.train_tasks
                 book = lesson_book(config, buffer.buffer, tasks, parts.format, has_world)
                 while run.state.update < config.run.num_updates:

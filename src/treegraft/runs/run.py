@@ -70,6 +70,8 @@ class Run:
         self.stop = Stop()
         self.more_beside: Callable[[], dict[str, str]] = dict
         """Gives the checksums of what else a resume depends on, see `runs.beside`."""
+        self.replayed: Callable[[], Sequence[Path]] = tuple
+        """Gives the files of the trees that a resume replays."""
         self._beside = Beside(start.path)
         self._writer = BackgroundWriter()
         self.latest: dict[str, float] = {}
@@ -365,7 +367,7 @@ class Run:
         self.written()
         # A resume cuts the metrics to this length.
         state = replace(self.state, metrics_size=self.folder.metrics_size())
-        beside = self._beside.checksums(state) | self.more_beside()
+        beside = self._beside.checksums(state, self.replayed()) | self.more_beside()
         self.state = replace(state, beside=beside)
         with self.stop.shielded():
             self._write_checkpoint(place, self.state)
