@@ -75,6 +75,8 @@ def test_earlier_lessons_are_keyed_draws_without_doubles() -> None:
     assert stored.choose(trees, names[:6], 5, (0.0, 0.0)) == given
     others = [stored.choose(trees, names[:6], n, (0.0, 0.0)).trees for n in range(6, 12)]
     assert any([tree.task.id for tree in one[1:]] != drawn for one in others)
+    # From the second epoch on tasks come again.
+    assert stored.choose(trees, names[:6] * 3, 5, (0.0, 0.0)) == given
     assert stored.choose(trees, [], 5, (0.0, 0.0)).metrics["lesson/num_earlier"] == 0
 
 

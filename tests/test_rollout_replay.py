@@ -202,5 +202,13 @@ def test_law_1_with_a_replayed_group() -> None:
     assert 0 < metrics["learn/engine_gap"] < 0.4
 
 
+def test_where_replayed_groups_alone_teach_no_gap_is_reported() -> None:
+    """Law 7: 0.0 would end the breaches in a row."""
+    fresh = group(5, "t/2", varies=False)
+    learner, _ = make_learner(build_model("llama"), LossSettings(engine_ratio_cap=1e9))
+    _, metrics = learner.learn([group(1, "t/1"), fresh])
+    assert metrics["learn/num_optimiser_steps"] == 1 and "learn/engine_gap" not in metrics
+
+
 def replace_ratio(loss: LossSettings) -> LossSettings:
     return loss.model_copy(update={"engine_ratio": "sequence"})

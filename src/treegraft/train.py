@@ -233,9 +233,14 @@ async def update(
         sampling = sample_update(run, parts, grower, number, size)
         sampled = await run.interruptible(sampling, waits_on=grower.watch)
     run.display.phase("learning", 0, 1)
+    weighs_entropy = config.credit.token_entropy_weight > 0
     with clock("learn"):
         kept, dropped = (
-            credit_trees(learner.with_exact_entropies(trees), config, parts.credit_rule)
+            credit_trees(
+                learner.with_exact_entropies(trees, everywhere=weighs_entropy),
+                config,
+                parts.credit_rule,
+            )
             if trees
             else []
             for trees in (sampled.kept, sampled.dropped)
@@ -249,7 +254,9 @@ async def update(
         await publisher.publish(number)
     every = config.health.symptoms_every
     with clock("symptoms"):
-        shown_late = symptoms(learner, kept) if every and number % every == 0 else {}
+        by_learner = config.loss.old_logprobs == "learner"
+        is_due = every > 0 and number % every == 0
+        shown_late = symptoms(learner, kept, has_own_scores=by_learner) if is_due else {}
     # After learning, so that traces of this update are never retrieved within it.
     buffer.grow(trees, number)
     # The one place where the metrics of an update come together.
