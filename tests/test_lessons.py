@@ -155,4 +155,6 @@ def test_lessons_need_successes_in_a_buffer(tmp_path: Path) -> None:
         buffer.add(split_steps("x", "q ?", steps, reward=1.0, source="s", trajectory="0"))
     with pytest.raises(DataError, match="has no success at the training tasks"):
         train(settings(tmp_path, "r", buffer={"path": str(path), "encoder": "hashing"}))
+    # Before the warm-up and before anything is written.
+    assert not (tmp_path / "r").exists()
     assert LearnSettings().num_lessons == 0

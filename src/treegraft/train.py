@@ -171,6 +171,8 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
         warms_up = state.warmup_steps < config.warmup.num_steps
         needs_buffer = not only_warms_up or (warms_up and buffer.is_imitated)
         demonstrations = await demonstrations_of(run, parts, buffer) if warms_up else None
+        # Before the warm-up: a buffer without successes is bad input.
+        book = None if only_warms_up else lessons_to_give(config, parts, buffer)
         if needs_buffer:
             await buffer.check_expert(parts.environments)
         show_texts(run.display, parts.tokenizer)
@@ -186,6 +188,8 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
                 await buffer.build(parts.scorer, parts.format, parts.environments)
+                if not only_warms_up:
+                    book = book or lessons_to_give(config, parts, buffer)
             if warms_up:
                 demonstrations = demonstrations or await demonstrations_of(run, parts, buffer)
                 assert demonstrations is not None
@@ -208,8 +212,6 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 replay = Replay(config, run.folder, state.update)
                 run.replayed = replay.files
                 await evaluate_and_keep(run, parts)
-                has_world, tasks = parts.kind is not None, parts.train_tasks
-                book = lesson_book(config, buffer.buffer, tasks, parts.format, has_world)
                 while run.state.update < config.run.num_updates:
                     await update(run, parts, publisher, buffer, replay, book)
                     await evaluate_and_keep(run, parts)
@@ -411,6 +413,7 @@ async def demonstrations_of(
             path, config.warmup, parts.train_tasks, has_environment=has_environment
         )
         stored = chosen.demonstrations
+        run.imitates(path, chosen.checksum())
         num_passes = config.warmup.num_steps * config.warmup.batch_size / len(stored)
         left_out = f"; left out: {chosen.left_out}" if chosen.left_out else ""
         run.display.note(
@@ -422,6 +425,15 @@ async def demonstrations_of(
     )
     await found.prepare(run.state.warmup_steps)
     return found
+
+
+def lessons_to_give(config: Config, parts: TrainingParts, buffer: RunBuffer) -> LessonBook | None:
+    """Returns the lessons of the run; None where it gives none, or their buffer is not built
+    yet."""
+    path = buffer.file
+    if not config.loss.lesson_coef or (buffer.is_due and not path.exists()):
+        return None
+    return lesson_book(config, path, parts.train_tasks, parts.format, parts.kind is not None)
 
 
 async def warm_up_from(

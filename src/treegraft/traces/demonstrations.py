@@ -3,6 +3,7 @@ file, all of them or the best rewarded."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -46,6 +47,13 @@ class Chosen:
     demonstrations: list[Demonstration]
     left_out: str
     """How many were left out and why, as the end of a sentence; empty for none."""
+
+    def checksum(self) -> str:
+        """Returns a checksum of the demonstrations in their order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for one in self.demonstrations:
+            digest.update(repr(one).encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
 
 def read_demonstrations(
@@ -145,7 +153,7 @@ def _of_buffer(
 
 def lesson_book(
     config: Config,
-    buffer: TraceBuffer | None,
+    path: Path,
     tasks: Sequence[Task],
     format: Format,
     has_environment: bool,
@@ -155,14 +163,18 @@ def lesson_book(
 
     The agent's own traces are left out, since they change as it learns.
 
+    Args:
+        path: of the Step-Trace Buffer.
+
     Raises:
         DataError: there is none.
     """
-    if not config.loss.lesson_coef or buffer is None:
+    if not config.loss.lesson_coef:
         return None
     best: dict[str, Lesson] = {}
     reasons: Counter[str] = Counter()
-    others = (traces for traces in buffer.trajectories() if traces[0].source != OWN)
+    with TraceBuffer.open_as_built(path) as buffer:
+        others = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
     for one in _of_traces(others, tasks, has_environment, reasons):
         reward, rival = one.reward or 0.0, best.get(one.task.id)
         if reward <= 0:
@@ -176,7 +188,7 @@ def lesson_book(
     if not best:
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise DataError(
-            f"loss.lesson_coef: the buffer '{buffer.path}' has no success at the training tasks"
+            f"loss.lesson_coef: the buffer '{path}' has no success at the training tasks"
             f" ({left_out or 'none that this format can say'}); name another buffer."
         )
     return LessonBook(best, num_earlier=config.learn.num_lessons, seed=config.run.seed)
