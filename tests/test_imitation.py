@@ -15,6 +15,7 @@ from tests.tiny import tiny
 
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.types import StepContent, Task, Trace, Tree
+from treegraft.evals.evaluate import evaluate
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.sft import demonstration_tree
@@ -251,7 +252,16 @@ def run_of(
 WARMUP: Mapping[str, Any] = {"decision_frac": 0.0, "num_steps": 6, "eval_every": 4}
 
 
-def test_a_buffer_is_imitated_then_trained_on(tmp_path: Path) -> None:
+def test_a_buffer_is_imitated_then_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+
+    async def counted(parts: Any, tasks: Any, number: int, **options: Any) -> Any:
+        numbers.append(number)
+        return await evaluate(parts, tasks, number, **options)
+
+    monkeypatch.setattr("treegraft.train.evaluate", counted)
     warmup = {**WARMUP, "traces": "buffer", "min_reward": 0.5}
     buffer = {"path": "expert", "encoder": "hashing"}
     done = run_of(tmp_path, "both", warmup=warmup, buffer=buffer)
@@ -264,6 +274,11 @@ def test_a_buffer_is_imitated_then_trained_on(tmp_path: Path) -> None:
     assert [line["warmup/num_steps"] for line in found[1:]] == [4, 6]
     assert all("eval/accuracy" in line for line in found)
     assert "warmup/num_steps" not in found[0] and len(found) == 3
+    # That at the end of the warm-up is that before the first update.
+    assert numbers == [0, 0, 0, 1]
+    assert {key: value for key, value in found[2].items() if key.startswith("eval/")} == {
+        key: value for key, value in lines[0].items() if key.startswith("eval/")
+    }
     tokens = [line["warmup/num_loss_tokens"] for line in found[1:]]
     assert 0 < tokens[0] < tokens[1] == lines[0]["warmup/num_loss_tokens"]
     assert lines[0]["warmup/num_steps"] == 6

@@ -22,7 +22,7 @@ from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
-from treegraft.policy.learn.credit import credit_trees
+from treegraft.policy.learn.credit import credit_by_entropy
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.lessons import Given, LessonBook
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
@@ -172,7 +172,7 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
         needs_buffer = not only_warms_up or (warms_up and buffer.is_imitated)
         demonstrations = await demonstrations_of(run, parts, buffer) if warms_up else None
         # Before the warm-up: a buffer without successes is bad input.
-        book = None if only_warms_up else lessons_to_give(config, parts, buffer)
+        book = None if only_warms_up else lesson_book(config, buffer, parts)
         if needs_buffer:
             await buffer.check_expert(parts.environments)
         show_texts(run.display, parts.tokenizer)
@@ -188,13 +188,13 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
                 await buffer.build(parts.scorer, parts.format, parts.environments)
-                if not only_warms_up:
-                    book = book or lessons_to_give(config, parts, buffer)
+                book = book or (None if only_warms_up else lesson_book(config, buffer, parts))
             if warms_up:
                 demonstrations = demonstrations or await demonstrations_of(run, parts, buffer)
                 assert demonstrations is not None
                 await warm_up_from(demonstrations, run, parts, publisher)
-            if not state.update and not state.is_closed:
+            # An evaluation before the first update is that at the end of the warm-up.
+            if only_warms_up or not is_evaluation_due(run, parts):
                 await evaluate_warmup(run, parts, publisher)
             # Also after a resume: the engine of this process does not know its version yet.
             await publisher.publish(run.state.update)
@@ -235,16 +235,9 @@ async def update(
         sampling = sample_update(run, parts, grower, number, size)
         sampled = await run.interruptible(sampling, waits_on=grower.watch)
     run.display.phase("learning", 0, 1)
-    weighs_entropy = config.credit.token_entropy_weight > 0
     with clock("learn"):
         kept, dropped = (
-            credit_trees(
-                learner.with_exact_entropies(trees, everywhere=weighs_entropy),
-                config,
-                parts.credit_rule,
-            )
-            if trees
-            else []
+            credit_by_entropy(learner, trees, config, parts.credit_rule)
             for trees in (sampled.kept, sampled.dropped)
         )
         lessons = lessons_of(run, parts, book, kept + dropped) if book else Given([], (0, 0), {})
@@ -373,6 +366,8 @@ async def evaluate_update(run: Run, parts: Parts, watch: Watch) -> dict[str, flo
     for kind, trees in evaluation.passes.items():
         run.record(number, trees, kind)
     metrics = evaluation.metrics
+    if is_warmup_evaluation_due(run, parts):
+        run.log_warmup(metrics)
     if number == run.config.run.num_updates:
         metrics |= gain_since_start(run, evaluation)
     run.display.evaluated(f"update {number}" if number else "start", metrics)
@@ -427,15 +422,6 @@ async def demonstrations_of(
     return found
 
 
-def lessons_to_give(config: Config, parts: TrainingParts, buffer: RunBuffer) -> LessonBook | None:
-    """Returns the lessons of the run; None where it gives none, or their buffer is not built
-    yet."""
-    path = buffer.file
-    if not config.loss.lesson_coef or (buffer.is_due and not path.exists()):
-        return None
-    return lesson_book(config, path, parts.train_tasks, parts.format, parts.kind is not None)
-
-
 async def warm_up_from(
     demonstrations: Demonstrations, run: Run, parts: TrainingParts, publisher: Publisher
 ) -> None:
@@ -488,11 +474,7 @@ async def held_out_skill(run: Run, parts: TrainingParts) -> dict[str, float]:
 
 async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) -> None:
     """Evaluates after a warm-up step where that is due and not done; the trees are not kept."""
-    settings, done = run.config.warmup, run.state.warmup_steps
-    every = settings.eval_every
-    is_due = every > 0 and (done == settings.num_steps or done % every == 0)
-    is_due = is_due and (done > 0 or run.config.eval.at_start)
-    if not (is_due and parts.eval_tasks) or run.is_warmup_evaluated():
+    if not is_warmup_evaluation_due(run, parts):
         return
     await publisher.publish(0)
     watch = Watch()
@@ -503,8 +485,17 @@ async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) 
     work = evaluate(parts, parts.eval_tasks, 0, watch=watch, on_progress=report)
     metrics = (await run.interruptible(work, waits_on=watch)).metrics
     parts.take_metrics()
-    run.display.evaluated(f"warm-up step {done}", metrics)
+    run.display.evaluated(f"warm-up step {run.state.warmup_steps}", metrics)
     run.log_warmup(metrics)
+
+
+def is_warmup_evaluation_due(run: Run, parts: Parts) -> bool:
+    """Returns whether the present warm-up step is to be evaluated and is not yet."""
+    settings, done = run.config.warmup, run.state.warmup_steps
+    if run.state.update or run.state.is_closed or not (settings.eval_every and parts.eval_tasks):
+        return False
+    is_due = done == settings.num_steps or done % settings.eval_every == 0
+    return is_due and (done > 0 or run.config.eval.at_start) and not run.is_warmup_evaluated()
 
 
 def keep_reference(run: Run, learner: LearnerLike) -> None:
