@@ -36,6 +36,7 @@ from treegraft.policy.learn.pack import (
     num_loss_tokens,
     num_tree_tokens,
     pack_trees,
+    without_branches,
 )
 from treegraft.policy.learn.plan import (
     Alone,
@@ -297,8 +298,9 @@ class Learner:
         taught = shared_out(lessons, minibatches)
         is_learned = [self._is_learned(tree) for tree in trees]
         takes_lessons = self._loss.graft_coef > 0
+        shown = [without_branches(tree) for tree in trees]
         plans = {
-            part: self._plan(trees, [n for n in part if is_learned[n]], takes_lessons=takes_lessons)
+            part: self._plan(shown, [n for n in part if is_learned[n]], takes_lessons=takes_lessons)
             for part in dict.fromkeys(passes)
         }
         # Every other minibatch is scored before the first optimiser step, by the weights that its
