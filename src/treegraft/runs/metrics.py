@@ -99,7 +99,8 @@ METRICS: Mapping[str, str] = {
     "learn/engine_gap": "mean |engine's - learner's log-probability| over learned tokens, in nats",
     "learn/engine_gap_limit": "largest accepted learn/engine_gap, in nats",
     "learn/success_logprob_change": "mean change of the log-probability of successful trajectories'"
-    " own tokens by the update, in nats a token (health.symptoms_every)",
+    " own tokens by the update, in nats a token (health.symptoms_every; not with"
+    " loss.old_logprobs = engine)",
     "learn/question_information": "share of the question's identity that first steps show: 0 where"
     " they are as likely for any other question, at most 1 (health.symptoms_every)",
     "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",
