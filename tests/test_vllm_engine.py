@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from tests.fake_vllm import FakeVllm, fakes
 from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
 
-from treegraft.core.errors import DeadlineExceeded, EngineError, SettingError
-from treegraft.core.types import Completion, Sampling
+from treegraft.core.errors import DeadlineExceeded, DriftError, EngineError, SettingError
+from treegraft.core.types import Completion, Sampling, StopReason
+from treegraft.policy.canary import Canaries
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm import fleet, launch
 from treegraft.policy.engine.vllm.build import (
@@ -40,7 +42,10 @@ from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.fleet import Fleet
 from treegraft.policy.engine.vllm.folder import held_folder, write_folder
 from treegraft.policy.engine.vllm.server import Process, Server
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.publish import Publisher
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
+from treegraft.runs.checkpoint import TrainState
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
@@ -362,14 +367,109 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not [name for name in left if name.startswith("treegraft")]
 
 
-def test_servers_that_answer_differently_are_refused(tmp_path: Path) -> None:
-    async def work(engine: VllmEngine) -> None:
-        servers[1].skip_loads = True
-        with pytest.raises(EngineError, match="answer differently"):
-            await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+def learner_of(model: Any) -> Learner:
+    config = load_config(tiny())
+    own = copy.deepcopy(model)
+    return Learner(own, config.learn, config.loss, length_constant=7)
 
-    with fakes(MODEL, 2) as servers:
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_server_that_keeps_its_old_weights_is_told_from_the_learner(
+    tmp_path: Path, num_servers: int
+) -> None:
+    """It says that it has the new ones, with their label and checksum. Where another server is
+    left, none of its tokens reaches a tree; after three publishes the run ends."""
+    learner = learner_of(OTHER)
+    expected = native(OTHER, range(6))
+
+    async def work(engine: VllmEngine) -> None:
+        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+        await publisher.publish(1)
+        assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
+        assert engine.capacity == 4 * num_servers
+        bad = servers[-1]
+        bad.model.load_state_dict(MODEL.state_dict())
+        bad.skip_loads = True
+        for version in (2, 3):
+            await publisher.publish(version)
+            assert publisher.check(version, None)["learn/canary_gap"] > 1e-2
+            if num_servers > 1:
+                assert engine.capacity == 4
+                assert same(await asyncio.gather(*(ask(engine, n) for n in range(6))), expected)
+        with pytest.raises(DriftError, match=rf"{bad.url} and the learner .* third time in a row"):
+            await publisher.publish(4)
+
+    with fakes(MODEL, num_servers) as servers:
         run(servers, tmp_path, work)
+
+
+def test_a_server_that_is_right_again_is_trusted_again(tmp_path: Path) -> None:
+    learner = learner_of(OTHER)
+
+    async def work(engine: VllmEngine) -> None:
+        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+        for version in range(1, 6):
+            servers[0].skip_loads = version % 3 != 0
+            if servers[0].skip_loads:
+                servers[0].model.load_state_dict(MODEL.state_dict())
+            await publisher.publish(version)
+            assert (publisher.check(version, None)["learn/canary_gap"] < 1e-5) == (version % 3 == 0)
+        assert engine.take_metrics()["time/engine_drained"] == 4.0
+
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work)
+
+
+def test_bfloat16_canaries_are_measured_by_the_first_publish() -> None:
+    """Mean differences by hand: |-1 - -1.1| and |-2 - -1.9| are 0.1 in the mean, whose double is
+    not exceeded by 0.2 and is by 0.3."""
+
+    class Stub:
+        answers: Any = None
+
+        async def canaries(self) -> Any:
+            return self.answers
+
+        def set_aside(self, name: str, why: str) -> None:
+            aside.append((name, why))
+
+    class Scorer:
+        def with_logprobs(self, trees: Any) -> Any:
+            row = (-1.0, -2.0)
+            return [
+                replace(one, steps=(one.root, replace(one.steps[1], old_logprobs=row)))
+                for one in trees
+            ]
+
+    def completion(*logprobs: float) -> Completion:
+        return Completion(
+            token_ids=(5, 6),
+            sampling_logprobs=logprobs,
+            entropies=(0.0, 0.0),
+            finish=StopReason.LENGTH,
+            policy_version=0,
+        )
+
+    aside: list[tuple[str, str]] = []
+    engine, scorer = Stub(), Scorer()
+    canaries = Canaries("bfloat16", None)
+
+    def check() -> float | None:
+        return asyncio.run(canaries.check(engine, scorer))  # type: ignore[arg-type]
+
+    engine.answers = {"s": [completion(-1.1, -1.9)]}
+    assert check() == pytest.approx(0.1) and canaries.first_gap == pytest.approx(0.1)
+    engine.answers = {"s": [completion(-1.1, -1.9)], "t": [completion(-1.15, -1.9)]}
+    assert check() == pytest.approx(0.125) and not aside
+    engine.answers = {"s": [completion(-1.3, -2.3)], "t": [completion(-1.0, -2.0)]}
+    assert check() == pytest.approx(0.3)
+    assert aside == [
+        ("s", "s and the learner differ by 0.3 nats a token (limit 0.2) after a publish")
+    ]
+    engine.answers = {}
+    assert check() is None
+    # After a resume the measure is that of the run's first publish.
+    assert Canaries("bfloat16", 0.1).first_gap == 0.1
 
 
 # ------------------------------------------------------------------ bad input

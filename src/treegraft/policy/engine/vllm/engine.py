@@ -19,8 +19,9 @@ from treegraft.core.errors import DeadlineExceeded, EngineError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
+from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.stops import StopFinder
-from treegraft.policy.engine.vllm.fleet import Due, Fleet
+from treegraft.policy.engine.vllm.fleet import Due, Fleet, Member
 from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
@@ -28,11 +29,6 @@ from treegraft.policy.noise import NoiseKind
 from treegraft.settings.policy import EngineSettings
 
 _log = logging.getLogger(__name__)
-
-CANARY = ("canary",)
-"""Noise key of the request that every server answers after a publish."""
-CANARY_LIMIT = {"float32": 1e-4, "bfloat16": 0.5}
-"""Largest difference between the servers' log-probabilities of one completion, in nats."""
 
 
 class VllmEngine:
@@ -181,7 +177,7 @@ class VllmEngine:
         """Gives all servers new weights once running completions are done.
 
         Raises:
-            EngineError: no server took them, or servers answer differently with them.
+            EngineError: no server took them.
             DeadlineExceeded: completions took longer than engine.deadline_s.
         """
         deadline_s = self.settings.deadline_s
@@ -203,7 +199,6 @@ class VllmEngine:
                 for former in self._former:
                     former.remove()
                 self._former.clear()
-            await self._compare_servers()
             self.policy_version, self.fingerprint = version, due.fingerprint
             assert due.folder is not None
             self._num_bytes += due.folder.num_bytes()
@@ -226,31 +221,36 @@ class VllmEngine:
             ) from error
         return Due(label, folder, source.fingerprint)
 
-    async def _compare_servers(self) -> None:
-        """Asks every live server for one completion with one key, and refuses different ones."""
-        answers: list[tuple[Server, _Draft]] = []
-        for member in self._fleet.live:
-            draft = self._draft(Sampling(max_new_tokens=1), 1)
-            body = draft.request((1, 2, 3), CANARY, self._fleet.due.label)
-            try:
+    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
+        """Returns the completion of each canary prompt by each live server, by its address."""
+        asked = {str(one.server): one for one in self._fleet.live}
+
+        async def answer(member: Member, number: int) -> Completion:
+            draft = self._draft(CANARY_SAMPLING, self._limit(PROMPTS[number], CANARY_SAMPLING))
+            while draft.finish is None:
+                body = draft.request(PROMPTS[number], canary_key(number), self._fleet.due.label)
                 draft.take(await self._fleet.ask_member(member, body))
+            return draft.completion(self.policy_version)
+
+        found: dict[str, Sequence[Completion]] = {}
+        for name, member in asked.items():
+            try:
+                async with asyncio.timeout(self.settings.deadline_s):
+                    found[name] = await asyncio.gather(
+                        *(answer(member, number) for number in range(len(PROMPTS)))
+                    )
+            except TimeoutError:
+                member.hangs = True
+                self._fleet.lost(member, "it did not answer within engine.deadline_s")
             except Unreachable as fault:
                 self._fleet.lost(member, str(fault))
-            else:
-                answers.append((member.server, draft))
-        # Log-probabilities of two tokens cannot be compared: in bfloat16 rounding may decide.
-        limit = CANARY_LIMIT[self._expected["dtype"]]
-        for server, draft in answers[1:]:
-            first, other = answers[0][1], draft
-            is_same = first.ids == other.ids
-            gap = abs(first.logprobs[0] - other.logprobs[0]) if is_same else limit
-            if gap > limit or (not is_same and self._expected["dtype"] == "float32"):
-                raise EngineError(
-                    f"engine: {answers[0][0]} and {server} answer differently with the weights that"
-                    f" were just published (tokens {first.ids[0]} and {other.ids[0]},"
-                    f" log-probabilities {first.logprobs[0]:.6g} and {other.logprobs[0]:.6g});"
-                    " expected the same of all servers. Restart them."
-                )
+        return found
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Samples from other servers until the next publish, as long as one is left."""
+        for member in self._fleet.live:
+            if str(member.server) == name:
+                self._fleet.drain(member, why)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns counts of requests and the cost of publishing since the last call."""

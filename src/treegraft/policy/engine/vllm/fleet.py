@@ -52,7 +52,8 @@ class State(StrEnum):
     LIVE = "live"
     """It answers, with the weights that are due."""
     DRAINED = "drained"
-    """It is slow: it gets no request until the next publish, unless no other is left."""
+    """It is slow or off the learner's policy: it gets no request until the next publish, unless no
+    other is left."""
     LEFT_OUT = "left out"
     """It has died too often."""
 
@@ -289,15 +290,11 @@ class Fleet:
         member.state, member.fault = State.DOWN, fault
         self._spawn(self._revive(member))
 
-    def _drain(self, member: Member) -> None:
-        """Moves a slow server's requests to the others."""
-        member.state, member.fault = State.DRAINED, f"{member.server} is slow"
+    def drain(self, member: Member, why: str) -> None:
+        """Moves a live server's requests to the others until the next publish."""
+        member.state, member.fault = State.DRAINED, why
         self.num_drained += 1
-        _log.warning(
-            "%s computes less than a quarter of the other servers' tokens a second; its requests"
-            " go to them until the next publish",
-            member.server,
-        )
+        _log.warning("%s; its requests go to other servers until the next publish", why)
         for task in member.asking:
             task.cancel()
 
@@ -430,7 +427,8 @@ class Fleet:
             )
             member.num_slow = member.num_slow + 1 if is_slow else 0
             if member.num_slow >= SLOW_LOOKS:
-                self._drain(member)
+                share = "less than a quarter of the other servers' tokens a second"
+                self.drain(member, f"{member.server} computes {share}")
 
     def _log_of(self, member: Member) -> str:
         process = member.server.process
