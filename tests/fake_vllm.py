@@ -52,6 +52,7 @@ class FakeVllm:
             **identity,
         }
         self.has_plugin = True
+        """Without it, the server draws by its own generator and reports log-probabilities."""
         self.hangs = False
         self.fail_next = 0
         """Requests that are answered with an error of the server's."""
@@ -107,6 +108,7 @@ class FakeVllm:
             "/version": self._version,
             "/weight_info": self._weight_info,
             "/metrics": self._metrics,
+            "/server_info": self._info,
         }
         routes = [Route(path, act, methods=["POST"]) for path, act in posts.items()]
         return Starlette(routes=[*routes, *(Route(path, act) for path, act in gets.items())])
@@ -142,8 +144,20 @@ class FakeVllm:
         self.label = (await request.json())["new_version"]
         return JSONResponse({"success": True})
 
+    async def _info(self, request: Request) -> Response:
+        model = {
+            "dtype": f"torch.{self.identity['dtype']}",
+            "max_model_len": self.identity["max_context"],
+            "max_logprobs": self.identity["max_logprobs"],
+            "logprobs_mode": self.identity["logprobs_mode"],
+        }
+        return JSONResponse({"vllm_config": {"model_config": model}})
+
     async def _rpc(self, request: Request) -> Response:
         body = await request.json()
+        if body["method"] == "reload_weights":
+            self.treegraft_load(body["args"][1])
+            return JSONResponse({"results": [None]})
         if not self.has_plugin:
             return JSONResponse({"error": f"no method {body['method']}"}, status_code=500)
         result = getattr(self, body["method"])(*body["args"])
@@ -187,27 +201,54 @@ class FakeVllm:
         return JSONResponse({"choices": [choice], "usage": usage})
 
     async def _write(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        order, content, ids = params["extra_args"][DRAW], [], []
-        label = self.label
+        content: list[dict[str, Any]] = []
+        ids: list[int] = []
+        label, generator = self.label, torch.Generator().manual_seed(params.get("seed", 0))
         while len(ids) < params["max_tokens"]:
             with torch.inference_mode():
                 logits = self.model(torch.tensor([[*prompt, *ids]])).logits[0, -1:]
-            key = tuple(order["key"]) if order["temperature"] > 0 else None
-            drawn = sample_tokens(
-                *(logits, [order["temperature"]], [key], [order["offset"] + len(ids)]),
-                kind=order["noise"],
-            )
-            values, places = marked_rows(logits, drawn)[0].topk(2)
-            pairs = zip(places.tolist(), values.tolist(), strict=True)
-            top = [{"token_id": place, "logprob": value} for place, value in pairs]
-            content.append({**top[0], "top_logprobs": top})
-            ids.append(top[0]["token_id"])
+            drawn = _plain if "extra_args" not in params else _marked
+            content.append(drawn(logits, params, len(ids), generator))
+            ids.append(content[-1]["token_id"])
             self.num_tokens += 1
             await asyncio.sleep(self.token_s)
             if ids[-1] in params["stop_token_ids"]:
                 break
         spans = [{"version": label, "start": 0, "end": len(ids)}]
         return {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": spans}
+
+
+def _marked(
+    logits: torch.Tensor, params: dict[str, Any], position: int, generator: torch.Generator
+) -> dict[str, Any]:
+    """One token of a reply, drawn as the plugin does."""
+    order = params["extra_args"][DRAW]
+    key = tuple(order["key"]) if order["temperature"] > 0 else None
+    drawn = sample_tokens(
+        *(logits, [order["temperature"]], [key], [order["offset"] + position]), kind=order["noise"]
+    )
+    values, places = marked_rows(logits, drawn)[0].topk(2)
+    pairs = zip(places.tolist(), values.tolist(), strict=True)
+    top = [{"token_id": place, "logprob": value} for place, value in pairs]
+    return {**top[0], "top_logprobs": top}
+
+
+def _plain(
+    logits: torch.Tensor, params: dict[str, Any], position: int, generator: torch.Generator
+) -> dict[str, Any]:
+    """One token of a reply, as vLLM draws and reports it by itself: the drawn token, then the most
+    likely ones."""
+    temperature = params["temperature"]
+    logprobs = (logits[0] / (temperature or 1.0)).log_softmax(dim=0)
+    if temperature:
+        token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+    else:
+        token = int(logprobs.argmax())
+    values, places = logprobs.topk(params["logprobs"])
+    rows = {token: float(logprobs[token])}
+    rows |= dict(zip(places.tolist(), values.tolist(), strict=True))
+    top = [{"token_id": place, "logprob": value} for place, value in rows.items()]
+    return {"token_id": token, "logprob": rows[token], "top_logprobs": top}
 
 
 @contextlib.contextmanager

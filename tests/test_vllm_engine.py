@@ -4,6 +4,7 @@ engine whatever dies, and no reply by other weights."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
@@ -14,7 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
 
 from treegraft.core.errors import DeadlineExceeded, DriftError, EngineError, SettingError
-from treegraft.core.types import Completion, Sampling, StopReason
+from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.canary import Canaries
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm import fleet, launch
@@ -470,6 +471,100 @@ def test_bfloat16_canaries_are_measured_by_the_first_publish() -> None:
     assert check() is None
     # After a resume the measure is that of the run's first publish.
     assert Canaries("bfloat16", 0.1).first_gap == 0.1
+
+
+# ------------------------------------------------------------------ servers without the plugin
+
+
+@contextlib.contextmanager
+def plain_fakes(num: int = 1, **options: Any) -> Iterator[list[FakeVllm]]:
+    with fakes(MODEL, num, **({"logprobs_mode": "processed_logprobs"} | options)) as servers:
+        for one in servers:
+            one.has_plugin = False
+        yield servers
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
+    tmp_path: Path, temperature: float
+) -> None:
+    """Log-probabilities and sums over the twenty likeliest tokens are those of the model; the same
+    key gives the same tokens on another server."""
+    sampling = Sampling(max_new_tokens=6, temperature=temperature)
+
+    async def work(engine: VllmEngine) -> tuple[list[Completion], list[Completion]]:
+        first = await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
+        await asyncio.to_thread(servers[0].die)
+        return first, await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
+
+    with plain_fakes(2) as servers:
+        first, again = run(servers, tmp_path, work, entropies="top_k")
+    assert same(first, again)
+    assert (len({one.token_ids for one in first}) > 4) == (temperature > 0)
+    for one in first:
+        assert one.entropy_kind is EntropyKind.TOP_K
+        path = torch.tensor([[*PREFIX, *one.token_ids]])
+        logits = MODEL(path).logits[0, len(PREFIX) - 1 : -1] / (temperature or 1.0)
+        logprobs = logits.log_softmax(dim=-1)
+        own = logprobs.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+        likely = logprobs.topk(20).values
+        partial = -(likely.exp() * likely).sum(dim=1)
+        full = -(logprobs.exp() * logprobs).sum(dim=1)
+        assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=1e-5)
+        assert torch.allclose(torch.tensor(one.entropies), partial, atol=1e-5)
+        assert (partial < full - 1e-3).all()
+
+
+def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path) -> None:
+    learner = learner_of(OTHER)
+
+    async def work(engine: VllmEngine) -> Completion:
+        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+        await publisher.publish(1)
+        assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
+        assert servers[0].owner == ""
+        seen: list[int] = []
+        found = await engine.complete(
+            PREFIX, LONG, noise_key=key(0), probe_tokens=3, on_probe=lambda x: seen.append(len(x))
+        )
+        assert seen == [3]
+        servers[0].model.load_state_dict(MODEL.state_dict())
+        servers[0].skip_loads = True
+        await publisher.publish(2)
+        assert publisher.check(2, None)["learn/canary_gap"] > 1e-2
+        return found
+
+    with plain_fakes() as servers:
+        found = run(servers, tmp_path, work, entropies="top_k")
+    logits = OTHER(torch.tensor([[*PREFIX, *found.token_ids]])).logits[0, len(PREFIX) - 1 : -1]
+    own = logits.log_softmax(dim=-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(found.sampling_logprobs), own, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("identity", "said"),
+    [
+        ({"dtype": "bfloat16"}, "computes in bfloat16, expected model.dtype = float32"),
+        ({"max_context": 20}, "reads 20 tokens, expected 49"),
+        ({"max_logprobs": 5}, "--max-logprobs 5, expected at least 20"),
+        ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs, expected processed_logprobs"),
+    ],
+)
+def test_plain_servers_that_do_not_fit_are_refused(
+    tmp_path: Path, identity: dict[str, Any], said: str
+) -> None:
+    async def work(engine: VllmEngine) -> None:
+        raise AssertionError("a server was taken that does not fit")
+
+    with plain_fakes(**identity) as servers, pytest.raises(SettingError, match=said):
+        run(servers, tmp_path, work, entropies="top_k")
+
+
+def test_filters_need_the_plugin(tmp_path: Path) -> None:
+    engine = {"kind": "vllm", "vllm": {"entropies": "top_k"}}
+    with pytest.raises(SettingError, match=r"eval\.top_k.*engine\.vllm\.entropies"):
+        load_config(tiny(engine=engine, eval={"top_k": 5, "num_samples": 1}))
+    load_config(tiny(engine={"kind": "vllm"}, eval={"top_k": 5, "num_samples": 1}))
 
 
 # ------------------------------------------------------------------ bad input

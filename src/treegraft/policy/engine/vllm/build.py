@@ -266,11 +266,14 @@ def options(config: Config, port: int) -> list[str]:
     settings = config.engine.vllm
     found = ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
-    found += ["--enable-scale-out", "--logprobs-mode", "processed_logits"]
-    found += ["--logits-processors", f"{PLUGIN}:Draw", "--worker-extension-cls"]
-    found += [f"{PLUGIN}.Extension", "--enable-prompt-tokens-details"]
-    # With it a row's position might be counted before its last token is known.
-    found += ["--no-async-scheduling"]
+    found += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    if settings.entropies == "top_k":
+        found += ["--logprobs-mode", "processed_logprobs"]
+    else:
+        found += ["--logprobs-mode", "processed_logits"]
+        found += ["--logits-processors", f"{PLUGIN}:Draw", "--worker-extension-cls"]
+        # With scheduling ahead a row's position might be counted before its last token is known.
+        found += [f"{PLUGIN}.Extension", "--no-async-scheduling"]
     if config.model.trust_remote_code:
         found += ["--trust-remote-code"]
     if not torch.cuda.is_available():

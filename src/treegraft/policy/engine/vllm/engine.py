@@ -18,11 +18,12 @@ from safetensors import SafetensorError
 from treegraft.core.errors import DeadlineExceeded, EngineError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
-from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
+from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.engine.vllm.fleet import Due, Fleet, Member
 from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
+from treegraft.policy.engine.vllm.plain import plain_entries, plain_parameters
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
 from treegraft.policy.noise import NoiseKind
@@ -147,7 +148,8 @@ class VllmEngine:
         on_probe: Callable[[Sequence[float]], None] | None = None,
     ) -> _Draft:
         probe = None if on_probe is None or probe_tokens is None else (probe_tokens, on_probe)
-        return _Draft(self._stops, self._end_ids, sampling, limit, self.settings.noise, probe)
+        noise = None if self._fleet.is_plain else self.settings.noise
+        return _Draft(self._stops, self._end_ids, sampling, limit, noise, probe)
 
     def _limit(self, prefix_ids: Sequence[int], sampling: Sampling) -> int:
         if not prefix_ids:
@@ -301,9 +303,13 @@ class _Draft:
         end_ids: frozenset[int],
         sampling: Sampling,
         limit: int,
-        noise: NoiseKind,
+        noise: NoiseKind | None,
         probe: tuple[int, Callable[[Sequence[float]], None]] | None,
     ) -> None:
+        """Args:
+        noise: of our own draw; None where servers draw by theirs.
+        probe: tokens after which a function is called with their entropies.
+        """
         self._noise, self._probe = noise, probe
         self._stops, self._end_ids, self._sampling, self._limit = stops, end_ids, sampling, limit
         self.ids: list[int] = []
@@ -318,20 +324,9 @@ class _Draft:
         if self._probe is not None and count < self._probe[0]:
             room = min(room, self._probe[0] - count)
         in_grace = self._stops.is_in_grace(self.ids, sampling)
-        draw: dict[str, Any] = {
-            "key": list(key),
-            "offset": count,
-            "temperature": sampling.temperature,
-            "noise": self._noise,
-        }
-        if sampling.filters != NO_FILTERS:
-            draw["filters"] = asdict(sampling.filters)
         parameters = {
             "max_tokens": 1 if in_grace else room,
-            # The server chooses greedily among what our draw has left.
-            "temperature": 0.0,
-            "logprobs": 2,
-            "extra_args": {DRAW: draw},
+            **self._drawing(key),
             "ignore_eos": True,
             "stop_token_ids": sorted(self._end_ids),
             # Only so that the server does not write on in vain: `take` decides.
@@ -346,23 +341,41 @@ class _Draft:
             "cache_salt": label,
         }
 
+    def _drawing(self, key: NoiseKey) -> dict[str, Any]:
+        """The parameters that say how tokens are drawn and what is reported of them."""
+        sampling, count = self._sampling, len(self.ids)
+        if self._noise is None:
+            return plain_parameters(sampling, key, count)
+        draw: dict[str, Any] = {
+            "key": list(key),
+            "offset": count,
+            "temperature": sampling.temperature,
+            "noise": self._noise,
+        }
+        if sampling.filters != NO_FILTERS:
+            draw["filters"] = asdict(sampling.filters)
+        # The server chooses greedily among what our draw has left.
+        return {"temperature": 0.0, "logprobs": 2, "extra_args": {DRAW: draw}}
+
     def take(self, reply: Mapping[str, Any]) -> None:
         """Appends a reply's tokens, as far as the completion goes.
 
         Raises:
             EngineError: a reply without tokens or without their two entries.
         """
+        is_plain = self._noise is None
+        read = plain_entries if is_plain else entries_of
         try:
             choice = reply["choices"][0]
             content = choice["logprobs"]["content"]
             found = [
-                (token, *entries_of(one))
-                for token, one in zip(choice["token_ids"], content, strict=True)
+                (token, *read(one)) for token, one in zip(choice["token_ids"], content, strict=True)
             ]
         except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
             raise EngineError(
-                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected the"
-                " draw of Treegraft's plugin. See docs/serving.md."
+                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
+                f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
+                " See docs/serving.md."
             ) from error
         if not found:
             raise EngineError("engine: a server replied without a token; expected at least one")
@@ -383,6 +396,7 @@ class _Draft:
             token_ids=tuple(self.ids),
             sampling_logprobs=tuple(self.logprobs),
             entropies=tuple(self.entropies),
+            entropy_kind=EntropyKind.TOP_K if self._noise is None else EntropyKind.EXACT,
             finish=self.finish,
             policy_version=version,
         )

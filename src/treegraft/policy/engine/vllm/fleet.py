@@ -22,6 +22,7 @@ from typing import Any
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.plain import check_plain, load_plain
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 from treegraft.settings.policy import EngineSettings
 
@@ -118,6 +119,11 @@ class Fleet:
         self.num_requests = self.num_moved = self.num_repeated = self.num_revivals = 0
         self.num_drained = 0
         self.num_prompt = self.num_cached = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the servers are without Treegraft's plugin."""
+        return self.settings.vllm.entropies == "top_k"
 
     # ------------------------------------------------------------------ requests
 
@@ -270,7 +276,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for member in self.members:
-            if member.server.process is not None:
+            if member.server.process is not None or self.is_plain:
                 continue
             with suppress(Unreachable, EngineError, *_UNREADABLE):
                 await member.server.call("treegraft_release", self.owner, timeout_s=5.0)
@@ -365,13 +371,19 @@ class Fleet:
                     " Start it, or correct the address."
                 )
             await asyncio.sleep(1.0)
-        member.identity = await check_identity(server, self._expected)
+        if self.is_plain:
+            member.identity = await check_plain(server, self._expected)
+        else:
+            member.identity = await check_identity(server, self._expected)
         await self._claim(server)
         # What is due may change while it is being loaded.
         while await server.version() != self.due.label:
             await self.load(member)
 
     async def _claim(self, server: Server, instead_of: str = "") -> None:
+        if self.is_plain:
+            # Nothing there keeps an owner: another run shows by the label of its weights.
+            return
         results = await server.call(
             *("treegraft_claim", self.owner, LEASE_S, instead_of), timeout_s=CONTROL_TIMEOUT_S
         )
@@ -483,7 +495,9 @@ class Fleet:
             await server.request("POST", "/pause?mode=wait", timeout_s=timeout_s)
             await server.set_version(_LOADING)
             seconds = 0.0
-            if due.folder is not None:
+            if due.folder is not None and self.is_plain:
+                await load_plain(server, str(due.folder.path), timeout_s)
+            elif due.folder is not None:
                 path = str(due.folder.path)
                 for one in await server.call("treegraft_load", path, timeout_s=timeout_s):
                     seconds = max(seconds, one["seconds"])
