@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from peft import PeftModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -58,7 +60,8 @@ class FakeVllm:
         """Requests that are answered with an error of the server's."""
         self.skip_loads = False
         """Say that weights were loaded, and keep the old ones."""
-        self.most_at_once = self.num_requests = self.num_loads = 0
+        self.most_at_once = self.num_requests = self.num_loads = self.num_adapter_loads = 0
+        self.adapter_files: list[str] = []
         self.labels_asked: list[str] = []
         self._listener = listen("127.0.0.1", 0)
         self._port = int(self._listener.getsockname()[1])
@@ -73,6 +76,7 @@ class FakeVllm:
         self.model = copy.deepcopy(self._first)
         self.label, self.owner, self.is_paused = "default", "", False
         self.num_running, self.num_tokens = 0, 0
+        self.adapters: dict[str, str] = {}
         if self._listener.fileno() < 0:
             self._listener = listen("127.0.0.1", self._port)
         config = uvicorn.Config(
@@ -102,6 +106,8 @@ class FakeVllm:
             "/resume": self._resume,
             "/reset_prefix_cache": self._reset,
             "/update_weight_version": self._set_version,
+            "/v1/load_lora_adapter": self._load_adapter,
+            "/v1/unload_lora_adapter": self._unload_adapter,
         }
         gets = {
             "/health": self._health,
@@ -143,6 +149,21 @@ class FakeVllm:
     async def _set_version(self, request: Request) -> Response:
         self.label = (await request.json())["new_version"]
         return JSONResponse({"success": True})
+
+    async def _load_adapter(self, request: Request) -> Response:
+        body = await request.json()
+        if len(self.adapters) == 1:
+            return JSONResponse({"error": "no room"}, status_code=400)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        self.num_adapter_loads += 1
+        self.adapter_files = sorted(os.listdir(body["lora_path"]))
+        self.adapted = PeftModel.from_pretrained(copy.deepcopy(self.model), body["lora_path"])
+        return PlainTextResponse("Success")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        name = (await request.json())["lora_name"]
+        status = 200 if self.adapters.pop(name, None) else 404
+        return PlainTextResponse("", status_code=status)
 
     async def _info(self, request: Request) -> Response:
         model = {
@@ -194,19 +215,23 @@ class FakeVllm:
         self.most_at_once = max(self.most_at_once, self.num_running)
         self.labels_asked.append(body["cache_salt"])
         try:
-            choice = await self._write(body["token_ids"], body["sampling_params"])
+            name = body.get("model")
+            if name is not None and name not in self.adapters:
+                return JSONResponse({"error": f"no model {name}"}, status_code=404)
+            model = self.model if name is None else self.adapted
+            choice = await self._write(model, body["token_ids"], body["sampling_params"])
         finally:
             self.num_running -= 1
         usage = {"prompt_tokens": len(body["token_ids"])}
         return JSONResponse({"choices": [choice], "usage": usage})
 
-    async def _write(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    async def _write(self, model: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         ids: list[int] = []
         label, generator = self.label, torch.Generator().manual_seed(params.get("seed", 0))
         while len(ids) < params["max_tokens"]:
             with torch.inference_mode():
-                logits = self.model(torch.tensor([[*prompt, *ids]])).logits[0, -1:]
+                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, -1:]
             drawn = _plain if "extra_args" not in params else _marked
             content.append(drawn(logits, params, len(ids), generator))
             ids.append(content[-1]["token_id"])

@@ -38,17 +38,22 @@ from treegraft.policy.engine.vllm.build import (
     _folder_for_weights,
     build_engine,
     find_python,
+    options,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.fleet import Fleet
 from treegraft.policy.engine.vllm.folder import held_folder, write_folder
 from treegraft.policy.engine.vllm.server import Process, Server
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.load import with_adapters
 from treegraft.policy.publish import Publisher
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.runs.checkpoint import TrainState
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+
+# transformers renames what peft asks for.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 MODEL = build_model("llama", 0)
 OTHER = build_model("llama", 1)
@@ -60,8 +65,16 @@ Work = Callable[[VllmEngine], Awaitable[Any]]
 def config_of(fakes: list[FakeVllm], folder: Path, **vllm: Any) -> Config:
     engine = {"kind": "vllm", "max_rows": 4, "deadline_s": 20.0}
     engine |= {name: vllm.pop(name) for name in ("max_rows", "deadline_s") if name in vllm}
+    kind = vllm.pop("publish", "auto")
     vllm = {"servers": [one.url for one in fakes], "start_timeout_s": 10.0} | vllm
-    return load_config(tiny(run={"dir": str(folder)}, engine={**engine, "vllm": vllm}))
+    return load_config(
+        tiny(
+            run={"dir": str(folder)},
+            model={"lora": {"rank": 2 if kind == "adapter" else 0}},
+            engine={**engine, "vllm": vllm},
+            publish={"kind": kind},
+        )
+    )
 
 
 def run(fakes: list[FakeVllm], folder: Path, work: Work, **vllm: Any) -> Any:
@@ -471,6 +484,82 @@ def test_bfloat16_canaries_are_measured_by_the_first_publish() -> None:
     assert check() is None
     # After a resume the measure is that of the run's first publish.
     assert Canaries("bfloat16", 0.1).first_gap == 0.1
+
+
+# ------------------------------------------------------------------ adapters
+
+
+def adapted_learner() -> Learner:
+    """Of the first model with an adapter that is no longer zero."""
+    lora = {"lora": {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"]}}
+    config = load_config(tiny(model=lora))
+    model = with_adapters(copy.deepcopy(MODEL), config.model, seed=0)
+    learner = Learner(model, config.learn, config.loss, length_constant=7)
+    move(learner, 1)
+    return learner
+
+
+def move(learner: Learner, seed: int) -> None:
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in learner.model.named_parameters():
+            if ".lora_B." in name:
+                weight.copy_(0.2 * torch.randn(weight.shape, generator=draws))
+
+
+def test_adapters_alone_are_published_over_the_first_weights(tmp_path: Path) -> None:
+    """Completions are those of the merged weights, also by a server that has died and is back."""
+    learner = adapted_learner()
+    first = dict(learner.weights())
+
+    async def work(engine: VllmEngine) -> list[list[Completion]]:
+        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+        await publisher.publish(1)
+        found = [await asyncio.gather(*(ask(engine, one) for one in range(6)))]
+        assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
+        assert servers[0].num_loads == 1, "the first weights, when it was opened"
+        assert servers[0].adapter_files == [
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+        folders = list(engine._weights.iterdir())
+        move(learner, 2)
+        await publisher.publish(2)
+        assert servers[0].num_loads == 1 and len(servers[0].adapters) == 1
+        # The former adapter is removed, the first weights stay.
+        assert len(list(engine._weights.iterdir())) == len(folders) == 2
+        await asyncio.to_thread(servers[0].die)
+        asked = [asyncio.create_task(ask(engine, one)) for one in range(6)]
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(servers[0].revive)
+        found.append(await asyncio.gather(*asked))
+        assert servers[0].num_loads == 2 and servers[0].num_adapter_loads == 3
+        return found
+
+    with fakes(MODEL) as servers:
+        before, after = run(servers, tmp_path, work, publish="adapter")
+    for weights, found in ((first, before), (dict(learner.weights()), after)):
+        merged = copy.deepcopy(MODEL)
+        merged.load_state_dict(weights)
+        assert same(found, native(merged, range(6)))
+
+
+def test_adapters_need_a_rank(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"publish\.kind: got 'adapter', but model\.lora\.rank"):
+        load_config(tiny(engine={"kind": "vllm"}, publish={"kind": "adapter"}))
+
+    async def work(engine: VllmEngine) -> None:
+        with pytest.raises(EngineError, match="these weights come without adapters"):
+            await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work, publish="adapter")
+    config = load_config(
+        tiny(model={"lora": {"rank": 9}}, engine={"kind": "vllm"}, publish={"kind": "adapter"})
+    )
+    found = options(config, 1)
+    assert found[found.index("--max-lora-rank") + 1] == "16" and "--enable-lora" in found
 
 
 # ------------------------------------------------------------------ servers without the plugin

@@ -132,7 +132,15 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _engine_wrong(config: Config) -> Iterator[Contradiction]:
-    if config.engine.kind != "vllm" or config.engine.vllm.entropies == "exact":
+    if config.engine.kind != "vllm":
+        return
+    if config.publish.kind == "adapter" and not config.model.lora.rank:
+        yield Contradiction(
+            ("publish.kind", "model.lora.rank"),
+            "publish.kind: got 'adapter', but model.lora.rank = 0 trains all weights; set a rank,"
+            " or take 'auto'.",
+        )
+    if config.engine.vllm.entropies == "exact":
         return
     plain = {"repetition_penalty": 1.0}
     if config.eval.num_samples:

@@ -189,10 +189,11 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: Literal["auto", "shared", "disk"] = setting("auto", same_answers=True)
+    kind: Literal["auto", "shared", "disk", "adapter"] = setting("auto", same_answers=True)
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same
-    path; "auto" takes "shared" where it has room for two copies."""
+    path; "auto" takes "shared" where it has room for two copies. "adapter" gives LoRA's adapters
+    alone, for servers on this machine; the others give the weights that they are merged into."""
     folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
     """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
 

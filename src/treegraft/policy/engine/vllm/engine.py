@@ -22,7 +22,12 @@ from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, Sampling, 
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.engine.vllm.fleet import Due, Fleet, Member
-from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
+from treegraft.policy.engine.vllm.folder import (
+    WeightsFolder,
+    held_folder,
+    write_adapter,
+    write_folder,
+)
 from treegraft.policy.engine.vllm.plain import plain_entries, plain_parameters
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
@@ -48,6 +53,7 @@ class VllmEngine:
         weights: Path,
         folders: Sequence[Path],
         initial: WeightSource | None,
+        publishes_adapters: bool = False,
     ) -> None:
         """Starts nothing; `open` does.
 
@@ -56,10 +62,11 @@ class VllmEngine:
             weights: a folder of its own for published weights.
             folders: removed at the end.
             initial: the weights to begin with; None for those that servers of ours start with.
+            publishes_adapters: give servers adapters alone, over the weights they begin with.
         """
         self.settings, self.max_context = settings, max_context
         self.policy_version, self.fingerprint = 0, ""
-        self._expected, self._initial = expected, initial
+        self._initial, self._publishes_adapters = initial, publishes_adapters
         self._http, self._weights, self._folders = http, weights, folders
         self._fleet = Fleet(servers, settings, expected)
         self._end_ids, self._stops = frozenset(end_ids), StopFinder(tokenizer)
@@ -84,6 +91,7 @@ class VllmEngine:
         if self._initial is not None:
             self._fleet.due = await self._written(self._initial, 0)
             self.fingerprint = self._fleet.due.fingerprint
+            self._fleet.base = self._fleet.due.folder
         await self._fleet.open()
         self._initial = None
         limits = [member.identity["max_context"] for member in self._fleet.members]
@@ -126,7 +134,7 @@ class VllmEngine:
                 self._is_idle.clear()
                 try:
                     while draft.finish is None:
-                        body = draft.request(prefix_ids, noise_key, self._fleet.due.label)
+                        body = draft.request(prefix_ids, noise_key, self._fleet.due)
                         draft.take(await self._fleet.ask(noise_key[:-1], body))
                 finally:
                     self._num_running -= 1
@@ -193,9 +201,9 @@ class VllmEngine:
                     f" {deadline_s} s; {self._num_running} completions were still running"
                 ) from error
             before = self._fleet.due.folder
-            due = await self._written(source, version)
+            due = await self._written(source, version, is_adapter=self._publishes_adapters)
             await self._fleet.publish(due, self.settings.vllm.start_timeout_s)
-            self._former += [before] if before is not None else []
+            self._former += [] if before in (None, self._fleet.base) else [before]
             # A server that is being started anew may still read one; the next publish removes it.
             if not any(member.loading.locked() for member in self._fleet.members):
                 for former in self._former:
@@ -207,12 +215,15 @@ class VllmEngine:
         finally:
             self._is_open.set()
 
-    async def _written(self, source: WeightSource, version: int) -> Due:
+    async def _written(
+        self, source: WeightSource, version: int, *, is_adapter: bool = False
+    ) -> Due:
         self._num_published += 1
         label = f"{self._fleet.owner}-{version}.{self._num_published}"
         path = self._weights / f"weights-{self._num_published}"
         try:
-            folder = await asyncio.to_thread(write_folder, path, source)
+            write = write_adapter if is_adapter else write_folder
+            folder = await asyncio.to_thread(write, path, source)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(path, ignore_errors=True)
             raise EngineError(
@@ -221,7 +232,9 @@ class VllmEngine:
                 ' the former one and this. Free some, or set publish.kind = "disk" and'
                 " publish.folder."
             ) from error
-        return Due(label, folder, source.fingerprint)
+        # Servers report no checksum of an adapter: the canary is the proof.
+        fingerprint = "" if is_adapter else source.fingerprint
+        return Due(label, folder, fingerprint, is_adapter)
 
     async def canaries(self) -> Mapping[str, Sequence[Completion]]:
         """Returns the completion of each canary prompt by each live server, by its address."""
@@ -230,7 +243,7 @@ class VllmEngine:
         async def answer(member: Member, number: int) -> Completion:
             draft = self._draft(CANARY_SAMPLING, self._limit(PROMPTS[number], CANARY_SAMPLING))
             while draft.finish is None:
-                body = draft.request(PROMPTS[number], canary_key(number), self._fleet.due.label)
+                body = draft.request(PROMPTS[number], canary_key(number), self._fleet.due)
                 draft.take(await self._fleet.ask_member(member, body))
             return draft.completion(self.policy_version)
 
@@ -317,7 +330,7 @@ class _Draft:
         self.entropies: list[float] = []
         self.finish: StopReason | None = None
 
-    def request(self, prefix_ids: Sequence[int], key: NoiseKey, label: str) -> dict[str, Any]:
+    def request(self, prefix_ids: Sequence[int], key: NoiseKey, due: Due) -> dict[str, Any]:
         """Returns the body of the next request: up to the probe first, then for the rest."""
         sampling, count = self._sampling, len(self.ids)
         room = self._limit - count
@@ -335,11 +348,12 @@ class _Draft:
             "skip_special_tokens": False,
         }
         # Salted by the weights, so that a cache which outlived a publish would not be used.
-        return {
+        body = {
             "token_ids": [*prefix_ids, *self.ids],
             "sampling_params": parameters,
-            "cache_salt": label,
+            "cache_salt": due.label,
         }
+        return body | ({"model": due.label} if due.is_adapter else {})
 
     def _drawing(self, key: NoiseKey) -> dict[str, Any]:
         """The parameters that say how tokens are drawn and what is reported of them."""
