@@ -98,6 +98,8 @@ METRICS: Mapping[str, str] = {
     "learn/skipped_groups_frac": "share of groups without variance of reward, which are skipped",
     "learn/engine_gap": "mean |engine's - learner's log-probability| over learned tokens, in nats",
     "learn/engine_gap_limit": "largest accepted learn/engine_gap, in nats",
+    "learn/canary_gap": "largest mean |server's - learner's log-probability| over the canary tokens"
+    " of a server after the publish, in nats",
     "learn/success_logprob_change": "mean change of the log-probability of successful trajectories'"
     " own tokens by the update, in nats a token (health.symptoms_every; not with"
     " loss.old_logprobs = engine)",

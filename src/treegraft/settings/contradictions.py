@@ -131,6 +131,30 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
             )
 
 
+def _engine_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.engine.kind != "vllm":
+        return
+    if config.publish.kind == "adapter" and not config.model.lora.rank:
+        yield Contradiction(
+            ("publish.kind", "model.lora.rank"),
+            "publish.kind: got 'adapter', but model.lora.rank = 0 trains all weights; set a rank,"
+            " or take 'auto'.",
+        )
+    if config.engine.vllm.entropies == "exact":
+        return
+    plain = {"repetition_penalty": 1.0}
+    if config.eval.num_samples:
+        plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for name, value in plain.items():
+        if getattr(config.eval, name) != value:
+            yield Contradiction(
+                (f"eval.{name}", "engine.vllm.entropies"),
+                f"eval.{name}: got {getattr(config.eval, name)}, expected {value} with"
+                ' engine.vllm.entropies = "top_k": servers without Treegraft\'s plugin filter'
+                " tokens in another order.",
+            )
+
+
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
     if config.tasks.kind in ("search_world", "sokoban", "arithmetic"):
@@ -385,6 +409,7 @@ def contradictions(config: Config) -> list[Contradiction]:
         _names_wrong,
         _rule_wrong,
         _model_wrong,
+        _engine_wrong,
         _tasks_wrong,
         _run_wrong,
         _replay_wrong,
