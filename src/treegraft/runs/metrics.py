@@ -62,6 +62,10 @@ METRICS: Mapping[str, str] = {
     "restart/num_whole": "stored trajectories that are leaves of their group",
     "restart/num_places": "places below which rollouts began; each is a group of its own",
     "restart/steps_mean": "mean number of stored steps above a rollout that began below some",
+    "retry/num_retries": "rollouts behind a forced tool-call opening",
+    "retry/num_places": "steps that were tried again; each is a group of its own",
+    "retry/mixed_frac": "share of these groups whose rewards differ",
+    "retry/reward": "mean reward of the retries",
     "restart/num_untrue": "stored trajectories left out because the environment contradicted them",
     "restart/reward_below": "mean reward of rollouts below stored steps",
     "restart/reward_prompt": "mean reward of rollouts from the prompt, where others began below"
