@@ -275,7 +275,7 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix")
+    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix", "axpo")
     leading = [name for name in known if name in explore.explorers]
     for name in leading:
         # A balanced budget has no number to compare.
@@ -308,6 +308,14 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             f'explore.explorers: got {explore.explorers}; expected one of "graft" and "prefix":'
             " no paper says how a stored step that is history and one that is a graft share their"
             " credit.",
+        )
+    own, num_left = explore.axpo, explore.num_leaves - explore.axpo.num_starts
+    if "axpo" in leading and 0 <= num_left < own.num_retries:
+        yield Contradiction(
+            ("explore.axpo.num_retries", "explore.axpo.num_starts", "explore.num_leaves"),
+            f"explore.axpo.num_retries: got {own.num_retries}, expected at most {num_left}, which"
+            f" explore.axpo.num_starts = {own.num_starts} leaves of explore.num_leaves ="
+            f" {explore.num_leaves}; lower one of the first two, or raise num_leaves.",
         )
     if explore.num_first is not None:
         yield from _above(config, "explore.num_first", "explore.num_leaves")
