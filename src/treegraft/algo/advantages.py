@@ -34,6 +34,7 @@ from treegraft.core.types import (
     ROOT_ID,
     Leaf,
     Origin,
+    RetryCause,
     Status,
     StoredCause,
     Trajectory,
@@ -297,9 +298,13 @@ def _step_advantages(
 
 def _branching(tree: Tree, leaf: Leaf) -> float:
     """Product over the steps above the leaf of the policy's children of that step."""
-    # Without the root and stored steps: how many rollouts begin there is our choice, not the
-    # policy's.
-    num_children = Counter(step.parent for step in tree.steps if step.origin is Origin.POLICY)
+    # Without the root, stored steps and retries: how many rollouts begin there is our choice, not
+    # the policy's.
+    num_children = Counter(
+        step.parent
+        for step in tree.steps
+        if step.origin is Origin.POLICY and not isinstance(step.cause, RetryCause)
+    )
     above = [
         step for step in tree.path(leaf.step_id)[1:-1] if not isinstance(step.cause, StoredCause)
     ]

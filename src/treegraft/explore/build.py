@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import Explorer
 from treegraft.core.plugins import make, pick
+from treegraft.explore.axpo import Axpo
 from treegraft.explore.balanced import BalancedBranching
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
@@ -25,6 +26,7 @@ EXPLORERS: Mapping[str, type[Explorer]] = {
     "balanced": BalancedBranching,
     "entropy_peaks": EntropyPeaks,
     "prefix": UniformPrefix,
+    "axpo": Axpo,
 }
 
 
@@ -46,6 +48,8 @@ def _one_explorer(
     name: str, settings: ExploreSettings, vocab_size: int, penalty: float
 ) -> Explorer:
     found = pick(name, EXPLORERS, "explore.explorers")
+    if found is Axpo:
+        return Axpo(settings.axpo)
     if found is BalancedBranching:
         return BalancedBranching(settings.entropy, settings.balanced, vocab_size=vocab_size)
     if found is EntropyBranching:
@@ -74,7 +78,7 @@ def num_starts(settings: ExploreSettings) -> int:
     """Returns how many first-level rollouts a tree opens at once."""
     # Starts come from the first explorer, as in `Composed`; the others only add to them.
     first = settings.explorers[0]
-    if first not in ("entropy", "tree_search", "entropy_peaks"):
+    if first not in ("entropy", "tree_search", "entropy_peaks", "axpo"):
         return settings.num_leaves
     num: int = getattr(settings, first).num_starts
     return min(num, settings.num_leaves)

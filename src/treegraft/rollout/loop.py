@@ -26,7 +26,7 @@ from treegraft.core.interfaces import (
     Retriever,
     TreeScorer,
 )
-from treegraft.core.sessions import SessionOpener, Sessions
+from treegraft.core.sessions import Point, SessionOpener, Sessions
 from treegraft.core.types import (
     Branch,
     BranchDecision,
@@ -36,6 +36,7 @@ from treegraft.core.types import (
     Graft,
     Origin,
     PathView,
+    Retry,
     Sampling,
     Start,
     Status,
@@ -48,6 +49,7 @@ from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.once import Once
 from treegraft.rollout.restart import StoredSteps, find_stored
+from treegraft.rollout.retried import Retries, check_retries
 from treegraft.rollout.tree import OpenPath, OpenTree
 
 
@@ -90,7 +92,11 @@ class Grower:
         """Args:
         retriever: where grafts come from; None, as in evaluation, grafts nothing.
         allocate: makes the rule that grants a tree's branches.
+
+        Raises:
+            SettingError: the explorer begins tool calls and the format cannot.
         """
+        check_retries(explorer, format)
         self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
         self.limits, self.scorer = limits, scorer
         self.retriever, self.allocate = retriever, allocate
@@ -190,8 +196,7 @@ class Grower:
             if not closed.leaves:
                 raise SettingError(
                     f"explore.explorers: {type(explorer).__name__} opened no rollout of task"
-                    f" '{task.id}', expected 1..{budget.max_leaves}; it has to propose a start"
-                    " for a tree without leaves."
+                    f" '{task.id}', expected 1..{budget.max_leaves}: a tree needs a first start."
                 )
             # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)
@@ -233,19 +238,18 @@ class _Growth:
         """Where children may be opened once all leaves have ended, by the step above them; empty
         where the explorer opens none."""
         self._num_starts = 0
+        self._retries = Retries(tree, grower.format, grower.limits, self._ends, self._begin)
         self.stored: StoredSteps | None = None
         """What rollouts may begin below; None where the explorer never does."""
         self._group: asyncio.TaskGroup
 
     async def find_stored(self) -> None:
         """Looks up the stored trajectories of the task."""
-        g = self._g
-        with g.watch.waiting("retrieval"):
-            self.stored = await find_stored(
-                g.retriever, self._tree, self._sessions, g.format, g.limits
-            )
+        own = (self._tree, self._sessions, self._g.format, self._g.limits)
+        with self._g.watch.waiting("retrieval"):
+            self.stored = await find_stored(self._g.retriever, *own)
 
-    def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand]:
+    def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand | Retry]:
         """Returns what the explorer opens next."""
         explorer, num = self._g.explorer, self._tree.budget.max_leaves
         if self.stored is not None and isinstance(explorer, Restarting):
@@ -274,20 +278,28 @@ class _Growth:
         them, to their ends."""
         async with asyncio.TaskGroup() as self._group:
             for _ in range(num_fresh):
-                path = self._tree.open_path(self._sessions.start(self._num_starts))
-                self._allocation.open_start(path, self._num_starts)
-                self._num_starts += 1
+                path = self._tree.open_path(self._begin())
+                self._allocation.open_start(path, self._num_starts - 1)
                 self._launch(path, None)
             for path, cause in others:
                 self._allocation.open_start(path, self._num_starts)
                 self._launch(path, cause)
 
-    async def fill(self, proposal: Start | Sequence[Start] | Sequence[Expand]) -> bool:
+    def _begin(self) -> Point:
+        """The beginning of one more rollout at the prompt."""
+        self._num_starts += 1
+        return self._sessions.start(self._num_starts - 1)
+
+    async def fill(self, proposal: Start | Sequence[Start] | Sequence[Expand | Retry]) -> bool:
         """Opens what the budget grants of it, and runs that to its end; returns whether there was
         anything."""
         starts = [proposal] if isinstance(proposal, Start) else proposal
         if self.stored is not None or isinstance(proposal, Start):
             return await self.open([one for one in starts if isinstance(one, Start)])
+        if retries := [one for one in proposal if isinstance(one, Retry)]:
+            opened = self._retries.open(retries)
+            await self._run_all(0, opened)
+            return bool(opened)
         budget = self._tree.budget
         # A state that cannot be had again, past environment.max_replay_calls, has no end kept.
         grown = [
@@ -402,7 +414,7 @@ class _Growth:
         limits, tree, format = self._g.limits, self._tree, self._g.format
         room = limits.max_completion_tokens - path.num_used
         completion = await self._complete(path, step_id, room, can_propose=cause is None)
-        parsed = format.parse_step(completion.token_ids)
+        parsed = format.parse_step((*path.opening, *completion.token_ids))
         content, violation = parsed.content, parsed.violation
         add = partial(tree.add_step, step_id, path, completion, limits.temperature, cause=cause)
         status, reason = self._end_of(parsed, completion, path)
@@ -461,7 +473,7 @@ class _Growth:
                 propose(())
         with self._g.watch.waiting("engine"):
             completion = await self._g.engine.complete(
-                path.prefix_ids,
+                [*path.prefix_ids, *path.opening],
                 sampling,
                 noise_key=(*self._key, step_id),
                 probe_tokens=num_probed or None,

@@ -15,6 +15,7 @@ from treegraft.core.types import (
     GraftCause,
     Origin,
     RestartCause,
+    RetryCause,
     Status,
     Step,
     StoredCause,
@@ -73,7 +74,8 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         ),
         "branch/num_starts": float(
             sum(
-                step.depth == 1 and not isinstance(step.cause, StoredCause) for step in after_prompt
+                step.depth == 1 and not isinstance(step.cause, StoredCause | RetryCause)
+                for step in after_prompt
             )
         ),
         "branch/num_branches": float(
@@ -81,6 +83,7 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         ),
     }
     metrics |= _graft_metrics(trees, paths) | _restart_metrics(trees, paths)
+    metrics |= _retry_metrics(paths)
     metrics |= found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
     for name in sorted({name for leaf in scored for name in leaf.reward_parts}):
@@ -121,7 +124,7 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
 def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
     """The restart/* metrics; none where nothing began below stored steps."""
     stored = [path for path in paths if path.is_stored]
-    below = [path for path in paths if path.start_id != ROOT_ID]
+    below = [path for path in paths if path.start_id != ROOT_ID and not path.is_retry]
     if not stored and not below:
         return {}
     own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
@@ -137,6 +140,23 @@ def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict
         if rewards := [path.reward for path in group if path.reward is not None]:
             metrics[name] = statistics.fmean(rewards)
     return metrics
+
+
+def _retry_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
+    """The retry/* metrics; none where nothing was tried again."""
+    rewards: dict[tuple[str, str], list[float]] = {}
+    for path in paths:
+        if path.is_retry and path.reward is not None:
+            rewards.setdefault((path.task.id, path.start_id), []).append(path.reward)
+    if not rewards:
+        return {}
+    groups = list(rewards.values())
+    return {
+        "retry/num_retries": float(sum(map(len, groups))),
+        "retry/num_places": float(len(groups)),
+        "retry/mixed_frac": _mean(len(set(group)) > 1 for group in groups),
+        "retry/reward": _mean(reward for group in groups for reward in group),
+    }
 
 
 def _is_hybrid(steps: Sequence[Step]) -> bool:

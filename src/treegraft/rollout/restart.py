@@ -24,14 +24,12 @@ from treegraft.core.types import (
     StoredCause,
     Trace,
 )
-from treegraft.rollout.limits import Limits
+from treegraft.rollout.limits import MIN_ROOM, Limits
 from treegraft.rollout.tree import OpenPath, OpenTree
 
 _Found = TypeVar("_Found")
 _log = logging.getLogger(__name__)
 
-MIN_ROOM = 16
-"""Fewest tokens that a rollout must have left below stored steps."""
 _NOTHING = Stored(num_steps=0, has_answer=False, reward=0.0, source="")
 
 

@@ -63,6 +63,10 @@ METRICS: Mapping[str, str] = {
     "restart/num_whole": "stored trajectories that are leaves of their group",
     "restart/num_places": "places below which rollouts began; each is a group of its own",
     "restart/steps_mean": "mean number of stored steps above a rollout that began below some",
+    "retry/num_retries": "rollouts behind a forced tool-call opening",
+    "retry/num_places": "steps that were tried again; each is a group of its own",
+    "retry/mixed_frac": "share of these groups whose rewards differ",
+    "retry/reward": "mean reward of the retries",
     "restart/num_untrue": "stored trajectories left out because the environment contradicted them",
     "restart/num_failed": "trees and places without stored steps because of an error or deadline",
     "restart/reward_below": "mean reward of rollouts below stored steps",
@@ -98,8 +102,11 @@ METRICS: Mapping[str, str] = {
     "learn/skipped_groups_frac": "share of groups without variance of reward, which are skipped",
     "learn/engine_gap": "mean |engine's - learner's log-probability| over learned tokens, in nats",
     "learn/engine_gap_limit": "largest accepted learn/engine_gap, in nats",
+    "learn/canary_gap": "largest mean |server's - learner's log-probability| over the canary tokens"
+    " of a server after the publish, in nats",
     "learn/success_logprob_change": "mean change of the log-probability of successful trajectories'"
-    " own tokens by the update, in nats a token (health.symptoms_every)",
+    " own tokens by the update, in nats a token (health.symptoms_every; not with"
+    " loss.old_logprobs = engine)",
     "learn/question_information": "share of the question's identity that first steps show: 0 where"
     " they are as likely for any other question, at most 1 (health.symptoms_every)",
     "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",

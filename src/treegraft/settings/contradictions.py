@@ -131,6 +131,30 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
             )
 
 
+def _engine_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.engine.kind != "vllm":
+        return
+    if config.publish.kind == "adapter" and not config.model.lora.rank:
+        yield Contradiction(
+            ("publish.kind", "model.lora.rank"),
+            "publish.kind: got 'adapter', but model.lora.rank = 0 trains all weights; set a rank,"
+            " or take 'auto'.",
+        )
+    if config.engine.vllm.entropies == "exact":
+        return
+    plain = {"repetition_penalty": 1.0}
+    if config.eval.num_samples:
+        plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for name, value in plain.items():
+        if getattr(config.eval, name) != value:
+            yield Contradiction(
+                (f"eval.{name}", "engine.vllm.entropies"),
+                f"eval.{name}: got {getattr(config.eval, name)}, expected {value} with"
+                ' engine.vllm.entropies = "top_k": servers without Treegraft\'s plugin filter'
+                " tokens in another order.",
+            )
+
+
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
     if config.tasks.kind in ("search_world", "sokoban", "arithmetic"):
@@ -251,7 +275,7 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix")
+    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix", "axpo")
     leading = [name for name in known if name in explore.explorers]
     for name in leading:
         # A balanced budget has no number to compare.
@@ -284,6 +308,14 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             f'explore.explorers: got {explore.explorers}; expected one of "graft" and "prefix":'
             " no paper says how a stored step that is history and one that is a graft share their"
             " credit.",
+        )
+    own, num_left = explore.axpo, explore.num_leaves - explore.axpo.num_starts
+    if "axpo" in leading and 0 <= num_left < own.num_retries:
+        yield Contradiction(
+            ("explore.axpo.num_retries", "explore.axpo.num_starts", "explore.num_leaves"),
+            f"explore.axpo.num_retries: got {own.num_retries}, expected at most {num_left}, which"
+            f" explore.axpo.num_starts = {own.num_starts} leaves of explore.num_leaves ="
+            f" {explore.num_leaves}; lower one of the first two, or raise num_leaves.",
         )
     if explore.num_first is not None:
         yield from _above(config, "explore.num_first", "explore.num_leaves")
@@ -385,6 +417,7 @@ def contradictions(config: Config) -> list[Contradiction]:
         _names_wrong,
         _rule_wrong,
         _model_wrong,
+        _engine_wrong,
         _tasks_wrong,
         _run_wrong,
         _replay_wrong,
