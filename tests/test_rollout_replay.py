@@ -171,6 +171,14 @@ def test_without_the_setting_nothing_is_kept(tmp_path: Path) -> None:
             },
             "track.record_trees",
         ),
+        (
+            {
+                "replay": {"fresh_frac": 0.9},
+                "loss": {"old_logprobs": "engine"},
+                "run": {"tasks_per_update": 4},
+            },
+            r"fresh_frac: got 0.9, which leaves no group to replay",
+        ),
     ],
 )
 def test_settings_that_replay_needs(data: dict[str, Any], part: str) -> None:

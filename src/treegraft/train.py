@@ -315,9 +315,7 @@ async def sample_update(
         grow,
         size=size,
         max_rounds=config.rollout.max_rounds,
-        penalty=dict(zip(config.reward.funcs, config.reward.weights or (), strict=False)).get(
-            "overlong", 1.0
-        ),
+        penalty=config.reward.penalty,
     )
 
 

@@ -27,8 +27,7 @@ class Replay:
         uninterrupted one would have drawn."""
         self._folder = folder
         self._settings, self._seed = config.replay, config.run.seed
-        size = config.run.tasks_per_update
-        self._num_wanted = size - max(1, round(self._settings.fresh_frac * size))
+        self._num_wanted = self._settings.num_replayed(config.run.tasks_per_update)
         self._drawn: list[int] = []
         self._groups: dict[str, Tree] = {}
         """By task, the oldest first."""

@@ -55,7 +55,11 @@ def credit_trees(
     }
     outcomes: Sequence[Floats | None] = [None] * len(trees)
     if (kind := config.credit.advantage) in ("reinforce++", "reinforce++-baseline"):
-        outcomes = batch_outcomes(trees, has_baseline=kind == "reinforce++-baseline")
+        outcomes = batch_outcomes(
+            trees,
+            has_baseline=kind == "reinforce++-baseline",
+            restarts=config.credit.restarts,
+        )
     credited = [
         assign_credit(tree, outcomes=known, **own)
         for tree, known in zip(trees, outcomes, strict=True)

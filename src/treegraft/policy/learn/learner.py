@@ -520,7 +520,8 @@ class Learner:
 
     def weights(self) -> ModelWeights:
         """Returns the plain model's weights, adapters merged into them, detached."""
-        return ModelWeights(plain_weights(self.model))
+        adapted = None if base_model(self.model) is self.model else self.model
+        return ModelWeights(plain_weights(self.model), adapted)
 
     def keep_reference(self, folder: Path, *, is_new: bool) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the
