@@ -9,6 +9,7 @@ from pydantic import Field
 
 from treegraft.settings.explore import (
     teaches,
+    with_axpo,
     with_entropy,
     with_graft,
     with_peaks,
@@ -50,9 +51,13 @@ def _by_objective(**values: float) -> Callable[[Any], float]:
 
 
 def _branches(config: Settings) -> str:
-    if not all(one(config) for one in (with_entropy, with_tree_search, with_peaks)):
+    if not all(one(config) for one in (with_entropy, with_tree_search, with_peaks, with_axpo)):
         return ""
     return "explore.explorers is without 'entropy' and 'tree_search', so no step has two children"
+
+
+def _restarts(config: Settings) -> str:
+    return with_prefix(config) if with_axpo(config) else ""
 
 
 def _shares_steps(config: Settings) -> str:
@@ -265,11 +270,16 @@ class CreditSettings(Settings):
     token_entropy_weight: float = setting(0.0, ge=0)
     """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
     1 + this times the standardised entropy of its token; 0 for none."""
-    restarts: Literal["apart", "together"] = setting("apart", idle_unless=(with_prefix,))
-    """Rollouts that begin below stored steps are compared with those of the same place ("apart"),
-    or with all of the tree ("together", an ablation)."""
+    restarts: Literal["apart", "together"] = setting("apart", idle_unless=(_restarts,))
+    """Rollouts that begin below stored steps, and retries, are compared with those of the same
+    place ("apart"), or with all of the tree ("together", an ablation)."""
     stored: Literal["joint", "own"] = setting(
-        "joint", idle_unless=(with_prefix, when("explore.prefix.rule", "whole"))
+        "joint",
+        idle_unless=(
+            with_prefix,
+            when("explore.prefix.rule", "whole"),
+            when("credit.advantage", "grpo", "dr_grpo", "rloo"),
+        ),
     )
     """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
     "own" of the rollouts alone (its split estimator)."""
