@@ -21,13 +21,14 @@ from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.stops import StopFinder
-from treegraft.policy.engine.vllm.fleet import Due, Fleet, Member
+from treegraft.policy.engine.vllm.fleet import Fleet, Member
 from treegraft.policy.engine.vllm.folder import (
     WeightsFolder,
     held_folder,
     write_adapter,
     write_folder,
 )
+from treegraft.policy.engine.vllm.loading import Due
 from treegraft.policy.engine.vllm.plain import plain_entries, plain_parameters
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable

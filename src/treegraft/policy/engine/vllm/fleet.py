@@ -15,14 +15,14 @@ import socket
 import statistics
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.plain import check_plain, load_plain
+from treegraft.policy.engine.vllm.loading import Due, Held, give_weights
+from treegraft.policy.engine.vllm.plain import check_plain
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 from treegraft.settings.policy import EngineSettings
 
@@ -59,19 +59,6 @@ class State(StrEnum):
     """It has died too often."""
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
-    """The weights that servers have to hold."""
-
-    label: str
-    folder: WeightsFolder | None
-    """None for those that a server of ours is started with."""
-    fingerprint: str
-    """Empty where servers cannot report it."""
-    is_adapter: bool = False
-    """Whether the folder holds an adapter, to be laid over the weights of `Fleet.base`."""
-
-
 class Member:
     """One server, as the fleet sees it."""
 
@@ -92,10 +79,7 @@ class Member:
         self.num_slow = 0
         """Looks in a row at which it was slow."""
         self.identity: Mapping[str, Any] = {}
-        self.has_base = False
-        """Whether it holds the weights that adapters are laid over."""
-        self.adapter = ""
-        """Name of the adapter that it was given last."""
+        self.held = Held()
 
     @property
     def load(self) -> int:
@@ -368,7 +352,7 @@ class Fleet:
             # Not asked for its health first: a process that hangs may still say that it is well.
             is_well = not is_first and process.exit_status is None and await server.is_healthy()
             if not is_well or member.hangs:
-                member.adapter = ""
+                member.held.adapter = ""
                 await asyncio.to_thread(process.stop, for_good=False)
                 process.start()
         while not await server.is_healthy():
@@ -388,7 +372,7 @@ class Fleet:
         await self._claim(server)
         if process is None:
             # Somebody may have started it anew.
-            member.has_base, member.adapter = False, ""
+            member.held = Held()
         # What is due may change while it is being loaded.
         while await server.version() != self.due.label:
             await self.load(member)
@@ -507,10 +491,9 @@ class Fleet:
             # Drained first: a running request would get the label of weights that it does not have.
             await server.request("POST", "/pause?mode=wait", timeout_s=timeout_s)
             await server.set_version(_LOADING)
-            if due.is_adapter:
-                seconds = await self._load_adapter(member, due)
-            else:
-                seconds = await self._load_folder(member, due.folder, due.fingerprint)
+            seconds = await give_weights(
+                *(server, member.held, due, self.base), is_plain=self.is_plain, timeout_s=timeout_s
+            )
             response = await server.request(
                 "POST", "/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S
             )
@@ -519,43 +502,6 @@ class Fleet:
             await server.set_version(due.label)
             await server.request("POST", "/resume", timeout_s=CONTROL_TIMEOUT_S)
             return seconds
-
-    async def _load_folder(
-        self, member: Member, folder: WeightsFolder | None, fingerprint: str
-    ) -> float:
-        """Has a paused server read weights; returns the seconds that it took, as far as known."""
-        server, timeout_s, seconds = member.server, self.settings.vllm.start_timeout_s, 0.0
-        if folder is None:
-            return seconds
-        path = str(folder.path)
-        member.has_base = folder is self.base
-        if self.is_plain:
-            await load_plain(server, path, timeout_s)
-            return seconds
-        for one in await server.call("treegraft_load", path, timeout_s=timeout_s):
-            seconds = max(seconds, one["seconds"])
-            if fingerprint and one["fingerprint"] != fingerprint:
-                raise Unreachable(
-                    f"{server} read weights with checksum {one['fingerprint']} from"
-                    f" {path}, expected {fingerprint}"
-                )
-        return seconds
-
-    async def _load_adapter(self, member: Member, due: Due) -> float:
-        """Has a paused server take the adapter that is due instead of the former one."""
-        server, timeout_s = member.server, self.settings.vllm.start_timeout_s
-        began = asyncio.get_running_loop().time()
-        if not member.has_base:
-            await self._load_folder(member, self.base, "")
-        if member.adapter:
-            body = {"lora_name": member.adapter}
-            member.adapter = ""
-            await server.request("POST", "/v1/unload_lora_adapter", body, timeout_s=timeout_s)
-        assert due.folder is not None
-        body = {"lora_name": due.label, "lora_path": str(due.folder.path)}
-        await server.request("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s)
-        member.adapter = due.label
-        return asyncio.get_running_loop().time() - began
 
 
 def _runs(pid: int) -> bool:
