@@ -75,6 +75,8 @@ def test_earlier_lessons_are_keyed_draws_without_doubles() -> None:
     assert stored.choose(trees, names[:6], 5, (0.0, 0.0)) == given
     others = [stored.choose(trees, names[:6], n, (0.0, 0.0)).trees for n in range(6, 12)]
     assert any([tree.task.id for tree in one[1:]] != drawn for one in others)
+    # From the second epoch on tasks come again.
+    assert stored.choose(trees, names[:6] * 3, 5, (0.0, 0.0)) == given
     assert stored.choose(trees, [], 5, (0.0, 0.0)).metrics["lesson/num_earlier"] == 0
 
 
@@ -153,4 +155,6 @@ def test_lessons_need_successes_in_a_buffer(tmp_path: Path) -> None:
         buffer.add(split_steps("x", "q ?", steps, reward=1.0, source="s", trajectory="0"))
     with pytest.raises(DataError, match="has no success at the training tasks"):
         train(settings(tmp_path, "r", buffer={"path": str(path), "encoder": "hashing"}))
+    # Before the warm-up and before anything is written.
+    assert not (tmp_path / "r").exists()
     assert LearnSettings().num_lessons == 0

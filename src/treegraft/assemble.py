@@ -305,7 +305,9 @@ async def assemble_training(
             del model, trained
         yield TrainingParts(
             **vars(parts),
-            explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
+            explorer=build_explorer(
+                config.explore, vocab_size=len(tokenizer), penalty=config.reward.penalty
+            ),
             learner=learner,
             credit_rule=credit_rule,
         )

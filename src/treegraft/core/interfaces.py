@@ -71,8 +71,11 @@ class WeightSource(Protocol):
 class LearnerLike(Protocol):
     """What changes the policy's weights, in one process or in several."""
 
-    def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Returns the trees with exact entropies around grafts, for the retrieval reward."""
+    def with_exact_entropies(
+        self, trees: Sequence[Tree], *, everywhere: bool = False
+    ) -> list[Tree]:
+        """Returns the trees with exact entropies around grafts, for the retrieval reward; with
+        `everywhere`, at all steps of all trees where one of them has such a graft."""
 
     def learn(
         self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()

@@ -21,6 +21,7 @@ class Composed:
         self.retries = getattr(explorers[0], "retries", False)
         self.plans_starts = getattr(explorers[0], "plans_starts", True)
         self.wants_rewards = getattr(explorers[0], "wants_rewards", False)
+        self.has_stages = getattr(explorers[0], "has_stages", False)
         if isinstance(explorers[0], Restarting):
             self.restarts = explorers[0].restarts
         probes = [one.probe_tokens for one in explorers if one.probe_tokens is not None]

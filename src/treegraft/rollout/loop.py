@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from treegraft.core.errors import DataError, EngineError
+from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
     Engine,
     Explorer,
@@ -42,14 +42,13 @@ from treegraft.core.types import (
     Status,
     StopReason,
     Task,
-    Trace,
     Tree,
 )
 from treegraft.explore.budget import Allocation, Budget, Rounds
 from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.once import Once
-from treegraft.rollout.restart import StoredSteps
+from treegraft.rollout.restart import StoredSteps, find_stored
 from treegraft.rollout.retried import Retries, check_retries
 from treegraft.rollout.tree import OpenPath, OpenTree
 
@@ -106,6 +105,8 @@ class Grower:
         """Retrieved steps that were not attached: the trajectory's token limit was too near."""
         self.num_untrue_stored = 0
         """Stored trajectories that nothing was begun below: an environment contradicted them."""
+        self.num_failed_stored = 0
+        """Attempts to look stored trajectories up, or to begin below them, that failed."""
 
     def take_metrics(self) -> dict[str, float]:
         """Returns graft/num_without_room where trees are grafted, restart/num_untrue where they
@@ -113,9 +114,10 @@ class Grower:
         metrics: dict[str, float] = {}
         if isinstance(self.explorer, Restarting):
             metrics["restart/num_untrue"] = float(self.num_untrue_stored)
+            metrics["restart/num_failed"] = float(self.num_failed_stored)
         elif self.retriever is not None:
             metrics["graft/num_without_room"] = float(self.num_grafts_without_room)
-        self.num_grafts_without_room = self.num_untrue_stored = 0
+        self.num_grafts_without_room = self.num_untrue_stored = self.num_failed_stored = 0
         return metrics
 
     async def grow_all(
@@ -191,9 +193,17 @@ class Grower:
             # children of finished steps take them, so that every group has as many.
             while await growth.fill(growth.proposal(closed)):
                 closed = await self._closed(tree, is_scored=wants_rewards)
+            if not closed.leaves:
+                raise SettingError(
+                    f"explore.explorers: {type(explorer).__name__} opened no rollout of task"
+                    f" '{task.id}', expected 1..{budget.max_leaves}; it has to propose a start"
+                    " for a tree without leaves."
+                )
             # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)
-            self.num_untrue_stored += growth.num_untrue
+            if growth.stored is not None:
+                self.num_untrue_stored += growth.stored.num_untrue
+                self.num_failed_stored += growth.stored.num_failed
         # Outside the sessions, so that environments are closed while rewards are computed.
         return closed if wants_rewards else await self._closed(tree, is_scored=True)
 
@@ -230,28 +240,23 @@ class _Growth:
         where the explorer opens none."""
         self._num_starts = 0
         self._retries = Retries(tree, grower.format, grower.limits, self._ends, self._begin)
-        self._stored: StoredSteps | None = None
+        self.stored: StoredSteps | None = None
         """What rollouts may begin below; None where the explorer never does."""
         self._group: asyncio.TaskGroup
 
     async def find_stored(self) -> None:
         """Looks up the stored trajectories of the task."""
-        g, found = self._g, list[tuple[Trace, ...]]()
-        if g.retriever is not None:
-            with g.watch.waiting("retrieval"):
-                found += await g.retriever.trajectories(self._tree.task)
-        self._stored = StoredSteps(found, self._tree, self._sessions, g.format, g.limits)
-
-    @property
-    def num_untrue(self) -> int:
-        """Stored trajectories that the environment contradicted."""
-        return 0 if self._stored is None else self._stored.num_untrue
+        g = self._g
+        with g.watch.waiting("retrieval"):
+            self.stored = await find_stored(
+                g.retriever, self._tree, self._sessions, g.format, g.limits
+            )
 
     def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand | Retry]:
         """Returns what the explorer opens next."""
         explorer, num = self._g.explorer, self._tree.budget.max_leaves
-        if self._stored is not None and isinstance(explorer, Restarting):
-            return explorer.restarts(tree, self._stored.stored, num, self._key)
+        if self.stored is not None and isinstance(explorer, Restarting):
+            return explorer.restarts(tree, self.stored.stored, num, self._key)
         return explorer.fill(tree, num)
 
     async def open(self, starts: Sequence[Start]) -> bool:
@@ -262,9 +267,9 @@ class _Growth:
         for start in starts:
             num_granted += (granted := self._tree.budget.grant(start))
             paths: list[tuple[OpenPath, Cause]] | None = None
-            if start.below is not None and self._stored is not None and granted:
+            if start.below is not None and self.stored is not None and granted:
                 with self._g.watch.waiting("environments"):
-                    paths = await self._stored.open(start.below, granted)
+                    paths = await self.stored.open(start.below, granted)
             # Where the environment contradicts them, the prompt.
             num_fresh += granted if paths is None else 0
             grown += paths or []
@@ -292,7 +297,7 @@ class _Growth:
         """Opens what the budget grants of it, and runs that to its end; returns whether there was
         anything."""
         starts = [proposal] if isinstance(proposal, Start) else proposal
-        if self._stored is not None or isinstance(proposal, Start):
+        if self.stored is not None or isinstance(proposal, Start):
             return await self.open([one for one in starts if isinstance(one, Start)])
         if retries := [one for one in proposal if isinstance(one, Retry)]:
             opened = self._retries.open(retries)

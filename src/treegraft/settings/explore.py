@@ -134,7 +134,7 @@ class EntropySettings(Settings):
 class GraftSettings(Settings):
     num_hybrid: int = setting(8, ge=0, default_of=_half_the_leaves)
     """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid), half of them by
-    default; the first starts never do."""
+    default: the last starts, or evenly spread ones where starts come in stages."""
     probability: float = setting(0.5, ge=0, le=1)
     """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and
     not after a graft."""
@@ -304,7 +304,7 @@ class BufferSettings(Settings):
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that
     it was built with."""
-    terminal: Literal["skip", "exclude", "allow"] = "skip"
+    terminal: Literal["skip", "exclude", "allow"] = setting("skip", idle_unless=with_graft)
     """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest,
     "exclude" takes the nearest of the others, "allow" takes it (a reading of the paper; it leaks
     answers of the training tasks)."""
@@ -314,14 +314,17 @@ class BufferSettings(Settings):
         -1.0,
         ge=-1,
         le=1,
-        idle_unless=Condition(
-            "buffer.random_prob", lambda probability: probability < 1, ", so nothing is sought"
+        idle_unless=(
+            with_graft,
+            Condition(
+                "buffer.random_prob", lambda probability: probability < 1, ", so nothing is sought"
+            ),
         ),
     )
     """Cosine under which nothing is retrieved."""
-    random_prob: float = setting(0.0, ge=0, le=1)
+    random_prob: float = setting(0.0, ge=0, le=1, idle_unless=with_graft)
     """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""
-    num_tries: int = setting(4, ge=1, idle_unless=when("environment.kind"))
+    num_tries: int = setting(4, ge=1, idle_unless=(with_graft, when("environment.kind")))
     """Nearest steps that are tried in the trajectory's environment, one after another; the first
     whose results come true there is attached."""
     sources: list[str] = []

@@ -179,6 +179,10 @@ class VllmSettings(Settings):
     cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
     """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
     takes 1 on a CPU."""
+    entropies: Literal["exact", "top_k"] = setting("exact")
+    """"exact": servers run Treegraft's plugin, which draws tokens by their noise keys and reports
+    exact entropies. "top_k": servers without it, which draw by their own generator, seeded for each
+    request, and whose entropies are sums over the 20 most likely tokens, a lower bound."""
     max_restarts: int = setting(3, ge=0, same_answers=True)
     """How often each server is started again, or waited for, after it has died; then it is left
     out."""
@@ -190,10 +194,11 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: Literal["auto", "shared", "disk"] = setting("auto", same_answers=True)
+    kind: Literal["auto", "shared", "disk", "adapter"] = setting("auto", same_answers=True)
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same
-    path; "auto" takes "shared" where it has room for two copies."""
+    path; "auto" takes "shared" where it has room for two copies. "adapter" gives LoRA's adapters
+    alone, for servers on this machine; the others give the weights that they are merged into."""
     folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
     """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
 
@@ -269,7 +274,12 @@ class CreditSettings(Settings):
     """Rollouts that begin below stored steps, and retries, are compared with those of the same
     place ("apart"), or with all of the tree ("together", an ablation)."""
     stored: Literal["joint", "own"] = setting(
-        "joint", idle_unless=(with_prefix, when("explore.prefix.rule", "whole"))
+        "joint",
+        idle_unless=(
+            with_prefix,
+            when("explore.prefix.rule", "whole"),
+            when("credit.advantage", "grpo", "dr_grpo", "rloo"),
+        ),
     )
     """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
     "own" of the rollouts alone (its split estimator)."""

@@ -98,15 +98,15 @@ class RunBuffer:
         self.is_imitated = takes_warmup_of_buffer(config)
         """Whether the warm-up takes its demonstrations from it."""
         # Loaded before the run folder is made: an encoder that cannot be loaded is bad input.
-        is_built_for_warmup = self.is_imitated and config.buffer.path == EXPERT
+        is_built_for_warmup = self.is_imitated and (self._is_expert or self._is_imported)
         self._encoder = self._checked_encoder() if self.is_used or is_built_for_warmup else None
 
     @property
     def file(self) -> Path:
-        """Where it lies: the run's copy, or the file that buffer.path names; of an expert's steps,
-        not there before `build`."""
+        """Where it lies: the run's copy, or the file that buffer.path names; of an expert's steps
+        and of a .jsonl file, not there before `build`."""
         own = self._run_dir / OWN_FILE
-        is_own = own.exists() or self._config.buffer.path == EXPERT
+        is_own = own.exists() or self._is_expert or self._is_imported
         return own if is_own else self._path
 
     @property

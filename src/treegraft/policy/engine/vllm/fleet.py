@@ -22,6 +22,7 @@ from typing import Any
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.plain import check_plain, load_plain
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 from treegraft.settings.policy import EngineSettings
 
@@ -52,7 +53,8 @@ class State(StrEnum):
     LIVE = "live"
     """It answers, with the weights that are due."""
     DRAINED = "drained"
-    """It is slow: it gets no request until the next publish, unless no other is left."""
+    """It is slow or off the learner's policy: it gets no request until the next publish, unless no
+    other is left."""
     LEFT_OUT = "left out"
     """It has died too often."""
 
@@ -65,6 +67,9 @@ class Due:
     folder: WeightsFolder | None
     """None for those that a server of ours is started with."""
     fingerprint: str
+    """Empty where servers cannot report it."""
+    is_adapter: bool = False
+    """Whether the folder holds an adapter, to be laid over the weights of `Fleet.base`."""
 
 
 class Member:
@@ -87,6 +92,10 @@ class Member:
         self.num_slow = 0
         """Looks in a row at which it was slow."""
         self.identity: Mapping[str, Any] = {}
+        self.has_base = False
+        """Whether it holds the weights that adapters are laid over."""
+        self.adapter = ""
+        """Name of the adapter that it was given last."""
 
     @property
     def load(self) -> int:
@@ -111,12 +120,19 @@ class Fleet:
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.members = [Member(one, settings.max_rows) for one in servers]
         self.due = Due(f"{self.owner}-start", None, "")
+        self.base: WeightsFolder | None = None
+        """The weights that a server from elsewhere needs below an adapter."""
         self._homes: dict[object, Member] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_requests = self.num_moved = self.num_repeated = self.num_revivals = 0
         self.num_drained = 0
         self.num_prompt = self.num_cached = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the servers are without Treegraft's plugin."""
+        return self.settings.vllm.entropies == "top_k"
 
     # ------------------------------------------------------------------ requests
 
@@ -269,7 +285,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for member in self.members:
-            if member.server.process is not None:
+            if member.server.process is not None or self.is_plain:
                 continue
             with suppress(Unreachable, EngineError, *_UNREADABLE):
                 await member.server.call("treegraft_release", self.owner, timeout_s=5.0)
@@ -289,15 +305,11 @@ class Fleet:
         member.state, member.fault = State.DOWN, fault
         self._spawn(self._revive(member))
 
-    def _drain(self, member: Member) -> None:
-        """Moves a slow server's requests to the others."""
-        member.state, member.fault = State.DRAINED, f"{member.server} is slow"
+    def drain(self, member: Member, why: str) -> None:
+        """Moves a live server's requests to the others until the next publish."""
+        member.state, member.fault = State.DRAINED, why
         self.num_drained += 1
-        _log.warning(
-            "%s computes less than a quarter of the other servers' tokens a second; its requests"
-            " go to them until the next publish",
-            member.server,
-        )
+        _log.warning("%s; its requests go to other servers until the next publish", why)
         for task in member.asking:
             task.cancel()
 
@@ -356,6 +368,7 @@ class Fleet:
             # Not asked for its health first: a process that hangs may still say that it is well.
             is_well = not is_first and process.exit_status is None and await server.is_healthy()
             if not is_well or member.hangs:
+                member.adapter = ""
                 await asyncio.to_thread(process.stop, for_good=False)
                 process.start()
         while not await server.is_healthy():
@@ -368,13 +381,22 @@ class Fleet:
                     " Start it, or correct the address."
                 )
             await asyncio.sleep(1.0)
-        member.identity = await check_identity(server, self._expected)
+        if self.is_plain:
+            member.identity = await check_plain(server, self._expected)
+        else:
+            member.identity = await check_identity(server, self._expected)
         await self._claim(server)
+        if process is None:
+            # Somebody may have started it anew.
+            member.has_base, member.adapter = False, ""
         # What is due may change while it is being loaded.
         while await server.version() != self.due.label:
             await self.load(member)
 
     async def _claim(self, server: Server, instead_of: str = "") -> None:
+        if self.is_plain:
+            # Nothing there keeps an owner: another run shows by the label of its weights.
+            return
         results = await server.call(
             *("treegraft_claim", self.owner, LEASE_S, instead_of), timeout_s=CONTROL_TIMEOUT_S
         )
@@ -430,7 +452,8 @@ class Fleet:
             )
             member.num_slow = member.num_slow + 1 if is_slow else 0
             if member.num_slow >= SLOW_LOOKS:
-                self._drain(member)
+                share = "less than a quarter of the other servers' tokens a second"
+                self.drain(member, f"{member.server} computes {share}")
 
     def _log_of(self, member: Member) -> str:
         process = member.server.process
@@ -484,16 +507,10 @@ class Fleet:
             # Drained first: a running request would get the label of weights that it does not have.
             await server.request("POST", "/pause?mode=wait", timeout_s=timeout_s)
             await server.set_version(_LOADING)
-            seconds = 0.0
-            if due.folder is not None:
-                path = str(due.folder.path)
-                for one in await server.call("treegraft_load", path, timeout_s=timeout_s):
-                    seconds = max(seconds, one["seconds"])
-                    if one["fingerprint"] != due.fingerprint:
-                        raise Unreachable(
-                            f"{server} read weights with checksum {one['fingerprint']} from"
-                            f" {path}, expected {due.fingerprint}"
-                        )
+            if due.is_adapter:
+                seconds = await self._load_adapter(member, due)
+            else:
+                seconds = await self._load_folder(member, due.folder, due.fingerprint)
             response = await server.request(
                 "POST", "/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S
             )
@@ -502,6 +519,43 @@ class Fleet:
             await server.set_version(due.label)
             await server.request("POST", "/resume", timeout_s=CONTROL_TIMEOUT_S)
             return seconds
+
+    async def _load_folder(
+        self, member: Member, folder: WeightsFolder | None, fingerprint: str
+    ) -> float:
+        """Has a paused server read weights; returns the seconds that it took, as far as known."""
+        server, timeout_s, seconds = member.server, self.settings.vllm.start_timeout_s, 0.0
+        if folder is None:
+            return seconds
+        path = str(folder.path)
+        member.has_base = folder is self.base
+        if self.is_plain:
+            await load_plain(server, path, timeout_s)
+            return seconds
+        for one in await server.call("treegraft_load", path, timeout_s=timeout_s):
+            seconds = max(seconds, one["seconds"])
+            if fingerprint and one["fingerprint"] != fingerprint:
+                raise Unreachable(
+                    f"{server} read weights with checksum {one['fingerprint']} from"
+                    f" {path}, expected {fingerprint}"
+                )
+        return seconds
+
+    async def _load_adapter(self, member: Member, due: Due) -> float:
+        """Has a paused server take the adapter that is due instead of the former one."""
+        server, timeout_s = member.server, self.settings.vllm.start_timeout_s
+        began = asyncio.get_running_loop().time()
+        if not member.has_base:
+            await self._load_folder(member, self.base, "")
+        if member.adapter:
+            body = {"lora_name": member.adapter}
+            member.adapter = ""
+            await server.request("POST", "/v1/unload_lora_adapter", body, timeout_s=timeout_s)
+        assert due.folder is not None
+        body = {"lora_name": due.label, "lora_path": str(due.folder.path)}
+        await server.request("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s)
+        member.adapter = due.label
+        return asyncio.get_running_loop().time() - began
 
 
 def _runs(pid: int) -> bool:
