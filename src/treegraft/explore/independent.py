@@ -13,6 +13,7 @@ from treegraft.core.types import (
     Generate,
     Graft,
     PathView,
+    Retry,
     Start,
     Tree,
 )
@@ -86,7 +87,7 @@ class Independent:
         """Returns None, always."""
         return None
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand | Retry]:
         """Returns the leaves that are still missing, all at once: none of them can branch any
         more, so every group has equally many leaves. After a first stage whose rewards are equal,
         or too low, it returns none."""

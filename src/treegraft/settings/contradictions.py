@@ -309,12 +309,12 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             " no paper says how a stored step that is history and one that is a graft share their"
             " credit.",
         )
-    own, num_left = explore.axpo, explore.num_leaves - explore.axpo.num_starts
-    if "axpo" in leading and 0 <= num_left < own.num_retries:
+    axpo, num_left = explore.axpo, explore.num_leaves - explore.axpo.num_starts
+    if "axpo" in leading and 0 <= num_left < axpo.num_retries:
         yield Contradiction(
             ("explore.axpo.num_retries", "explore.axpo.num_starts", "explore.num_leaves"),
-            f"explore.axpo.num_retries: got {own.num_retries}, expected at most {num_left}, which"
-            f" explore.axpo.num_starts = {own.num_starts} leaves of explore.num_leaves ="
+            f"explore.axpo.num_retries: got {axpo.num_retries}, expected at most {num_left}, which"
+            f" explore.axpo.num_starts = {axpo.num_starts} leaves of explore.num_leaves ="
             f" {explore.num_leaves}; lower one of the first two, or raise num_leaves.",
         )
     if explore.num_first is not None:
