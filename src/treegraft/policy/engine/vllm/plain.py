@@ -68,7 +68,7 @@ async def check_plain(server: Server, expected: Mapping[str, Any]) -> dict[str, 
         # It looks at the whole environment, once.
         response = await server.request("GET", path, timeout_s=4 * CONTROL_TIMEOUT_S)
         model = response.json()["vllm_config"]["model_config"]
-        found = {
+        found: dict[str, Any] = {
             "dtype": str(model["dtype"]).removeprefix("torch."),
             "max_context": int(model["max_model_len"]),
             "max_logprobs": int(model["max_logprobs"]),
