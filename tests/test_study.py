@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ from treegraft.study.results import (
     SECONDS,
     SHOWN,
     add_results,
+    changes,
     curve,
+    failed_runs,
     known_runs,
     read_results,
     repair,
 )
-from treegraft.study.runner import locked, run_study
+from treegraft.study.runner import commit_of, locked, run_study
 from treegraft.study.tables import Question, Runs, as_data, markdown, rows
 from treegraft.study.tables import tests as primary_tests
+from treegraft.study.work import _Sittings
+from treegraft.view.report.records import read_study as read_study_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))
@@ -198,10 +203,109 @@ def test_results_survive_a_cut_line_and_equal_runs_get_their_own(tmp_path: Path)
 
 
 def test_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(StorageError, match="another process"), locked(tmp_path):
+    a, b, file = tmp_path / "a", tmp_path / "b", tmp_path / "results.jsonl"
+    with locked(a, file):
+        for out, results in ((a, tmp_path / "other.jsonl"), (b, file)):
+            with pytest.raises(StorageError, match="another process"), locked(out, results):
+                pass
+    with locked(b, file):
         pass
-    with locked(tmp_path):
-        pass
+
+
+def test_a_change_anywhere_in_the_package_is_a_dirty_commit(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=x", "-c", "user.email=x@y"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    package = tmp_path / "src" / "treegraft"
+    names = ("src/treegraft/algo/a.py", "recipes/demo.toml", "studies/s.toml", "studies/s.jsonl")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert commit_of(package)["is_dirty"] is False
+    for name in names:
+        (tmp_path / name).write_text("2\n")
+        # Results are written while a study runs.
+        assert commit_of(package)["is_dirty"] is not name.endswith(".jsonl")
+        (tmp_path / name).write_text("1\n")
+    other = tmp_path / "venv" / "treegraft"
+    other.mkdir(parents=True)
+    assert commit_of(other) == {"commit": None, "is_dirty": None}
+
+
+def test_an_interrupted_job_costs_the_sum_of_its_parts(tmp_path: Path) -> None:
+    """2 s on a machine half as fast as now, then 3 s; a kill loses what came after the last step
+    of progress."""
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"cpu_s": 2.0, "calls": 5, "calibration_s": 1.0}))
+    part = _Sittings(path)
+    now = part.total["calibration_s"]
+    part.now = lambda: {"cpu_s": 3.0, "calls": 7}
+    assert part.total["calls"] == 12 and part.total["cpu_s"] == pytest.approx(2 * now + 3)
+    part.phase("buffer", 1, 2)
+    assert json.loads(path.read_text()) == part.total
+    part.forget()
+    assert part.total["cpu_s"] == 3 and not path.exists()
+
+
+def test_a_default_that_has_changed_is_named(tmp_path: Path) -> None:
+    path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
+    run = runs[0]
+    # As a version with another default, and another default of a setting that the study names.
+    old = {**run.defaults, "loss.clip_low": 0.5, "run.num_updates": 7}
+    add_results(path, [replace(run, defaults=old)], {"curve": [{"update": 0, "accuracy": 0.5}]})
+    add_results(path, [runs[1]], {"curve": [{"update": 0, "accuracy": 0.5}]})
+    repair(path, runs)
+    known, num_others = known_runs(path, runs)
+    now = run.defaults["loss.clip_low"]
+    # GRPO's line stands for its equal in the other world.
+    assert len(known) == 3 and num_others == 0 and not known[runs[1].key]["changed"]
+    assert known[run.key]["changed"] == {"loss.clip_low": [0.5, now]}
+    (said,) = changes(known.values())
+    assert said == f"loss.clip_low was 0.5 in 2 runs that are there, and is {now} now by default"
+    assert said in markdown(Runs(list(known.values())), Question(baseline="GRPO"))
+    # The report reads the same file.
+    assert len(list(read_study_lines(path))) == 3
+
+
+def test_what_cannot_matter_makes_no_other_buffer_or_warm_up(tmp_path: Path) -> None:
+    def needs(text: str) -> tuple[str, ...]:
+        run = make_plan(written(tmp_path, text)).runs[1]
+        return tuple(one.fingerprint for one in run.needs)
+
+    warmup, buffer = needs(SMALL)
+    for old, new in (("num_updates = 1", "num_updates = 3"), ("every = 1", "every = 2")):
+        assert needs(SMALL.replace(old, new)) == (warmup, buffer)
+    more_tasks = needs(SMALL.replace("num_train = 8", "num_train = 9"))
+    assert more_tasks[0] != warmup and more_tasks[1] != buffer
+    longer = needs(SMALL.replace("num_steps = 2", "num_steps = 3"))
+    assert longer[0] != warmup and longer[1] == buffer
+
+
+def test_a_failure_stays_until_the_run_is_there(tmp_path: Path) -> None:
+    path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
+    add_results(path, runs[:1], {"error": "first"})
+    add_results(path, runs[:1], {"error": "second"})
+    assert known_runs(path, runs) == ({}, 0)
+    assert [line["error"] for line in failed_runs(path, runs).values()] == ["second"]
+    add_results(path, runs[:1], {"curve": [{"update": 0, "accuracy": 0.5}]})
+    assert failed_runs(path, runs) == {} and len(known_runs(path, runs)[0]) == 1
+
+
+def test_a_run_that_fails_has_a_line(tmp_path: Path) -> None:
+    """Its imitation is to take one trajectory of each task from a buffer without any."""
+    text = SMALL.replace("pairs = 2", "pairs = 1\nonly = ['flawed', 'SFT']") + (
+        "buffers.empty = { samples = 1, min_reward = 9.0 }\n"
+        "arms.SFT = { command = 'sft', buffer = 'empty',"
+        " settings.warmup = { num_steps = 1, traces = 'buffer' } }\n"
+    )
+    plan, out = make_plan(written(tmp_path, text)), tmp_path / "out"
+    done = run_study(plan, out, out / "results.jsonl", workers=1, say=lambda text: None)
+    (key, line), *_ = failed_runs(out / "results.jsonl", plan.runs).items()
+    assert key == ("flawed", "SFT", 0) and line["error"] == done.failures[key] != ""
 
 
 def ran(path: Path, out: Path, **options: Any) -> list[str]:
@@ -231,9 +335,12 @@ def test_a_study_is_run_and_finds_itself_done(tmp_path: Path) -> None:
         ("RAPO", 100, 0),
     ]
     assert all(len(line["curve"]) == 2 and line["calibration_s"] > 0 for line in lines)
-    # Eight tasks of one or four hops, two attempts of a perfect expert, the best of each kept.
-    assert lines[1]["buffer"]["trajectories"] == 8
-    assert lines[1]["buffer"]["calls"] == 4 * 1 + 4 * 4
+    # Eight tasks of one or four hops, two attempts of a perfect expert, the best of each kept; what
+    # is not kept was called for too.
+    made = lines[1]["buffer"]
+    assert (made["trajectories"], made["attempts"], made["calls"]) == (8, 16, 2 * (4 * 1 + 4 * 4))
+    # Without imports, the model and the encoder.
+    assert 0 < made["cpu_s"] < 60 and lines[1]["warmup"]["cpu_s"] > 0
     # keep = "none": the run's folder goes when its line is there.
     assert not any((tmp_path / "out" / "runs").iterdir())
     assert ran(path, tmp_path / "out", only=["perfect"]) == []
@@ -305,7 +412,7 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
     ]
     runs = Runs(lines)
     assert runs.pairs("w") == [0, 1]
-    a, b = rows(runs, "w", Question(baseline="A", primary="B"))
+    a, b = rows(runs, "w", Question(baseline="A", primary=["B"]))
     assert (a.mean, b.mean) == pytest.approx((0.5, 0.9))
     assert b.gain == pytest.approx(0.4) and b.gain_interval == pytest.approx((0.4, 0.4))
     assert b.better == 1
@@ -321,12 +428,48 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
     assert tests[0].column == "last" and tests[0].difference == pytest.approx(0.4)
     # Both signs of two equal differences: 2 of 4 are as extreme.
     assert tests[0].p == tests[0].p_holm == 0.5
-    text = markdown(runs, Question(baseline="A", primary="B"))
+    text = markdown(runs, Question(baseline="A", primary=["B"]))
+    assert "| arm | calls | shown calls | CPU s, buffer included |" in text
+    assert "Pairs that are not there: A: 2." in text
+    both = as_data(runs, Question(baseline="A", primary=["A", "B"]))["tests"]
+    assert {(one["primary"], one["other"]) for one in both} == {("A", "B"), ("B", "A")}
     assert "| B | 0.90 [0.80, 1.00] | 0.90 | 0.40 [0.40, 0.40] | 1.00 |" in text
     # A machine on which the calibration takes twice as long counts half.
     slow = Runs([one | {"calibration_s": 2.0 if one["method"] == "B" else 1.0} for one in lines])
     assert slow.curve(lines[2] | {"calibration_s": 3.0}, SECONDS)[0][-1] == pytest.approx(40 / 3)
     assert json.loads(json.dumps(as_data(runs, Question(baseline="A"))))["rows"][1]["arm"] == "B"
+
+
+def test_a_warm_up_counts_where_arms_differ_in_it() -> None:
+    """Arms that share it began alike; one with another warm-up pays, and so do they."""
+    point = {"update": 0, "accuracy": 0.5, CALLS: 0.0, SHOWN: 0.0, SECONDS: 10.0}
+
+    def line(arm: str, name: str, cpu_s: float) -> dict[str, Any]:
+        made = {"fingerprint": name, "cpu_s": cpu_s, "calibration_s": 1.0}
+        whole = {"world": "w", "method": arm, "seed": 0, "curve": [point], "calibration_s": 1.0}
+        return whole | {"warmup": made}
+
+    question = Question(baseline="A")
+    shared = rows(Runs([line("A", "x", 4.0), line("B", "x", 4.0)]), "w", question)
+    assert [row.totals[SECONDS] for row in shared] == [10, 10]
+    runs = Runs([line("A", "x", 4.0), line("B", "y", 7.0)])
+    assert [row.totals[SECONDS] for row in rows(runs, "w", question)] == [14, 17]
+    assert "CPU s, warm-up included | warm-up's CPU s" in markdown(runs, question)
+
+
+def test_runs_that_are_missing_are_named() -> None:
+    """Pair 1 is left out of the table of both arms, since A's run failed; C has none at all."""
+    curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0, SHOWN: 1.0}]
+    lines = [
+        {"world": "w", "method": arm, "seed": pair, "curve": curve}
+        for arm, pair in (("A", 0), ("B", 0), ("B", 1))
+    ]
+    lines.append({"world": "w", "method": "A", "seed": 1, "error": "no\nmemory"})
+    planned = [("w", arm, pair) for pair in (0, 1) for arm in ("A", "B", "C")]
+    runs = Runs(lines, planned)
+    assert list(runs.missing("w")) == ["A: 1 (pair 1 failed: no memory)", "C: 0, 1"]
+    text = markdown(runs, Question(baseline="A"))
+    assert "**w**, 1 pairs" in text and "A: 1 (pair 1 failed: no memory)" in text
 
 
 def test_the_study_of_the_docs_is_right(tmp_path: Path) -> None:
@@ -379,5 +522,5 @@ def test_the_smoke_test_of_each_study_runs(path: Path, tmp_path: Path) -> None:
     for line in lines:
         costs = [point[SECONDS] for point in line["curve"]]
         assert costs == sorted(costs) and costs[-1] > 0
-    question = Question(baseline=lines[0]["method"], primary=lines[-1]["method"])
+    question = Question(baseline=lines[0]["method"], primary=[lines[-1]["method"]])
     assert markdown(Runs(lines), question)

@@ -13,9 +13,8 @@ from treegraft.cli.machine import machine
 from treegraft.cli.options import AsJson, refuse_idle, say
 from treegraft.core.errors import DataError
 from treegraft.core.interrupt import Ended
-from treegraft.study.file import StudyFile
 from treegraft.study.plan import Plan, make_plan
-from treegraft.study.results import CALLS, SECONDS, Line, known_runs, read_results
+from treegraft.study.results import CALLS, SECONDS, Line, failed_runs, known_runs, read_results
 from treegraft.study.runner import RESULTS, run_study
 
 
@@ -74,13 +73,18 @@ def study(
     is_beside = out is None and not smoke
     results = file.with_suffix(".jsonl") if is_beside else place / RESULTS
     if check:
-        num_made = len({run.fingerprint for run in plan.runs})
-        say(f"{file}: {len(plan.runs)} runs in {plan.study.pairs} pairs, {num_made} to be made")
+        done = known_runs(results, plan.runs)[0]
+        made = {run.fingerprint for run in plan.runs if run.key in done}
+        num_left = len({run.fingerprint for run in plan.runs} - made)
+        say(
+            f"{file}: {len(plan.runs)} runs in {plan.study.pairs} pairs; {len(done)} are done,"
+            f" {num_left} are to be made"
+        )
     elif table:
-        found = known_runs(results, plan.runs)[0]
+        found = failed_runs(results, plan.runs) | known_runs(results, plan.runs)[0]
         # In the order of the study, whichever run ended first.
         lines = [found[run.key] for run in plan.runs if run.key in found]
-        _print_tables(lines, plan.study, as_json=as_json)
+        _print_tables(lines, plan, as_json=as_json)
     else:
         _run(plan, place, results, workers, minutes)
 
@@ -104,20 +108,21 @@ def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | 
         raise typer.Exit(1)
 
 
-def _print_tables(lines: Sequence[Line], study: StudyFile | None, *, as_json: bool) -> None:
+def _print_tables(lines: Sequence[Line], plan: Plan | None, *, as_json: bool) -> None:
     from treegraft.study.tables import Question, Runs, as_data, markdown
 
     if not lines:
         raise DataError("no run of this study is finished; expected at least one line of results.")
+    study = None if plan is None else plan.study
     question = Question(baseline=lines[0]["method"])
     if study is not None:
         question = Question(
             baseline=study.baseline or next(iter(study.arms)),
-            primary=study.primary,
+            primary=study.primaries,
             goes_on=study.after_end == "last",
             at={CALLS: study.at_calls, SECONDS: study.at_cpu_s},
         )
-    runs = Runs(lines)
+    runs = Runs(lines, [run.key for run in plan.runs] if plan is not None else ())
     if as_json:
         print(json.dumps(as_data(runs, question)))
         return

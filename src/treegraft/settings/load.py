@@ -269,7 +269,7 @@ def _is_given(data: Mapping[str, Any], name: str) -> bool:
     return True
 
 
-def _default_of(config: Config, name: str) -> Any:
+def default_of(config: Config, name: str) -> Any:
     """The value of a setting that nothing names, under these other settings."""
     follows = known_settings()[name].facts.default_of
     return value_of(_defaults(), name) if follows is None else follows(config)
@@ -317,7 +317,7 @@ def load_config(
     config = _validate(data, where)
     for name, known in known_settings().items():
         if known.facts.default_of and not _is_given(data, name):
-            _put(data, name, _default_of(config, name))
+            _put(data, name, default_of(config, name))
     config = _validate(data, where)
     found = contradictions(config)
     faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
@@ -374,7 +374,7 @@ class SettingRow:
 def describe(config: Config) -> list[SettingRow]:
     """Returns one row for each setting, in the order of the tree."""
     return [
-        SettingRow(name, value, value == _default_of(config, name), setting.meaning)
+        SettingRow(name, value, value == default_of(config, name), setting.meaning)
         for name, setting in known_settings().items()
         for value in [value_of(config, name)]
     ]

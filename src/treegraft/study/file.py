@@ -96,8 +96,8 @@ class StudyFile(_Table):
     """run.seed of the warm-ups of pair 0; pair i has this + i."""
     baseline: str | None = None
     """Arm that the others' differences are taken from; None for the first."""
-    primary: str | None = None
-    """Arm that is compared with each of the others; None for no such tests."""
+    primary: str | list[str] = []
+    """Arm, or arms, that are each compared with all others; none for no such tests."""
     at_calls: list[float] = []
     """Executed calls at which tables compare arms; empty takes, pair by pair, the total of the arm
     that makes the fewest."""
@@ -120,6 +120,11 @@ class StudyFile(_Table):
     """Warm-ups by name."""
     buffers: dict[str, Buffer] = {}
     """Buffers by name."""
+
+    @property
+    def primaries(self) -> list[str]:
+        """The primary arms."""
+        return [self.primary] if isinstance(self.primary, str) else self.primary
 
     def arm(self, name: str) -> Arm:
         """Returns an arm with what it takes over from its bases."""
@@ -223,7 +228,7 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
     used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
         *(("only", one, every, "worlds] and [arms") for one in study.only),
         ("baseline", study.baseline, study.arms, "arms"),
-        ("primary", study.primary, study.arms, "arms"),
+        *(("primary", one, study.arms, "arms") for one in study.primaries),
     ]
     for name, world in study.worlds.items():
         used.append((f"worlds.{name}.warmup", world.warmup, study.warmups, "warmups"))

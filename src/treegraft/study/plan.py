@@ -6,19 +6,34 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.settings.config import Config, known_settings, settings_with
-from treegraft.settings.load import describe, load_config
+from treegraft.settings.load import default_of, describe, load_config
 from treegraft.settings.recipe import merged, read_recipe
 from treegraft.settings.table import flatten, value_of
 from treegraft.study.file import Arm, StudyFile, read_study
 
 Tables = Mapping[str, Any]
+
+_WORK = ("run.num_threads", "model.", "tasks.", "format.", "tools.", "environment.", "reward.")
+_LIMITS = (
+    "rollout.max_completion_tokens",
+    "rollout.max_agent_steps",
+    "rollout.max_tool_calls",
+    "rollout.deadline_s",
+)
+_LABELS = ("run.name", "run.dir", "run.seed")
+OF_WARMUP = (*_WORK, *_LIMITS, "warmup.", "learn.")
+"""Beginnings of the names of the settings that tell warm-ups apart; others cannot matter there."""
+OF_EXPERT = (*_WORK, *_LIMITS, "buffer.encoder")
+"""The same of a scripted expert's buffers."""
+OF_AGENT = (*OF_EXPERT, "rollout.", "engine.", "learn.")
+"""The same of other agents' buffers."""
 Needed: TypeAlias = "WarmupPlan | BufferPlan"
 
 
@@ -89,6 +104,10 @@ class RunPlan:
     tuning: Mapping[str, float]
     shown: Mapping[str, Any]
     """The settings in which runs of the study differ, by dotted name."""
+    told: Collection[str]
+    """Settings that do not have their default."""
+    defaults: Mapping[str, Any]
+    """All settings' defaults in this run, with this version."""
     fingerprint: str
     """Equal for runs that are one and the same, such as those of an arm without a buffer in two
     worlds that differ in the expert alone."""
@@ -166,7 +185,12 @@ class _Loaded:
 
     config: Config
     told: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     reads_buffer: bool
+
+    def told_of(self, beginnings: tuple[str, ...]) -> Mapping[str, Any]:
+        """Of these, those whose names begin so."""
+        return {name: value for name, value in self.told.items() if name.startswith(beginnings)}
 
     def seeded(self, seed: int) -> Config:
         """With a pair's seed."""
@@ -217,6 +241,8 @@ class _Planner:
             buffer=buffer,
             tuning={"calls": own.tuning_calls, "cpu_s": own.tuning_cpu_s},
             shown=shown,
+            told=tuple(loaded.told),
+            defaults=loaded.defaults,
             fingerprint=_hash(parts),
         )
 
@@ -248,13 +274,17 @@ class _Planner:
             raise SettingError(
                 "\n".join(f"{self._path}: {where}: {line}" for line in lines)
             ) from error
-        # Without those at their default, so that settings of later versions change nothing.
+        # Without those at their default, so that settings of later versions change nothing; where
+        # a default changes, the tables say so.
         told = {
             row.name: row.value
             for row in describe(config)
-            if not row.is_default and row.name not in ("run.name", "run.dir", "run.seed")
+            if not row.is_default and row.name not in _LABELS
         }
-        return _Loaded(config, told, not _is_idle("buffer.path", config))
+        # As they are read back from a file of results.
+        plain = {name: default_of(config, name) for name in known_settings() if name not in _LABELS}
+        defaults = json.loads(json.dumps(plain, default=str))
+        return _Loaded(config, told, defaults, not _is_idle("buffer.path", config))
 
     def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
@@ -283,8 +313,7 @@ class _Planner:
                 )
             self._loaded["warmup", name] = loaded
         loaded, seed = self._loaded["warmup", name], study.first_warmup_seed + pair
-        told = {n: value for n, value in loaded.told.items() if not _is_source(n)}
-        fingerprint = _hash(["warmup", seed, told])
+        fingerprint = _hash(["warmup", seed, loaded.told_of(OF_WARMUP)])
         config = loaded.seeded(seed)
         return WarmupPlan(name=name, pair=pair, config=config, fingerprint=fingerprint)
 
@@ -295,13 +324,14 @@ class _Planner:
             where = f"buffer '{name}' in world '{world}'"
             self._loaded["buffer", name, world] = self._load(tables, where)
         loaded, seed = self._loaded["buffer", name, world], study.first_seed + pair
+        told = loaded.told_of(OF_EXPERT if own.agent == "expert" else OF_AGENT)
         work = own.model_dump(include={"agent", "samples", "keep", "min_reward", "num_tasks"})
         made = BufferPlan(
             name=name,
             world=world,
             pair=pair,
             config=loaded.seeded(seed),
-            fingerprint=_hash(["buffer", seed, loaded.told, work]),
+            fingerprint=_hash(["buffer", seed, told, work]),
             **work,
         )
         if own.prune is None:

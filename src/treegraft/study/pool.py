@@ -103,8 +103,9 @@ class Pool:
             if worker.pid is not None and connection in self._jobs:
                 with suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL if at_once else signal.SIGINT)
-            # A worker without a job reads the end of the connection.
-            connection.close() if connection not in self._jobs else None
+            if connection not in self._jobs:
+                # A worker without a job reads the end of the connection.
+                connection.close()
         for worker in self._workers.values():
             worker.join(END_S)
             if worker.is_alive():

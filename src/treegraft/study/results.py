@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ Line = dict[str, Any]
 Key = tuple[str, str, int]
 
 CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
+DEFAULTS_OF = "defaults_of"
 SHOWN = "rollout/num_shown_calls"
 """Executed calls, and grafted or replayed ones."""
 COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
 
 
 def read_results(path: Path) -> list[Line]:
-    """Returns the lines of a file of results; a last one that a crash cut off is left out.
+    """Returns the runs of a file of results, those of failed runs, which have "error" and no
+    curve, included; a last one that a crash cut off is left out.
 
     Raises:
         DataError: a line that holds no run.
@@ -30,7 +34,10 @@ def read_results(path: Path) -> list[Line]:
     for number, text in whole_lines(path):
         try:
             line = parse_json(text)
-            line["world"], line["method"], line["seed"], line["curve"][-1]["accuracy"]
+            if DEFAULTS_OF in line:
+                continue
+            line["world"], line["method"], line["seed"]
+            line["error"] if "error" in line else line["curve"][-1]["accuracy"]
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"'{path}', line {number}: not a run of a study ({error!r}); expected an object"
@@ -40,18 +47,63 @@ def read_results(path: Path) -> list[Line]:
     return found
 
 
+def failed_runs(path: Path, runs: Sequence[RunPlan]) -> dict[Key, Line]:
+    """Returns the last failure of those of these runs that have no result."""
+    known, keys = known_runs(path, runs)[0], {(*run.key, run.fingerprint) for run in runs}
+    return {
+        key_of(line): line
+        for line in read_results(path)
+        if "error" in line
+        and (*key_of(line), line.get("fingerprint")) in keys
+        and key_of(line) not in known
+    }
+
+
 def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], int]:
     """Returns the results of these runs by world, arm and pair, and how many lines the file has of
-    runs with other settings."""
-    lines = read_results(path)
+    finished runs with other settings.
+
+    A line gets "changed": the settings that had another value in its run, since their default was
+    another one then, with both values.
+    """
+    lines = [line for line in read_results(path) if "error" not in line]
     by_key = {(*key_of(line), line.get("fingerprint")): line for line in lines}
     found = {
         run.key: by_key[*run.key, run.fingerprint]
         for run in runs
         if (*run.key, run.fingerprint) in by_key
     }
+    defaults = _defaults(path)
+    for run in runs:
+        # Lines of earlier versions have none.
+        then = defaults.get(found.get(run.key, {}).get("defaults"))
+        if then is not None:
+            found[run.key]["changed"] = {
+                name: [then[name], now]
+                for name, now in run.defaults.items()
+                if name not in run.told and name in then and then[name] != now
+            }
     wanted = {run.fingerprint for run in runs}
     return found, sum(line.get("fingerprint") not in wanted for line in lines)
+
+
+def _defaults(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The tables of defaults that lines name."""
+    found = (parse_json(text) for _, text in whole_lines(path) if f'"{DEFAULTS_OF}"' in text)
+    return {line[DEFAULTS_OF]: line["defaults"] for line in found if DEFAULTS_OF in line}
+
+
+def changes(lines: Iterable[Line]) -> list[str]:
+    """Returns a sentence for each setting whose default has changed since some runs."""
+    counts = Counter(
+        (name, json.dumps(then), json.dumps(now))
+        for line in lines
+        for name, (then, now) in line.get("changed", {}).items()
+    )
+    return [
+        f"{name} was {then} in {count} runs that are there, and is {now} now by default"
+        for (name, then, now), count in sorted(counts.items())
+    ]
 
 
 def key_of(line: Line) -> Key:
@@ -66,7 +118,14 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
     Args:
         found: the results, with date and machine.
     """
+    tables = _defaults(path)
     for run in runs:
+        text = json.dumps(run.defaults, sort_keys=True)
+        defaults = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        # Once a file; a run that stands for an equal one keeps that one's.
+        if defaults not in tables and "defaults" not in found:
+            append_line(path, json.dumps({DEFAULTS_OF: defaults, "defaults": run.defaults}))
+            tables[defaults] = run.defaults
         line = {
             "world": run.world,
             "method": run.arm,
@@ -74,6 +133,7 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
             "run_seed": run.config.run.seed,
             "warmup_seed": None if run.warmup is None else run.warmup.config.run.seed,
             "fingerprint": run.fingerprint,
+            "defaults": defaults,
             **found,
             **({"tuning": dict(run.tuning)} if any(run.tuning.values()) else {}),
             "settings": dict(run.shown),
@@ -89,7 +149,8 @@ def repair(path: Path, runs: Sequence[RunPlan]) -> None:
     by_fingerprint = {line["fingerprint"]: line for line in known.values()}
     for run in runs:
         if run.key not in known and run.fingerprint in by_fingerprint:
-            add_results(path, [run], _without_own(by_fingerprint[run.fingerprint]))
+            same = _without_own(by_fingerprint[run.fingerprint])
+            add_results(path, [run], {"defaults": None} | same)
 
 
 def _without_own(line: Line) -> Line:
@@ -102,6 +163,7 @@ def _without_own(line: Line) -> Line:
         "fingerprint",
         "tuning",
         "settings",
+        "changed",
     )
     return {name: value for name, value in line.items() if name not in own}
 

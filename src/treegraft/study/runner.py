@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,11 @@ from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import Ended, others_as_ctrl_c
 from treegraft.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
 from treegraft.study.pool import Outcome, Pool
-from treegraft.study.results import Key, Line, add_results, known_runs, repair
+from treegraft.study.results import Key, Line, add_results, changes, known_runs, repair
 from treegraft.study.work import carry_out, note_of
 
 RESULTS = "results.jsonl"
+PACKAGE = Path(__file__).resolve().parents[1]
 Say = Callable[[str], None]
 
 
@@ -39,18 +40,24 @@ class Ran:
 
 
 @contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Holds the study's folder for this process.
+def locked(out: Path, results: Path) -> Iterator[None]:
+    """Holds the study's folder and its file of results, which may lie elsewhere, for this process.
 
     Raises:
-        StorageError: another process works in it, or it cannot be written to.
+        StorageError: another process works with one of them, or it cannot be written to.
     """
+    with _held(out / ".lock", out), _held(results, results):
+        yield
+
+
+@contextmanager
+def _held(file: Path, named: Path) -> Iterator[None]:
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / ".lock").open("w")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("a")
     except OSError as error:
         raise StorageError(
-            f"'{out}' cannot be worked in ({storage_fault(error) or error})."
+            f"'{named}' cannot be worked in ({storage_fault(error) or error})."
         ) from error
     with lock:
         try:
@@ -62,7 +69,7 @@ def locked(out: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StorageError(
-                f"'{out}': another process is running a study in it; expected none. Wait for its"
+                f"'{named}': another process is running a study in it; expected none. Wait for its"
                 " end, stop it with Ctrl-C, or name another folder with --out."
             ) from error
         yield
@@ -89,12 +96,18 @@ def run_study(
         say: gets a line for each job that has ended.
 
     Raises:
-        StorageError: another process is at work in `out`.
+        StorageError: another process is at work in `out`, or with `results`.
     """
     out = out.resolve()
-    with locked(out):
+    with locked(out, results):
         repair(results, plan.runs)
         known, num_others = known_runs(results, plan.runs)
+        for change in changes(known.values()):
+            say(f"{results}: {change}; remove their lines, and they are made again")
+        for run in plan.runs:
+            # Of a process that was killed after it had written the line.
+            if run.key in known:
+                _tidy(out / run.folder, plan.study.keep)
         if num_others:
             say(
                 f"{results}: {num_others} runs with other settings than the study has now; they"
@@ -178,7 +191,7 @@ class _Work:
             causes = [one for one in job.needs if one.fingerprint in self._failed]
             if causes:
                 self._waiting.remove(job)
-                self._failed[job.fingerprint] = f"its {name_of(causes[0])} has failed"
+                self._fail(job, f"its {name_of(causes[0])} has failed")
             elif all(note_of(one, self._out).is_file() for one in job.needs):
                 self._waiting.remove(job)
                 return job
@@ -188,20 +201,30 @@ class _Work:
         job, name = outcome.job, name_of(outcome.job)
         seconds = f"{time.monotonic() - self._began:6.0f} s"
         if outcome.error:
-            self._failed[job.fingerprint] = outcome.error
+            self._fail(job, outcome.error)
             self._say(f"{seconds}  {name}: failed: {outcome.error}")
             return
         if not isinstance(job, RunPlan):
             self._say(f"{seconds}  {name}")
             return
-        facts = {"date": time.strftime("%Y-%m-%d"), **self._facts}
-        same = [run for run in self._plan.runs if run.fingerprint == job.fingerprint]
-        add_results(self._results, same, facts | outcome.result)
+        same = self._add(job, outcome.result)
         _tidy(self._out / job.folder, self._plan.study.keep)
         left = sum(isinstance(one, RunPlan) for one in self._waiting) + len(self._running)
         also = f" (and {len(same) - 1} equal)" if len(same) > 1 else ""
         accuracy = outcome.result["curve"][-1]["accuracy"]
         self._say(f"{seconds}  {name}{also}: {accuracy:.3f}; {left} jobs left")
+
+    def _fail(self, job: Needed | RunPlan, error: str) -> None:
+        self._failed[job.fingerprint] = error
+        if isinstance(job, RunPlan):
+            self._add(job, {"error": error})
+
+    def _add(self, job: RunPlan, found: Line) -> Sequence[RunPlan]:
+        """Adds the lines of all runs that this one stands for, and returns them."""
+        same = [run for run in self._plan.runs if run.fingerprint == job.fingerprint]
+        facts = {"date": time.strftime("%Y-%m-%d"), **self._facts}
+        add_results(self._results, same, facts | found)
+        return same
 
 
 def _in_order(job: Needed | RunPlan) -> Iterator[Needed | RunPlan]:
@@ -229,20 +252,22 @@ def _tidy(run_dir: Path, keep: str) -> None:
             shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
-def commit_of() -> Line:
-    """Returns the commit of this package's clone and whether files differ from it; nothing outside
-    a clone."""
+def commit_of(package: Path = PACKAGE) -> Line:
+    """Returns the commit of the package's clone and whether its code, recipes or studies differ
+    from it; nothing outside a clone."""
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+        command = ["git", "-C", str(package), *words]
         return subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=30
         ).stdout.strip()
 
     try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "is_dirty": bool(git("status", "--porcelain", "--untracked-files=no", ".")),
-        }
+        # Fails where the package is not a part of the clone but installed below it.
+        git("ls-files", "--error-unmatch", ".")
+        # Not the results beside the studies, which each run changes.
+        paths = (".", ":(top)recipes", ":(top)studies/*.toml")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *paths)
+        return {"commit": git("rev-parse", "HEAD"), "is_dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "is_dirty": None}

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, Key, Line, key_of
+from treegraft.study.results import (
+    CALLS,
+    SECONDS,
+    SHOWN,
+    TOKENS,
+    Key,
+    Line,
+    changes,
+    key_of,
+)
 from treegraft.study.statistics import (
     accuracy_at,
     area,
@@ -36,7 +45,8 @@ class Question:
     """What tables compare: Question(baseline="GRPO", primary=None, at={CALLS: (4000,)})"""
 
     baseline: str
-    primary: str | None = None
+    primary: Sequence[str] = ()
+    """Arms that are each tested against all others."""
     at: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Budgets at which arms are compared, by cost; a cost without one takes, pair by pair, the
     total of the arm that spends least of it."""
@@ -64,9 +74,17 @@ class Row:
     totals: Mapping[str, float]
     """Mean of each cost of a whole run; seconds as those of the median calibration."""
     buffer_calls: float
-    """Mean calls in the buffer's trajectories, buffer_cpu_s the seconds to make it; these are part
-    of the seconds of the curve, the calls are not part of its calls."""
+    """Mean calls of the buffer's attempts, buffer_cpu_s the seconds to make it; these are part of
+    the seconds of the curve, the calls are not part of its calls."""
     buffer_cpu_s: float
+    buffer_attempts: float
+    buffer_cut: float
+    """Mean steps that pruning cut."""
+    warmup_cpu_s: float
+    """Mean seconds of the warm-up."""
+    counts_warmup: bool
+    """Whether they are part of the seconds of the curve, as where arms of the world differ in their
+    warm-ups."""
     tuning: Mapping[str, float]
     at: Mapping[str, Sequence[float | None]]
     """Accuracy at each budget, pair by pair; None where the run ended before."""
@@ -79,11 +97,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """The primary arm less another one: difference, interval, and p of the paired permutation test
+    """A primary arm less another one: difference, interval, and p of the paired permutation test
     before and after Holm's correction over the arms of its world and column."""
 
     world: str
     column: str
+    primary: str
     other: str
     num_pairs: int
     difference: float
@@ -95,10 +114,19 @@ class Test:
 class Runs:
     """The results of a study, by world, arm and pair."""
 
-    def __init__(self, lines: Sequence[Line]) -> None:
-        self._lines: dict[Key, Line] = {key_of(line): line for line in lines}
-        self.worlds = list(dict.fromkeys(key[0] for key in self._lines))
-        calibrations = [line["calibration_s"] for line in lines if line.get("calibration_s")]
+    def __init__(self, lines: Sequence[Line], planned: Sequence[Key] = ()) -> None:
+        """Takes lines of finished and of failed runs.
+
+        Args:
+            planned: all runs of the study, so that those without a line are named too.
+        """
+        self._lines: dict[Key, Line] = {key_of(line): line for line in lines if "error" not in line}
+        self._errors = {key_of(line): line["error"] for line in lines if "error" in line}
+        self._planned = list(dict.fromkeys([*planned, *self._lines, *self._errors]))
+        self.worlds = list(dict.fromkeys(key[0] for key in self._planned))
+        calibrations = [
+            line["calibration_s"] for line in self._lines.values() if line.get("calibration_s")
+        ]
         self.calibrations = sorted(calibrations)
         self._reference = statistics.median(calibrations) if calibrations else 1.0
 
@@ -114,6 +142,32 @@ class Runs:
         ]
         return sorted(set.intersection(*found)) if found else []
 
+    def missing(self, world: str) -> Iterator[str]:
+        """Yields a sentence for each arm with runs that are not there: its pairs, and why those
+        failed that did."""
+        every = dict.fromkeys(pair for place, _, pair in self._planned if place == world)
+        for arm in dict.fromkeys(arm for place, arm, _ in self._planned if place == world):
+            pairs = [pair for pair in every if (world, arm, pair) not in self._lines]
+            failed = {pair: self._errors.get((world, arm, pair)) for pair in pairs}
+            why = [
+                f"pair {pair} failed: {' '.join(error.split())[-200:]}"
+                for pair, error in failed.items()
+                if error
+            ]
+            if pairs:
+                also = f" ({'; '.join(why)})" if why else ""
+                yield f"{arm}: {', '.join(map(str, pairs))}{also}"
+
+    @functools.cached_property
+    def _own_warmup(self) -> set[str]:
+        """Worlds in which the arms of a pair have different warm-ups."""
+        found: dict[tuple[str, int], set[str]] = {}
+        for (world, _, pair), line in self._lines.items():
+            made = line.get("warmup", {})
+            name = str(made.get("fingerprint") or line.get("warmup_seed"))
+            found.setdefault((world, pair), set()).add(name)
+        return {world for (world, _), names in found.items() if len(names) > 1}
+
     def of(self, world: str, arm: str) -> list[Line]:
         """Returns an arm's runs of those pairs."""
         return [self._lines[world, arm, pair] for pair in self.pairs(world)]
@@ -124,8 +178,9 @@ class Runs:
         return all(name in line["curve"][-1] for line in self._lines.values())
 
     def curve(self, line: Line, cost: str) -> tuple[list[float], list[float]]:
-        """Returns the cost so far and the accuracy at each evaluation; the cost of the buffer comes
-        first, at the accuracy of the start."""
+        """Returns the cost so far and the accuracy at each evaluation; the cost of the buffer, and
+        of a warm-up that the world's arms do not share, comes first, at the accuracy of the
+        start."""
         points, before = line["curve"], 0.0
         name = CALLS if cost == WITH_BUFFER else cost
         costs = [point.get(name, 0.0) for point in points]
@@ -135,6 +190,8 @@ class Runs:
         if cost == SECONDS:
             own = line.get("calibration_s") or self._reference
             before = self._scaled(line.get("buffer", {}))
+            if self.counts_warmup(line["world"]):
+                before += self.warmup_cost(line)
             costs = [one * self._reference / own for one in costs]
         if before:
             return [0.0, *(before + one for one in costs)], [accuracies[0], *accuracies]
@@ -143,6 +200,14 @@ class Runs:
     def _scaled(self, costs: Mapping[str, float]) -> float:
         own = costs.get("calibration_s") or self._reference
         return costs.get("cpu_s", 0.0) * self._reference / own
+
+    def counts_warmup(self, world: str) -> bool:
+        """Returns whether arms of the world differ in their warm-ups."""
+        return world in self._own_warmup
+
+    def warmup_cost(self, line: Line) -> float:
+        """Returns the seconds of a run's warm-up; 0 without one."""
+        return self._scaled(line.get("warmup", {}))
 
     def buffer_costs(self, line: Line) -> tuple[float, float]:
         """Returns calls and seconds of a run's buffer; 0 without one."""
@@ -225,6 +290,10 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
                 totals=ends,
                 buffer_calls=statistics.fmean(calls for calls, _ in made),
                 buffer_cpu_s=statistics.fmean(seconds for _, seconds in made),
+                buffer_attempts=_of_buffer(lines, "attempts"),
+                buffer_cut=_of_buffer(lines, "steps_cut"),
+                warmup_cpu_s=statistics.fmean(map(runs.warmup_cost, lines)),
+                counts_warmup=runs.counts_warmup(world),
                 tuning=lines[0].get("tuning", {}),
                 at=at,
                 areas=areas,
@@ -237,8 +306,12 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
     return found
 
 
+def _of_buffer(lines: Sequence[Line], count: str) -> float:
+    return statistics.fmean(line.get("buffer", {}).get(count, 0) for line in lines)
+
+
 def tests(found: Sequence[Row], primary: str) -> list[Test]:
-    """Returns the primary arm against each of the others, at the end and at each budget."""
+    """Returns a primary arm against each of the others, at the end and at each budget."""
     by_arm = {row.arm: row for row in found}
     if primary not in by_arm:
         return []
@@ -264,6 +337,7 @@ def tests(found: Sequence[Row], primary: str) -> list[Test]:
             Test(
                 world=ours.world,
                 column=column,
+                primary=primary,
                 other=other,
                 num_pairs=len(differences),
                 difference=statistics.fmean(differences),
@@ -300,16 +374,17 @@ def markdown(runs: Runs, question: Question) -> str:
     """Returns all tables of a study, with what a reader has to know about its runs."""
     lines = list(_about(runs))
     for world in runs.worlds:
-        found = rows(runs, world, question)
+        found, missing = rows(runs, world, question), list(runs.missing(world))
+        left_out = ["Pairs that are not there: " + ". ".join(missing) + ".", ""] if missing else []
         if not found:
-            lines += [f"**{world}**: no pair is complete for all arms yet.", ""]
+            lines += [f"**{world}**: no pair is complete for all arms yet.", "", *left_out]
             continue
         baseline = question.baseline if question.baseline in runs.arms(world) else found[0].arm
         names = list(found[0].at)
         shown = list(found[0].pass_at)
         header = ["arm", "held out", "IQM", f"less {baseline}", "P(better)"]
         header += [key.removeprefix("eval/").replace("_at_", "@") for key in shown]
-        lines += [f"**{world}**, {len(found[0].last)} pairs", ""]
+        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *left_out]
         lines += _table(
             [*header, *names],
             [
@@ -326,8 +401,8 @@ def markdown(runs: Runs, question: Question) -> str:
             ],
         )
         lines += _costs(found)
-        if question.primary is not None:
-            lines += _tests(tests(found, question.primary), question.primary)
+        for primary in question.primary:
+            lines += _tests(tests(found, primary), primary)
     return "\n".join(lines)
 
 
@@ -339,13 +414,18 @@ def _costs(found: Sequence[Row]) -> list[str]:
             ("calls", CALLS, ",.0f"),
             ("shown calls", SHOWN, ",.0f"),
             ("tokens", TOKENS, ",.0f"),
-            ("CPU s", SECONDS, ",.1f"),
+            (_seconds_title(found), SECONDS, ",.1f"),
         )
         if any(cost in row.totals for row in found)
     }
     if any(row.buffer_calls or row.buffer_cpu_s for row in found):
+        columns["buffer's attempts"] = lambda row: f"{row.buffer_attempts:,.0f}"
         columns["buffer's calls"] = lambda row: f"{row.buffer_calls:,.0f}"
+        if any(row.buffer_cut for row in found):
+            columns["steps cut"] = lambda row: f"{row.buffer_cut:,.0f}"
         columns["buffer's CPU s"] = lambda row: f"{row.buffer_cpu_s:,.1f}"
+    if any(row.counts_warmup for row in found):
+        columns["warm-up's CPU s"] = lambda row: f"{row.warmup_cpu_s:,.1f}"
     if any(row.tuning for row in found):
         columns["tuning calls"] = lambda row: f"{row.tuning.get('calls', 0.0):,.0f}"
         columns["tuning CPU s"] = lambda row: f"{row.tuning.get('cpu_s', 0.0):,.1f}"
@@ -357,6 +437,12 @@ def _costs(found: Sequence[Row]) -> list[str]:
             for row, own in zip(found, areas, strict=True)
         ],
     )
+
+
+def _seconds_title(found: Sequence[Row]) -> str:
+    parts = ["buffer"] * any(row.buffer_cpu_s for row in found)
+    parts += ["warm-up"] * any(row.counts_warmup for row in found)
+    return f"CPU s, {' and '.join(parts)} included" if parts else "CPU s"
 
 
 def _total(row: Row, *, cost: str, form: str) -> str:
@@ -401,6 +487,8 @@ def _about(runs: Runs) -> Iterator[str]:
         said.append("with changes that are not committed")
     if said:
         yield "; ".join(said) + "."
+    for change in changes(lines):
+        yield f"{change}."
     if runs.calibrations and runs.calibrations[-1] > SPREAD * runs.calibrations[0]:
         yield (
             f"The calibration took {runs.calibrations[0]:.3f} to {runs.calibrations[-1]:.3f} CPU s"
@@ -413,15 +501,15 @@ def _about(runs: Runs) -> Iterator[str]:
 def as_data(runs: Runs, question: Question) -> dict[str, Any]:
     """Returns the same for programs."""
     found = {world: rows(runs, world, question) for world in runs.worlds}
-    primary = question.primary
     return {
         "baseline": question.baseline,
-        "primary": primary,
+        "primary": list(question.primary),
+        "missing": {world: list(runs.missing(world)) for world in runs.worlds},
         "rows": [asdict(row) for of_world in found.values() for row in of_world],
         "tests": [
             asdict(one)
             for of_world in found.values()
-            if primary is not None
+            for primary in question.primary
             for one in tests(of_world, primary)
         ],
     }

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interrupt import Ended
-from treegraft.core.types import StepContent
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.display import NoDisplay
 from treegraft.runs.record import read_metrics
@@ -44,15 +42,52 @@ def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
     note = note_of(job, out)
     if note.is_file():
         return read_note(note)
-    began = time.process_time()
     if isinstance(job, WarmupPlan):
         costs = _warm_up(job, out)
     else:
-        costs = _build(job, out) if job.source is None else _prune(job, job.source, out)
-    spent = time.process_time() - began + costs.pop("source_cpu_s", 0.0)
-    costs |= {"cpu_s": spent, "calibration_s": calibrate()}
+        sittings = _Sittings(out / f"{job.file}.sittings.json")
+        costs = (
+            _build(job, out, sittings)
+            if job.source is None
+            else _prune(job, job.source, out, sittings)
+        )
+        costs = sittings.total | costs
+    costs["fingerprint"] = job.fingerprint
     write_atomically(note, json.dumps(costs) + "\n")
     return costs
+
+
+class _Sittings(NoDisplay):
+    """What the parts of an interrupted job have cost, written at each step of its progress."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._calibration_s = path, calibrate()
+        self._before: Line = {}
+        if path.is_file():
+            self._before = dict(read_note(path))
+            # In seconds of this sitting's machine.
+            self._before["cpu_s"] = self.scaled(self._before)
+        self.now: Callable[[], Mapping[str, float]] = dict
+
+    def scaled(self, costs: Line) -> float:
+        """Returns the seconds of costs as those of this sitting's calibration."""
+        return float(costs["cpu_s"] * self._calibration_s / costs["calibration_s"])
+
+    @property
+    def total(self) -> Line:
+        """The costs so far."""
+        now = self.now()
+        counts = {name: self._before.get(name, 0) + value for name, value in now.items()}
+        return counts | {"calibration_s": self._calibration_s}
+
+    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """Something has been stored."""
+        write_atomically(self._path, json.dumps(self.total) + "\n")
+
+    def forget(self) -> None:
+        """Leaves out what was spent on a part that is lost and made again."""
+        self._path.unlink(missing_ok=True)
+        self._before = {}
 
 
 def note_of(job: WarmupPlan | BufferPlan, out: Path) -> Path:
@@ -96,11 +131,14 @@ def _placed(config: Config, place: Path, more: Mapping[str, Any] | None = None) 
 
 
 def _warm_up(job: WarmupPlan, out: Path) -> Line:
-    _trained("sft", job.config, out / job.folder)
-    return {}
+    calibration_s, place = calibrate(), out / job.folder
+    _trained("sft", job.config, place)
+    # Of its steps alone, those before an interruption included.
+    spent = sum(line.get("time/warmup_cpu_s", 0.0) for line in read_metrics(place))
+    return {"cpu_s": spent, "calibration_s": calibration_s}
 
 
-def _build(job: BufferPlan, out: Path) -> Line:
+def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.fill import AgentChoice, BufferBuild
 
@@ -119,26 +157,34 @@ def _build(job: BufferPlan, out: Path) -> Line:
         num_samples=job.samples,
         concurrency=None,
     )
+    if place.exists():
+        # Complete, but killed before its note.
+        place.replace(partial)
     work = BufferBuild(job.config, choice, partial, job.config.buffer.encoder)
-    work.run(job.keep, job.min_reward, job.num_tasks, display=NoDisplay())
+    report = work.report
+    sittings.now = lambda: {
+        "cpu_s": report.cpu_s,
+        "attempts": report.num_attempts,
+        "calls": report.num_calls,
+    }
+    work.run(job.keep, job.min_reward, job.num_tasks, display=sittings)
     if work.stopped_by is not None:
         raise Ended(work.stopped_by)
     with TraceBuffer(partial, job.config.buffer.encoder) as buffer:
-        stored = list(buffer.trajectories())
+        num_stored = sum(1 for _ in buffer.trajectories())
     partial.replace(place)
-    # A trajectory's last step answers; each of the others made a call or more.
-    values = (step.value for steps in stored for step in steps)
-    calls = sum(len(value.calls) for value in values if isinstance(value, StepContent))
-    return {"attempts": work.report.num_attempts, "trajectories": len(stored), "calls": calls}
+    return {"trajectories": num_stored}
 
 
-def _prune(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
+def _prune(job: BufferPlan, source: BufferPlan, out: Path, sittings: _Sittings) -> Line:
     from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
 
     assert job.warmup is not None
     place, before = out / job.file, read_note(note_of(source, out))
-    # Complete, but killed before its note: quickly made again.
-    place.unlink(missing_ok=True)
+    if place.exists():
+        # Complete, but killed before its note: quickly made again.
+        place.unlink()
+        sittings.forget()
     choice = PruneChoice(
         model=str(_start(job.warmup, out)),
         buffer=out / source.file,
@@ -147,17 +193,18 @@ def _prune(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
         only_best=job.only_best,
     )
     work = BufferPruning(job.config, choice)
-    work.run(display=NoDisplay())
+    report = work.report
+    sittings.now = lambda: {"cpu_s": report.cpu_s}
+    work.run(display=sittings)
     if work.stopped_by is not None:
         raise Ended(work.stopped_by)
-    report = work.report
     return {
         "trajectories": report.num_trajectories,
         "shortened": report.num_shortened,
         "steps_cut": report.num_cut,
-        # Those of the trajectories as they were stored: somebody made them.
+        "attempts": before["attempts"],
         "calls": before["calls"],
-        "source_cpu_s": before["cpu_s"],
+        "cpu_s": sittings.total["cpu_s"] + sittings.scaled(before),
     }
 
 

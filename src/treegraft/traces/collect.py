@@ -7,6 +7,7 @@ Source: RAPO (arXiv 2603.03078, sec. 4.1 and app. C.3): N = 16, K = 5, best by o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,10 @@ class BuildReport(StoredCounts):
     grafted."""
     reward_sum: float = 0.0
     num_scored: int = 0
+    num_calls: int = 0
+    """Tool calls of all attempts, kept or not."""
+    cpu_s: float = 0.0
+    """CPU seconds of all threads of this process since the first attempt."""
 
     @property
     def mean_reward(self) -> float | None:
@@ -126,6 +131,7 @@ class _Builder:
         """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
         self.report.num_attempts += len(attempts)
         for attempt in attempts:
+            self.report.num_calls += sum(len(step.calls) for step in attempt.contents)
             if attempt.error is not None:
                 self.report.failures[attempt.error] += 1
             self.num_outages = self.num_outages + 1 if attempt.is_outage else 0
@@ -240,6 +246,7 @@ async def build_traces(
         seed=seed,
         gate=asyncio.Semaphore(max_concurrent),
     )
+    began = time.process_time()
     todo = [task for task in tasks if task.id not in done]
     report.num_skipped += len(tasks) - len(todo)
     # Enough tasks ahead to keep the gate busy while the oldest one waits for its last attempt, and
@@ -266,6 +273,7 @@ async def build_traces(
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(thread, report.store, buffer, traces)
                 report.num_tasks += 1
+                report.cpu_s = time.process_time() - began
                 if on_progress is not None:
                     on_progress(report.num_tasks, len(todo), report)
         finally:

@@ -155,8 +155,8 @@ def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
         ) from error
     found: dict[tuple[Any, ...], Record] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            record = _study_line(line, f"'{path}', line {number}", label)
+        record = _study_line(line, f"'{path}', line {number}", label) if line.strip() else None
+        if record is not None:
             found[(record.world, record.label, record.seed)] = record
     if not found:
         raise DataError(
@@ -165,9 +165,12 @@ def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
     yield from found.values()
 
 
-def _study_line(line: str, where: str, label: str | None) -> Record:
+def _study_line(line: str, where: str, label: str | None) -> Record | None:
+    """A run; None for the line of one that failed, or of the defaults."""
     try:
         data = json.loads(line)
+        if "error" in data or "defaults_of" in data:
+            return None
         curve = [{key: float(value) for key, value in point.items()} for point in data["curve"]]
         method, settings = str(data["method"]), dict(data.get("settings") or {})
         seed, num_eval = data.get("seed"), data.get("num_eval")
