@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,11 @@ from treegraft.policy.learn.sft import demonstration_tree
 from treegraft.settings.config import Config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.keys import retrieval_key
+from treegraft.traces.keys import OTHER_TASKS, read_trajectory
 from treegraft.traces.run_buffer import OWN, RunBuffer
 
 SQLITE = b"SQLite format 3\x00"
 """The first bytes of a Step-Trace Buffer."""
-OTHER_TASKS = "of other tasks than the recipe's training tasks, by id and question"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,30 +196,11 @@ def _of_traces(
 ) -> Iterator[Stored]:
     by_id = {task.id: task for task in tasks}
     for traces in trajectories:
-        task = _task_of(traces[0], by_id, has_environment)
-        steps = [one.value for one in traces if isinstance(one.value, StepContent)]
-        if task is None:
-            reasons[OTHER_TASKS] += 1
-        elif len(steps) < len(traces):
-            reasons["with a step that is kept as text alone"] += 1
-        elif [one.position for one in traces] != list(range(len(traces))):
-            reasons["with a step missing"] += 1
-        elif steps[-1].answer is None and not has_environment:
-            reasons["without an answer at the end"] += 1
+        found = read_trajectory(traces, by_id, has_environment=has_environment)
+        if isinstance(found, str):
+            reasons[found] += 1
         else:
-            yield Stored(task, tuple(steps), traces[0].reward)
-
-
-def _task_of(first: Trace, by_id: Mapping[str, Task], has_environment: bool) -> Task | None:
-    """The task that a trajectory is of; None where the recipe does not train on it."""
-    task = by_id.get(first.task_id)
-    if task is None or first.position:
-        return task
-    # The first step's history is the question alone. Under another seed the same id may stand for
-    # another question.
-    if retrieval_key(task.question, ()) == first.key:
-        return task
-    return task.asking(first.key) if has_environment else None
+            yield Stored(*found, traces[0].reward)
 
 
 # ---------------------------------------------------------------------- JSONL

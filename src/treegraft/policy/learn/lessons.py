@@ -9,7 +9,7 @@ X are the tasks of an update, its own leaves included in V; Z is at most one tra
 of them, and keyed draws from those of earlier tasks. n_z counts z's tokens of its agent, calls and
 answer, results being context. |Z| is that of the optimiser step and counts lessons of weight 0.
 No call is made and nothing is sampled for a lesson. The method is our own: V is shared since with a
-value of each task the lessons of easy tasks fade first, and those that are left all say "go on".
+value of each task the lessons of easy tasks fade first, and all that are left say "go on".
 """
 
 from __future__ import annotations
