@@ -57,6 +57,7 @@ from treegraft.core.types import (
     Generate,
     Graft,
     PathView,
+    Retry,
     Start,
     Step,
     Task,
@@ -132,7 +133,7 @@ class Valued:
     def after_probe(self, path: PathView, probe: Sequence[float]) -> object:
         return None if self.own else self.inner.after_probe(path, probe)
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand | Retry]:
         if not self.own:
             if len(tree.leaves) < max_leaves:
                 return self.inner.fill(tree, max_leaves)

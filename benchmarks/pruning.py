@@ -1,17 +1,19 @@
 """Which steps `treegraft buffer prune` cuts, on traces whose faults are known, with weak and strong
 agents.
 
-    python benchmarks/pruning.py --out FOLDER
+    python benchmarks/pruning.py --out FOLDER [--steps 50 100 300] [--margins 0 -5]
 
 The traces are those of the search world's expert with detours (a useless search before 40 % of the
 right ones) that end in the right answer; beside them the faultless ones with a first step that all
 of them share and nothing after it uses, as a login would be. Agents are warm-ups of the demo's
-recipe. Checkpoints and buffers stay in the folder, so that the same command goes on.
+recipe. Checkpoints and buffers stay in the folder, so that the same command goes on. The last
+column is CPU seconds of all threads a trajectory, without loading the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -77,7 +79,10 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser.add_argument("--steps", type=int, nargs="+", default=NUM_WARMUP_STEPS)
+    parser.add_argument("--margins", type=float, nargs="+", default=[0.0])
+    given = parser.parse_args()
+    out = given.out
     out.mkdir(parents=True, exist_ok=True)
     config = load_config(RECIPE, [HOPS, DETOURS, f"run.seed={SEED}"])
     source = build_tasks(config.tasks, config.run.seed)
@@ -94,24 +99,36 @@ def main() -> None:
                 )
             )
     right = {task.id: right_searches(source, task) for task in tasks}
-    print("| warm-up steps | faults cut | right steps lost | traces exactly right | logins cut |")
-    print("|---|---|---|---|---|")
-    for num_steps in NUM_WARMUP_STEPS:
-        pruned = out / f"pruned-{num_steps}.sqlite"
-        if not pruned.exists():
-            choice = PruneChoice(model=str(agent(num_steps, out)), buffer=full, out=pruned)
-            with shown(False) as display:
-                BufferPruning(config, choice).run(display=display)
-        print(row(num_steps, pruned, stored, right), flush=True)
+    print("| warm-up steps | margin | faults cut | right steps lost | traces exactly right", end="")
+    print(" | logins cut | CPU s |")
+    print("|---|---|---|---|---|---|---|")
+    for num_steps in given.steps:
+        for margin in given.margins:
+            pruned = out / f"pruned-{num_steps}-{margin:g}.sqlite"
+            cost = pruned.with_suffix(".json")
+            if not cost.exists():
+                # Complete, but ended before its cost was written.
+                pruned.unlink(missing_ok=True)
+                model = str(agent(num_steps, out))
+                work = BufferPruning(
+                    config, PruneChoice(model=model, buffer=full, out=pruned, margin=margin)
+                )
+                with shown(False) as display:
+                    work.run(display=display)
+                if work.is_stopped:
+                    return
+                cost.write_text(json.dumps(work.report.cpu_s / work.report.num_here))
+            counts = row(pruned, stored, right)
+            seconds = json.loads(cost.read_text())
+            print(f"| {num_steps} | {margin:g} | {counts} | {seconds:.4f} |", flush=True)
 
 
 def row(
-    num_steps: int,
     pruned: Path,
     stored: dict[tuple[str, str], list[StepContent]],
     right: dict[str, list[str]],
 ) -> str:
-    """A line of the table."""
+    """The counts of a line of the table."""
     counts = dict.fromkeys(("faults", "cut", "needed", "lost", "exact", "logins"), 0)
     with closing(TraceFile(pruned, create=False)) as file:
         notes = file.prunings()
@@ -129,8 +146,8 @@ def row(
         counts["exact"] += cut == faults
     traces = len(notes) // 2
     return (
-        f"| {num_steps} | {counts['cut']} of {counts['faults']} | {counts['lost']} of"
-        f" {counts['needed']} | {counts['exact']} of {traces} | {counts['logins']} of {traces} |"
+        f"{counts['cut']} of {counts['faults']} | {counts['lost']} of {counts['needed']}"
+        f" | {counts['exact']} of {traces} | {counts['logins']} of {traces}"
     )
 
 

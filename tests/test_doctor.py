@@ -31,7 +31,8 @@ def test_doctor_without_and_with_a_recipe(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch) == 0
-    assert "torch" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "torch" in printed and "verdict: installed" in printed
     recipe = tmp_path / "r.toml"
     recipe.write_text("[run]\nseed = 5\n[warmup]\nnum_steps = 2\n")
     assert run(monkeypatch, recipe, "--json") == 0
@@ -52,6 +53,8 @@ def test_doctor_finds_what_is_missing(
     )
     assert run(monkeypatch, path) == 2
     printed = " ".join(capsys.readouterr().out.split())
+    # Nothing is known against its memory.
+    assert "verdict: not ready; 7 to correct" in printed
     for part in (
         "set the environment variable",
         "cannot be read",

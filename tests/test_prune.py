@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces import prune_buffer
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.keys import split_steps
+from treegraft.traces.keys import OTHER_TASKS, split_steps
 from treegraft.traces.prune import Trajectory, Weighed, cut_idle_steps, deletions_tree, gains_of
 from treegraft.traces.store import TraceFile
 from treegraft.train import sft
@@ -314,12 +315,18 @@ def test_an_interrupted_pruning_goes_on_and_gives_the_same(
         assert whole.checksum() == b.checksum()
     assert not list(tmp_path.glob(".b*"))
 
-    # What was done with another margin is of no use.
+    # What was done with another margin or another recipe is of no use.
     with monkeypatch.context() as patch:
         patch.setattr(prune_buffer, "PruneReport", Stopping)
         treegraft(*shared, "--out", tmp_path / "d")
+    for part in [*tmp_path.glob(".d.*")]:
+        shutil.copy(part, part.with_name(part.name.replace(".d.", ".e.", 1)))
+    assert list(tmp_path.glob(".e.*"))
     code, out, _ = treegraft(*shared, "--out", tmp_path / "d", "--margin", -1000)
     assert json.loads(out)["num_weighed_here"] == 24 and json.loads(out)["num_cut"] == 0
+    other = write_recipe(tmp_path / "other.json", tiny(rollout={"deadline_s": 77}))
+    code, out, _ = treegraft("prune", other, *shared[2:], "--out", tmp_path / "e")
+    assert json.loads(out)["num_weighed_here"] == 24
 
 
 def test_what_cannot_be_pruned_is_taken_over_or_refused(
@@ -355,11 +362,11 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(
     code, out, _ = treegraft(*shared, "--out", tmp_path / "b", "--json")
     assert code == 0
     assert json.loads(out)["left_as_they_are"] == {
-        "reward not above 0": 1,
-        "a step is missing or plain text": 1,
-        "not of the recipe's training tasks": 2,
-        "not to be said in the recipe's format": 1,
-        "longer than the model reads": 1,
+        "with a reward not above 0": 1,
+        "without an answer at the end": 1,
+        OTHER_TASKS: 2,
+        "that the recipe's format cannot say": 1,
+        "too long for the model": 1,
     }
     with (
         TraceBuffer.open_as_built(tmp_path / "a") as a,
@@ -370,7 +377,7 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(
 
     other = write_recipe(tmp_path / "other.json", tiny(run={"seed": 4}))
     code, _, err = treegraft("prune", other, *shared[2:], "--out", tmp_path / "c")
-    assert code == 2 and "not of the recipe's training tasks (28)" in err
+    assert code == 2 and f"30 {OTHER_TASKS}" in err
     with TraceBuffer(tmp_path / "empty", "hashing"):
         pass
     code, _, err = treegraft(*shared[:4], "--in", tmp_path / "empty", "--out", tmp_path / "c")
@@ -383,6 +390,31 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(
     code, _, err = treegraft(*shared, "--out", tmp_path / "c")
     assert code == 2 and "--model has no token for a word of the buffer" in err
     assert not list(tmp_path.glob("*c*.traces")) and not (tmp_path / "c").exists()
+
+
+def by_searches(*, trajectories: Sequence[Any], **_: Any) -> list[float]:
+    """Half of the reward is for a search."""
+    return [0.5 + 0.5 * any(step.content.calls for step in one.steps) for one in trajectories]
+
+
+def test_a_cut_that_lowers_the_recipe_s_reward_is_undone(
+    treegraft: Run, agent: Path, tmp_path: Path
+) -> None:
+    """Everything is cut where it may be. An answer alone has half of a reward that wants a search,
+    and all of one that wants the answer."""
+    fill(tmp_path / "a", num_samples=1)
+    for funcs, expected in ((["tests.test_prune:by_searches"], 0), (["exact_match"], 12)):
+        config = tiny(reward={"funcs": funcs})
+        config["reward"].pop("accuracy", None)
+        recipe = write_recipe(tmp_path / "recipe.json", config)
+        given = ("--model", agent, "--in", tmp_path / "a", "--margin", 1e6, "--json")
+        code, text, _ = treegraft("prune", recipe, *given, "--out", tmp_path / f"b{expected}")
+        report = json.loads(text)
+        assert code == 0 and report["num_shortened"] == expected
+        assert sum(report["left_as_they_are"].values()) == 12 - expected
+        with TraceBuffer.open_as_built(tmp_path / f"b{expected}") as buffer:
+            lengths = [len(one) for one in buffer.trajectories()]
+        assert (min(lengths) > 1) if expected == 0 else (lengths == [1] * 12)
 
 
 class Lamp:
@@ -451,8 +483,8 @@ def test_in_an_environment_a_cut_that_it_needs_is_undone(
         else:
             assert found == stored and report["num_cut"] == 0
             assert report["left_as_they_are"] == {
-                "its environment needs the steps that were cut": 2,
-                "its environment gives other results": 1,
+                "with other results, or a lower reward, without the steps that were cut": 2,
+                "with other results in its environment": 1,
             }
 
 

@@ -149,9 +149,12 @@ def test_the_command_sizes_cards_that_are_not_here(tmp_path: Any) -> None:
     path.write_text('[model]\npath = "shape:qwen2.5-32b"\ndtype = "bfloat16"\n')
     runner = CliRunner()
     done = runner.invoke(app, ["doctor", str(path), "--gpus", "1", "--gpu", "H200", "--json"])
-    memory = json.loads(done.stdout)["memory"]
+    found = json.loads(done.stdout)
+    memory = found["memory"]
     assert done.exit_code == 2 and memory["GPUs"]["value"] == "1 x H200 of 141.0 GB"
     assert not memory["keys and values"]["is_good"]
+    assert found["verdict"]["value"].startswith("does not fit; ")
+    assert found["what runs where"]["learner"]["value"] == "H200, bfloat16"
     with pytest.raises(SettingError, match="--gpu: got 'V100', expected one of H200, H100"):
         Plan.of(1, "V100", None)
     for alone in (["--gpu", "H200"], ["--gpu-memory", "80"]):

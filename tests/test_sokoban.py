@@ -111,7 +111,7 @@ def test_the_solver_solves_in_the_fewest_moves_and_purposes_share_no_layout(seed
 
 def test_an_imperfect_solver_walks_to_and_fro_or_loses_the_board() -> None:
     detours, errors = make_source(detour_prob=0.5), make_source(error_prob=0.5)
-    num_extra, answers = 0, set()
+    num_extra, answers, marks = 0, set(), list[bool]()
     for task in detours.train_tasks():
         moves = moves_of(detours, task)
         num_extra += len(moves) - task.columns["moves"]
@@ -121,10 +121,17 @@ def test_an_imperfect_solver_walks_to_and_fro_or_loses_the_board() -> None:
         end = played(task.question, *(step.calls[0].body for step in wrong))
         assert (last.answer == SOLVED) == (end.get_reward() == 1.0)
         assert last.answer == SOLVED or Solver.of(task).distance(end.state) is None
+        solver = Solver.of(task)
+        bodies = [step.calls[0].body for step in wrong]
+        states = [*solver.states(bodies)][:-1]
+        marks += [b in solver.best_moves(state) for state, b in zip(states, bodies, strict=True)]
     # 90 moves with a detour of two before every second one: 90, with a standard error of 9.5; a
     # detour finds a free neighbour almost always.
     assert 60 < num_extra < 120
     assert answers == {SOLVED, GIVEN_UP}
+    # Half of the moves are wrong, less those in corners where every move is right; drawn from
+    # all moves that change the board, three quarters of the moves are right.
+    assert 0.35 < sum(marks) / len(marks) < 0.62
     for task in [*errors.eval_tasks(), *errors.warmup_tasks(10, 0)]:
         assert len(moves_of(errors, task)) == task.columns["moves"]
 

@@ -98,7 +98,10 @@ def machine() -> Iterator[Finding]:
 def weights(config: Config) -> Iterator[Finding]:
     """Returns the hub model that a recipe names, where it is not on this machine."""
     path = config.model.path
-    is_hub_id = path != "tiny" and ":" not in path and not Path(locate(path)[0]).exists()
+    try:
+        is_hub_id = path != "tiny" and ":" not in path and not Path(locate(path)[0]).exists()
+    except ModelError:
+        return  # a finding of "memory" already
     if is_hub_id:
         from huggingface_hub import try_to_load_from_cache
 
@@ -186,9 +189,14 @@ def import_paths(config: Config) -> Iterator[Finding]:
             yield Finding(name, value, spec is not None, note)
 
 
-def placement(config: Config) -> Iterator[Finding]:
-    """Returns the parts of a run with the place where each would run."""
+def placement(config: Config, planned: str = "") -> Iterator[Finding]:
+    """Returns the parts of a run with the place where each would run.
+
+    Args:
+        planned: name of the GPUs that it is planned for; empty for this machine's.
+    """
     device = "GPU" if gpus() and "+cpu" not in (_version("torch") or "+cpu") else "CPU"
+    device = planned or device
     threads = num_threads(config)
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "CPU" else device
     ranks, vllm = config.learn.ranks, config.engine.vllm
@@ -236,10 +244,16 @@ class Examination:
     def verdict(self) -> Finding:
         """One sentence on whether the recipe can run and learn here."""
         found = [one for findings in self.sections.values() for one in findings]
+        memory = self.sections.get("memory", [])
         bad = [str(one) for one in found if not one.is_good]
         doubtful = [str(one) for one in found if one.is_good and one.is_doubtful]
-        fits = "fits" if "memory" in self.sections else "installed"
-        value = f"does not fit; {len(bad)} to correct" if bad else fits
+        if bad:
+            # Files and keys have nothing to do with whether it fits.
+            fits = all(one.is_good or one.name == "model.path" for one in memory)
+            fault = "not ready" if fits else "does not fit"
+            value = f"{fault}; {len(bad)} to correct"
+        else:
+            value = "fits" if memory else "installed"
         value += f", {len(doubtful)} to look at" if doubtful else ""
         return Finding("verdict", value, not bad, "\n".join([*bad, *doubtful]), bool(doubtful))
 
@@ -268,6 +282,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
+    planned = plan.card.name if plan else ""
     plan = plan or Plan.here(config)
     try:
         if plan is None:
@@ -286,7 +301,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
         ],
         "what runs where": [
             *cards(config, len(gpus()) if plan is None else plan.num_gpus),
-            *placement(config),
+            *placement(config, planned),
         ],
     }
     # Without its data, its parts or its model nothing can be tried.

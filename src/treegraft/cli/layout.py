@@ -114,7 +114,7 @@ class ServerOptions:
 
     @classmethod
     def of(cls, config: Config) -> ServerOptions:
-        """Returns those of engine.vllm.server_args; values that are no numbers count as absent."""
+        """Returns those of engine.vllm.server_args; values that are not numbers count as absent."""
         given = config.engine.vllm.server_args
         share = _option(given, "--gpu-memory-utilization")
         if share is None and config.engine.vllm.cache_gb is None:

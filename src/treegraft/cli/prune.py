@@ -57,8 +57,9 @@ def prune(
 ) -> None:
     """Write a buffer without the steps that did nothing for the steps after them.
 
-    A step is cut if the rest of its trajectory is likelier without it. Nothing is sampled, and no
-    tool is called but an environment's. The same command continues an interrupted one.
+    A step is cut if the rest of its trajectory is likelier without it, and the recipe's reward not
+    lower. Nothing is sampled, and no tool is called but an environment's. The same command
+    continues an interrupted one.
     """
     from treegraft.settings.load import load_config
     from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
@@ -120,7 +121,7 @@ def _rows(report: PruneReport) -> dict[str, str]:
                 f"median {median(gains):+.1f} nats, {min(gains):+.1f} to {max(gains):+.1f}"
             )
     for number, (reason, count) in enumerate(report.left.most_common(), start=1):
-        rows[f"as they were {number}"] = f"{count}: {reason}"
+        rows[f"as they were {number}"] = f"{count} {reason}"
     return rows
 
 
@@ -179,7 +180,7 @@ def _print_trajectory(traces: tuple[Trace, ...], note: Mapping[str, Any]) -> Non
     title = f"{first.source}, {first.task_id or 'no task'}, {first.trajectory}"
     say(plain(f"{title}, reward {traces[-1].reward:g}"), "bold")
     if note and note["state"] != "pruned":
-        say(f"as it was: {note['state']}", "dim")
+        say(f"as it was: a trajectory {note['state']}", "dim")
     shown = table("D, nats", "", "step", num_left=3)
     shown.columns[-1].overflow = "fold"
     left = iter(kept)

@@ -39,7 +39,7 @@ class SokobanSettings(Settings):
     """How often the scripted expert walks to a neighbouring square and back before a move, in
     training boards alone."""
     error_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
-    """How often the scripted expert makes any move instead of a shortest one, in training boards
+    """How often the scripted expert makes another move than a shortest one, in training boards
     alone; it goes on from there, and gives up on a board that it has lost."""
 
 
@@ -143,6 +143,12 @@ class RewardSettings(Settings):
     "package.module:function"."""
     weights: list[float] | None = setting(None)
     """One factor per function; None means 1 each. The reward is the weighted sum."""
+
+    @property
+    def penalty(self) -> float:
+        """The weight of "overlong"; 1 without it."""
+        return dict(zip(self.funcs, self.weights or (), strict=False)).get("overlong", 1.0)
+
     accuracy: Literal["auto", "f1", "exact_match", "math"] = setting(
         "auto", idle_unless=has("reward.funcs", "hierarchical")
     )

@@ -7,7 +7,7 @@ training, evaluation and warm-up never meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
@@ -154,9 +154,9 @@ class SokobanTasks:
         independently:
 
         * with probability detour_prob the player first walks a square away and back;
-        * with probability error_prob the move is any that changes the board instead of a shortest
-          one. The solver goes on from where that leads; on a dead board it gives up, with a wrong
-          answer and reward 0.
+        * with probability error_prob the move is one that changes the board and is not a shortest
+          one, where there is such a move. The solver goes on from where that leads; on a dead board
+          it gives up, with a wrong answer and reward 0.
 
         Where several moves are right, the key chooses.
 
@@ -171,7 +171,7 @@ class SokobanTasks:
             if is_fallible and keyed_unit(*key, "detour") < self._settings.detour_prob:
                 moves += _detour(solver.board, state, key)
             if is_fallible and keyed_unit(*key, "error") < self._settings.error_prob:
-                best = [name for name in DIRECTIONS if solver.board.moved(state, name) != state]
+                best = _changes(solver.board, state, but=best) or best
             moves.append(keyed_choice(best, *key, "move"))
             state = solver.board.moved(state, moves[-1])
         answer = SOLVED if solver.board.is_solved(state) else GIVEN_UP
@@ -244,6 +244,11 @@ class SokobanTasks:
         board = Board(settings.size, walls, goals)
         lane = keyed_int("lane", self._seed, f"{sorted(walls)} {sorted(goals)}") % len(_PURPOSES)
         return board if _PURPOSES[lane] == purpose else None
+
+
+def _changes(board: Board, state: State, but: Collection[str]) -> list[str]:
+    """The moves that change the board, less some."""
+    return [name for name in DIRECTIONS if name not in but and board.moved(state, name) != state]
 
 
 def _detour(board: Board, state: State, key: tuple[int | str, ...]) -> list[str]:

@@ -120,7 +120,7 @@ def import_files(
 
 
 def check_lines(path: Path) -> None:
-    """Raises DataError for a file with a line that is no trajectory, or without any."""
+    """Raises DataError for a file with a line that is not a trajectory, or without any."""
     report = ImportReport()
     num = sum(1 for _ in _read(path, Columns(), report))
     if report.problems:

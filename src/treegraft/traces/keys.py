@@ -1,4 +1,4 @@
-"""The retrieval key of a history, and a trajectory split into traces under their keys.
+"""The retrieval key of a history, a trajectory split into traces under their keys, and read back.
 
     r5 of r2 of e9 ?           the question
     search e9 r2               the first step's call
@@ -10,11 +10,13 @@ A key holds no markup, so that an agent of any format finds the steps of agents 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from treegraft.core.errors import DataError
-from treegraft.core.types import StepContent, Trace
+from treegraft.core.types import StepContent, Task, Trace
+
+OTHER_TASKS = "of other tasks than the recipe's training tasks, by id and question"
 
 
 def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
@@ -86,6 +88,43 @@ def split_steps(
         )
         for position, content in enumerate(contents)
     ]
+
+
+def read_trajectory(
+    traces: Sequence[Trace], tasks: Mapping[str, Task], *, has_environment: bool
+) -> tuple[Task, tuple[StepContent, ...]] | str:
+    """Returns the task and the steps of a stored trajectory, or why it cannot be used, as the end
+    of "3 trajectories ...".
+
+    Args:
+        traces: in order.
+        tasks: those that it may be of, by id.
+        has_environment: of the tasks: a trajectory then may end without an answer, and its question
+            is what the environment showed.
+    """
+    task = _task_of(traces[0], tasks, has_environment)
+    steps = tuple(one.value for one in traces if isinstance(one.value, StepContent))
+    if task is None:
+        return OTHER_TASKS
+    if len(steps) < len(traces):
+        return "with a step that is kept as text alone"
+    if [one.position for one in traces] != list(range(len(traces))):
+        return "with a step missing"
+    if steps[-1].answer is None and not has_environment:
+        return "without an answer at the end"
+    return task, steps
+
+
+def _task_of(first: Trace, tasks: Mapping[str, Task], has_environment: bool) -> Task | None:
+    """The task that a trajectory is of; None where the recipe does not train on it."""
+    task = tasks.get(first.task_id)
+    if task is None or first.position:
+        return task
+    # The first step's history is the question alone. Under another seed the same id may stand for
+    # another question.
+    if retrieval_key(task.question, ()) == first.key:
+        return task
+    return task.asking(first.key) if has_environment else None
 
 
 def check_trace(trace: Trace, number: int) -> None:

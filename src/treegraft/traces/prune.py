@@ -67,7 +67,8 @@ def cut_idle_steps(
         trees = [deletions_tree(trajectories[n], left[n]) for n in active]
         remaining = []
         for n, sums in zip(active, score(trees), strict=True):
-            gains = dict(zip(left[n], gains_of(sums, len(left[n])), strict=False))
+            # The answer has no D.
+            gains = dict(zip(left[n][:-1], gains_of(sums, len(left[n])), strict=True))
             found[n] |= {j: Weighed(j, gain, is_cut=False) for j, gain in gains.items()}
             steps = trajectories[n].steps
             loose = [j for j in gains if not is_kept(steps[j].content)]

@@ -20,13 +20,14 @@ from treegraft.core.demonstration import Written
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, run_to_end
+from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tools.environments.rehearsal import rehearse_all
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import attempts_tree
-from treegraft.traces.keys import retrieval_key, split_steps
+from treegraft.traces.keys import read_trajectory, split_steps
 from treegraft.traces.prune import Score, Trajectory, Weighed, cut_idle_steps
 from treegraft.traces.store import Place, TraceFile
 
@@ -35,9 +36,8 @@ CHUNK = 64
 PRUNED = "pruned"
 """State of a trajectory that was weighed, whether or not a step was cut; those of the others are
 reasons."""
-OTHER_TASK = "not of the recipe's training tasks"
-UNTRUE = "its environment gives other results"
-NEEDED = "its environment needs the steps that were cut"
+UNTRUE = "with other results in its environment"
+NEEDED = "with other results, or a lower reward, without the steps that were cut"
 _SAME_REWARD = 1e-9
 
 
@@ -53,7 +53,7 @@ class PruneReport:
     """Steps of the weighed trajectories before, answers included."""
     num_cut: int = 0
     left: Counter[str] = field(default_factory=Counter)
-    """Trajectories taken over as they are, by reason."""
+    """Trajectories taken over as they are, by reason, the end of "3 trajectories ..."."""
     cut_gains: list[float] = field(default_factory=list)
     kept_gains: list[float] = field(default_factory=list)
     num_here: int = 0
@@ -150,6 +150,7 @@ class BufferPruning:
                 head = {
                     "buffer": buffer.fingerprint(),
                     "model": score.fingerprint,
+                    "recipe": _recipe_checksum(config),
                     "margin": choice.margin,
                     "only_best": choice.only_best,
                     "kept_tools": sorted(choice.kept_tools),
@@ -280,6 +281,7 @@ class _Settled:
         return {
             "origin": hashlib.blake2b(hashes.encode(), digest_size=16).hexdigest(),
             "model": head["model"],
+            "recipe": head["recipe"],
             "margin": head["margin"],
             "state": self.stored.reason or PRUNED,
             "steps": steps,
@@ -306,7 +308,7 @@ class _Reader:
         found = [self._one(traces) for traces in stored]
         if all(one.reason for one in found):
             reasons = Counter(one.reason for one in found).most_common()
-            counts = ", ".join(f"{reason} ({count})" for reason, count in reasons)
+            counts = "; ".join(f"{count} {reason}" for reason, count in reasons)
             first = stored[0][0]
             raise DataError(
                 f"command line: --in has no trajectory that can be pruned: {counts}; expected"
@@ -317,18 +319,13 @@ class _Reader:
         return found
 
     def _one(self, traces: tuple[Trace, ...]) -> _Stored:
-        one = _Stored(traces, self._tasks.get(traces[0].task_id))
-        is_whole = [trace.position for trace in traces] == [*range(len(traces))]
-        if not is_whole or not traces[-1].terminal or len(one.contents) < len(traces):
-            one.reason = "a step is missing or plain text"
-        elif traces[-1].reward <= 0:
-            one.reason = "reward not above 0"
-        # In an environment the question is its first observation, which is yet to come.
-        elif one.task is None or (
-            self._setup.kind is None and retrieval_key(one.task.question, []) != traces[0].key
-        ):
-            one.reason = OTHER_TASK
-        return one
+        has_environment = self._setup.kind is not None
+        found = read_trajectory(traces, self._tasks, has_environment=has_environment)
+        if isinstance(found, str):
+            return _Stored(traces, reason=found)
+        reason = "" if traces[-1].reward > 0 else "with a reward not above 0"
+        # Not as an environment showed it: it begins anew.
+        return _Stored(traces, self._tasks[found[0].id], reason=reason)
 
     async def prepared(self, chunk: Sequence[_Stored]) -> Sequence[_Stored]:
         """Returns the trajectories as they can be weighed, or with the reason why not."""
@@ -351,9 +348,9 @@ class _Reader:
             prompt = form.prompt_ids(one.task)
             steps = tuple(Written(content, form.render_step(content)) for content in one.contents)
         except ValueError as error:
-            one.reason = "not to be said in the recipe's format"
+            one.reason = "that the recipe's format cannot say"
             if isinstance(error, DataError):
-                one.reason = "no prompt can be made"
+                one.reason = "without a prompt in the recipe's format"
             return
         ids = [token for step in steps for tokens, _ in step.spans for token in tokens]
         if self._unknown is not None and self._unknown in ids:
@@ -363,34 +360,65 @@ class _Reader:
                 " such as a warm-up by the same recipe."
             )
         if self._max_tokens is not None and len(prompt) + len(ids) > self._max_tokens:
-            one.reason = "longer than the model reads"
+            one.reason = "too long for the model"
             return
         one.readable = Trajectory(task=one.task, prompt_ids=tuple(prompt), steps=steps)
 
     async def checked(self, settled: Sequence[_Settled]) -> list[_Settled]:
-        """Returns them, those with all steps that their environment contradicts, or rewards less,
-        without the cut ones."""
-        opener, cut = self._setup.environments, [one for one in settled if one.is_shortened]
-        if opener is None or not cut:
-            return list(settled)
-        demonstrations = [
-            (one.stored.task, tuple(one.contents())) for one in cut if one.stored.task is not None
-        ]
-        played = await rehearse_all(opener, demonstrations)
-        untrue = set()
-        for one, shown in zip(cut, played, strict=True):
-            tree = attempts_tree(self._setup.format, shown.task, [shown.contents], [shown.reward])
-            (leaf,) = (await self._setup.scorer(tree)).leaves
-            lost = leaf.reward is None or leaf.reward < one.stored.traces[-1].reward - _SAME_REWARD
-            if shown.fault or lost:
-                one.stored.reason = NEEDED
-                untrue.add(one.place)
+        """Returns them; those that the cuts would cost a part of their reward, or that their
+        environment contradicts, with all steps."""
+        cut = [one for one in settled if one.is_shortened]
+        if self._setup.environments is None:
+            needed = [one for one in cut if await self._falls(one)]
+        else:
+            needed = await self._contradicted(cut, self._setup.environments)
+        for one in needed:
+            one.stored.reason = NEEDED
+        places = {one.place for one in needed}
         return [
             _Settled(one.stored, [replace(step, is_cut=False) for step in one.steps])
-            if one.place in untrue
+            if one.place in places
             else one
             for one in settled
         ]
+
+    async def _falls(self, one: _Settled) -> bool:
+        """Whether the recipe's reward is lower without the cut steps; not where it has none."""
+        assert one.stored.task is not None
+        paths = [one.stored.contents, one.contents()]
+        # Both by the recipe: the stored reward may be of another scale.
+        whole, shortened = await self._rewards(one.stored.task, paths)
+        return whole is not None and (shortened is None or shortened < whole - _SAME_REWARD)
+
+    async def _contradicted(self, cut: Sequence[_Settled], opener: SessionOpener) -> list[_Settled]:
+        """Those that give other results, or are rewarded less, in their environment."""
+        demonstrations = [
+            (one.stored.task, tuple(one.contents())) for one in cut if one.stored.task is not None
+        ]
+        needed = []
+        for one, shown in zip(cut, await rehearse_all(opener, demonstrations), strict=True):
+            (reward,) = await self._rewards(shown.task, [shown.contents], [shown.reward])
+            is_lower = reward is None or reward < one.stored.traces[-1].reward - _SAME_REWARD
+            if shown.fault or is_lower:
+                needed.append(one)
+        return needed
+
+    async def _rewards(
+        self,
+        task: Task,
+        paths: Sequence[Sequence[StepContent]],
+        given: Sequence[float | None] | None = None,
+    ) -> list[float | None]:
+        tree = attempts_tree(self._setup.format, task, paths, given)
+        return [leaf.reward for leaf in (await self._setup.scorer(tree)).leaves]
+
+
+def _recipe_checksum(config: Config) -> str:
+    """Of the settings that D and the rewards depend on."""
+    tables = ("tasks", "format", "tools", "environment", "reward", "rollout")
+    include: Any = dict.fromkeys(tables, True) | {"run": {"seed"}}
+    text = json.dumps(config.model_dump(mode="json", include=include), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _best(stored: Sequence[_Stored]) -> list[_Stored]:
