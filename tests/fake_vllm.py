@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from peft import PeftModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -52,12 +54,14 @@ class FakeVllm:
             **identity,
         }
         self.has_plugin = True
+        """Without it, the server draws by its own generator and reports log-probabilities."""
         self.hangs = False
         self.fail_next = 0
         """Requests that are answered with an error of the server's."""
         self.skip_loads = False
         """Say that weights were loaded, and keep the old ones."""
-        self.most_at_once = self.num_requests = self.num_loads = 0
+        self.most_at_once = self.num_requests = self.num_loads = self.num_adapter_loads = 0
+        self.adapter_files: list[str] = []
         self.labels_asked: list[str] = []
         self._listener = listen("127.0.0.1", 0)
         self._port = int(self._listener.getsockname()[1])
@@ -72,6 +76,7 @@ class FakeVllm:
         self.model = copy.deepcopy(self._first)
         self.label, self.owner, self.is_paused = "default", "", False
         self.num_running, self.num_tokens = 0, 0
+        self.adapters: dict[str, str] = {}
         if self._listener.fileno() < 0:
             self._listener = listen("127.0.0.1", self._port)
         config = uvicorn.Config(
@@ -101,12 +106,15 @@ class FakeVllm:
             "/resume": self._resume,
             "/reset_prefix_cache": self._reset,
             "/update_weight_version": self._set_version,
+            "/v1/load_lora_adapter": self._load_adapter,
+            "/v1/unload_lora_adapter": self._unload_adapter,
         }
         gets = {
             "/health": self._health,
             "/version": self._version,
             "/weight_info": self._weight_info,
             "/metrics": self._metrics,
+            "/server_info": self._info,
         }
         routes = [Route(path, act, methods=["POST"]) for path, act in posts.items()]
         return Starlette(routes=[*routes, *(Route(path, act) for path, act in gets.items())])
@@ -142,8 +150,35 @@ class FakeVllm:
         self.label = (await request.json())["new_version"]
         return JSONResponse({"success": True})
 
+    async def _load_adapter(self, request: Request) -> Response:
+        body = await request.json()
+        if len(self.adapters) == 1:
+            return JSONResponse({"error": "no room"}, status_code=400)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        self.num_adapter_loads += 1
+        self.adapter_files = sorted(os.listdir(body["lora_path"]))
+        self.adapted = PeftModel.from_pretrained(copy.deepcopy(self.model), body["lora_path"])
+        return PlainTextResponse("Success")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        name = (await request.json())["lora_name"]
+        status = 200 if self.adapters.pop(name, None) else 404
+        return PlainTextResponse("", status_code=status)
+
+    async def _info(self, request: Request) -> Response:
+        model = {
+            "dtype": f"torch.{self.identity['dtype']}",
+            "max_model_len": self.identity["max_context"],
+            "max_logprobs": self.identity["max_logprobs"],
+            "logprobs_mode": self.identity["logprobs_mode"],
+        }
+        return JSONResponse({"vllm_config": {"model_config": model}})
+
     async def _rpc(self, request: Request) -> Response:
         body = await request.json()
+        if body["method"] == "reload_weights":
+            self.treegraft_load(body["args"][1])
+            return JSONResponse({"results": [None]})
         if not self.has_plugin:
             return JSONResponse({"error": f"no method {body['method']}"}, status_code=500)
         result = getattr(self, body["method"])(*body["args"])
@@ -180,34 +215,65 @@ class FakeVllm:
         self.most_at_once = max(self.most_at_once, self.num_running)
         self.labels_asked.append(body["cache_salt"])
         try:
-            choice = await self._write(body["token_ids"], body["sampling_params"])
+            name = body.get("model")
+            if name is not None and name not in self.adapters:
+                return JSONResponse({"error": f"no model {name}"}, status_code=404)
+            model = self.model if name is None else self.adapted
+            choice = await self._write(model, body["token_ids"], body["sampling_params"])
         finally:
             self.num_running -= 1
         usage = {"prompt_tokens": len(body["token_ids"])}
         return JSONResponse({"choices": [choice], "usage": usage})
 
-    async def _write(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        order, content, ids = params["extra_args"][DRAW], [], []
-        label = self.label
+    async def _write(self, model: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        ids: list[int] = []
+        label, generator = self.label, torch.Generator().manual_seed(params.get("seed", 0))
         while len(ids) < params["max_tokens"]:
             with torch.inference_mode():
-                logits = self.model(torch.tensor([[*prompt, *ids]])).logits[0, -1:]
-            key = tuple(order["key"]) if order["temperature"] > 0 else None
-            drawn = sample_tokens(
-                *(logits, [order["temperature"]], [key], [order["offset"] + len(ids)]),
-                kind=order["noise"],
-            )
-            values, places = marked_rows(logits, drawn)[0].topk(2)
-            pairs = zip(places.tolist(), values.tolist(), strict=True)
-            top = [{"token_id": place, "logprob": value} for place, value in pairs]
-            content.append({**top[0], "top_logprobs": top})
-            ids.append(top[0]["token_id"])
+                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, -1:]
+            drawn = _plain if "extra_args" not in params else _marked
+            content.append(drawn(logits, params, len(ids), generator))
+            ids.append(content[-1]["token_id"])
             self.num_tokens += 1
             await asyncio.sleep(self.token_s)
             if ids[-1] in params["stop_token_ids"]:
                 break
         spans = [{"version": label, "start": 0, "end": len(ids)}]
         return {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": spans}
+
+
+def _marked(
+    logits: torch.Tensor, params: dict[str, Any], position: int, generator: torch.Generator
+) -> dict[str, Any]:
+    """One token of a reply, drawn as the plugin does."""
+    order = params["extra_args"][DRAW]
+    key = tuple(order["key"]) if order["temperature"] > 0 else None
+    drawn = sample_tokens(
+        *(logits, [order["temperature"]], [key], [order["offset"] + position]), kind=order["noise"]
+    )
+    values, places = marked_rows(logits, drawn)[0].topk(2)
+    pairs = zip(places.tolist(), values.tolist(), strict=True)
+    top = [{"token_id": place, "logprob": value} for place, value in pairs]
+    return {**top[0], "top_logprobs": top}
+
+
+def _plain(
+    logits: torch.Tensor, params: dict[str, Any], position: int, generator: torch.Generator
+) -> dict[str, Any]:
+    """One token of a reply, as vLLM draws and reports it by itself: the drawn token, then the most
+    likely ones."""
+    temperature = params["temperature"]
+    logprobs = (logits[0] / (temperature or 1.0)).log_softmax(dim=0)
+    if temperature:
+        token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+    else:
+        token = int(logprobs.argmax())
+    values, places = logprobs.topk(params["logprobs"])
+    rows = {token: float(logprobs[token])}
+    rows |= dict(zip(places.tolist(), values.tolist(), strict=True))
+    top = [{"token_id": place, "logprob": value} for place, value in rows.items()]
+    return {"token_id": token, "logprob": rows[token], "top_logprobs": top}
 
 
 @contextlib.contextmanager

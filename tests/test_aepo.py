@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.test_explore import path, step
+from tests.test_growth import grow, make
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
@@ -24,6 +25,7 @@ from treegraft.algo.aepo import (
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
 from treegraft.explore.balanced import BalancedBranching
+from treegraft.explore.build import build_explorer
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_trees
@@ -224,15 +226,50 @@ def test_the_probe_is_the_first_rollout() -> None:
     # Two leaves are there; the rise of the first one's answer says 5 of 16 at the prompt.
     assert explorer.fill(tree, 16) == Start(4)
     assert explorer.fill(tree, 3) == Start(1)
-    # Where the probe is all that starts at the prompt, the rest is back-fill, and so is what the
-    # others left over.
-    sure = build_tree(Part("p", (Part("st", (Part("s", entropies=[1e6]),), entropies=[1.0]),)))
-    assert explorer.fill(sure, 16) == Start(15)
-    both = build_tree(Part("p", (Part("s"), Part("s"))))
-    assert explorer.fill(both, 16) == Start(14)
+    # What is left over becomes rollouts from the prompt: as many at a time as were planned, and
+    # half of it at most.
+    unsure = Part("st", (Part("s", entropies=[1e6]),), entropies=[1.0])
+    assert explorer.fill(build_tree(Part("p", (unsure,))), 16) == Start(1)
+    five = Part("sst", branches[:1], entropies=[1.0, 1.0])
+    fives = [build_tree(Part("p", (five, *[Part("s")] * num))) for num in (4, 8)]
+    assert [explorer.fill(one, 16) for one in fives] == [Start(5), Start(4)]
+    assert explorer.fill(fives[0], 6) == Start(1)
+    # Without a result there is no place for a branch.
+    assert explorer.fill(build_tree(Part("p", (Part("s"),))), 16) == Start(15)
     # A probe that failed before its first token.
     failed = build_tree(Part("p", (Part("", status=Status.FAILED, reward=None),)))
     assert explorer.fill(failed, 4) == Start(3)
+
+
+def test_fewer_rollouts_from_the_prompt_leave_more_branches() -> None:
+    """A rise of 9 nats after each result; m is 9, 3 and 1 of 16."""
+    found = []
+    for weight, num in ((0.0, 9), (0.2, 3), (5.0, 1)):
+        explorer = BalancedBranching(
+            EntropySettings(probe_tokens=2, normaliser="none", base_prob=0.0, threshold=0.5),
+            BalancedSettings(budget_weight=weight),
+            vocab_size=10,
+        )
+        tree = grow(
+            make(explorer, entropy=lambda path: 5.0 if "<result>" in path else 0.5, num_leaves=16)
+        )
+        assert num_global_rollouts(explorer._changes(tree), 16, weight=weight) == num
+        assert len(tree.leaves) == 16
+        found.append(sum(isinstance(one.cause, BranchCause) for one in tree.steps))
+    assert found == [7, 8, 8]
+
+
+def test_a_short_first_stage_has_its_share_of_grafts() -> None:
+    config = load_config(
+        tiny(explore={"explorers": ["balanced", "graft"], "num_leaves": 16}, buffer={"path": "b"})
+    )
+    explorer = build_explorer(config.explore, vocab_size=50)
+    assert [n for n in range(9) if explorer.is_hybrid(n)] == [1, 3, 5, 7]
+    plain = load_config(
+        tiny(explore={"explorers": ["entropy", "graft"], "num_leaves": 16}, buffer={"path": "b"})
+    )
+    explorer = build_explorer(plain.explore, vocab_size=50)
+    assert [n for n in range(8) if explorer.is_hybrid(n)] == [4, 5, 6, 7]
 
 
 def test_a_run_with_a_balanced_budget(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.families import build_model
+from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
@@ -20,6 +22,7 @@ from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_trees
 from treegraft.settings.explore import PeaksSettings
 from treegraft.settings.load import load_config
+from treegraft.settings.policy import LossSettings
 from treegraft.train import train
 
 
@@ -90,6 +93,24 @@ def test_branches_of_a_rollout_that_failed_teach_nothing() -> None:
     found = assign_credit(replace(tree, steps=tuple(steps)), advantage="appo")
     assert [leaf.weight for leaf in found.leaves] == [0.0, 0.0]
     assert not pack_trees([found]).carries_loss.any()
+
+
+def test_branches_need_no_pass() -> None:
+    """Only rollouts carry loss: 0.0.0.0 with the steps above it, and 0.1."""
+    tree = assign_credit(grown(), advantage="appo")
+    loss = LossSettings(aggregation="token-mean")
+    model, twin = build_model("llama"), build_model("llama")
+    learner, descent = make_learner(model, loss)
+    (learned,), metrics = learner.learn([tree])
+    passed = {step.id for step in learned.steps if step.old_logprobs is not None}
+    assert passed == {"0", "0.0", "0.0.0", "0.0.0.0", "0.1"}
+    sizes = {step.id: len(step.token_ids) for step in tree.steps}
+    assert metrics["learn/num_unique_tokens"] == sum(sizes[name] for name in passed)
+    slow_loss(twin, [tree], loss, 7.0).backward()
+    assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
+    # Its branches are recorded all the same.
+    assert [step.id for step in learned.steps] == [step.id for step in tree.steps]
+    assert len(learned.leaves) == len(tree.leaves)
 
 
 def test_what_comes_after_a_token_weighs_by_distance() -> None:

@@ -68,6 +68,8 @@ def test_a_config_an_empty_mapping_and_an_empty_file_are_the_defaults(tmp_path: 
     ("override", "dotted", "value"),
     [
         ("learn.lr=1", "learn.lr", 1.0),
+        ("learn.lr=.5", "learn.lr", 0.5),
+        ("run.name=.5", "run.name", ".5"),
         ("learn.betas=[0.8, 0.99]", "learn.betas", (0.8, 0.99)),
         ("run.name=2026-11-21", "run.name", "2026-11-21"),
         ("run.name=7", "run.name", "7"),

@@ -237,6 +237,13 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     assert wrong == []
 
 
+def test_tables_are_whole() -> None:
+    """A row behind a blank line would be shown as text."""
+    for name, page in PAGES.items():
+        for above, row in re.findall(r"\n\n(\|.*)\n(.*)", page):
+            assert row.startswith("|") and not row.strip("|-: "), f"{name}: {above}"
+
+
 def test_functions_named_on_the_pages_exist() -> None:
     """`algo/rapo.py`: `retrieval_reward`, `shaping_factor` - the file is there and defines them."""
     count = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.tiny import tiny
 
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.types import StepContent, Task, Trace, Tree
+from treegraft.evals.evaluate import evaluate
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.sft import demonstration_tree
@@ -250,7 +252,16 @@ def run_of(
 WARMUP: Mapping[str, Any] = {"decision_frac": 0.0, "num_steps": 6, "eval_every": 4}
 
 
-def test_a_buffer_is_imitated_then_trained_on(tmp_path: Path) -> None:
+def test_a_buffer_is_imitated_then_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+
+    async def counted(parts: Any, tasks: Any, number: int, **options: Any) -> Any:
+        numbers.append(number)
+        return await evaluate(parts, tasks, number, **options)
+
+    monkeypatch.setattr("treegraft.train.evaluate", counted)
     warmup = {**WARMUP, "traces": "buffer", "min_reward": 0.5}
     buffer = {"path": "expert", "encoder": "hashing"}
     done = run_of(tmp_path, "both", warmup=warmup, buffer=buffer)
@@ -263,6 +274,11 @@ def test_a_buffer_is_imitated_then_trained_on(tmp_path: Path) -> None:
     assert [line["warmup/num_steps"] for line in found[1:]] == [4, 6]
     assert all("eval/accuracy" in line for line in found)
     assert "warmup/num_steps" not in found[0] and len(found) == 3
+    # That at the end of the warm-up is that before the first update.
+    assert numbers == [0, 0, 0, 1]
+    assert {key: value for key, value in found[2].items() if key.startswith("eval/")} == {
+        key: value for key, value in lines[0].items() if key.startswith("eval/")
+    }
     tokens = [line["warmup/num_loss_tokens"] for line in found[1:]]
     assert 0 < tokens[0] < tokens[1] == lines[0]["warmup/num_loss_tokens"]
     assert lines[0]["warmup/num_steps"] == 6
@@ -276,6 +292,57 @@ def test_a_buffer_is_imitated_then_trained_on(tmp_path: Path) -> None:
     assert again.metrics["warmup/loss"] == lines[0]["warmup/loss"]
 
 
+def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Has the warm-up fail at its step `step`, from 1."""
+    steps, imitate = 0, Learner.imitate
+
+    def stopped(self: Learner, trees: Sequence[Tree], *rest: Any) -> float:
+        nonlocal steps
+        steps += 1
+        if steps == step:
+            raise CheckpointError("killed")
+        return imitate(self, trees, *rest)
+
+    patch.setattr(Learner, "imitate", stopped)
+
+
+def test_law_16_demonstrations_do_not_change_unseen(tmp_path: Path) -> None:
+    """A .jsonl of conversations in [buffer] is imported for the warm-up alone; its copy is what a
+    resume depends on."""
+
+    def row(task: Task, number: int) -> dict[str, Any]:
+        steps = [
+            {
+                "thought": one.thought,
+                "calls": [{"name": call.name, "body": call.body} for call in one.calls],
+                "observations": [seen.text for seen in one.observations],
+                "answer": one.answer,
+            }
+            for one in WORLD.expert(task, 0)
+        ]
+        ids = {"task_id": task.id, "question": task.question, "source": "chats"}
+        return {**ids, "trajectory": str(number), "reward": 1.0, "steps": steps}
+
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row(one, n)) + "\n" for n, one in enumerate(TASKS)))
+    tables = {
+        "warmup": {**WARMUP, "eval_every": 0, "traces": "buffer"},
+        "buffer": {"path": str(path), "encoder": "hashing"},
+    }
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="killed"):
+        stop_at(4, patch)
+        run_of(tmp_path, "a", sft, **tables)
+    run = tmp_path / "a"
+    with sqlite3.connect(run / "buffer" / "traces.sqlite") as connection:
+        connection.execute(
+            """UPDATE traces SET value = replace(value, '"body":"e1', '"body":"e2')"""
+        )
+    connection.close()
+    with pytest.raises(CheckpointError, match=r"the demonstrations in .* have changed"):
+        sft(None, resume=run, display=False)
+    assert sft(None, resume=run, accepts_changes=True, display=False).metrics["warmup/num_steps"]
+
+
 def test_an_interrupted_warmup_keeps_its_evaluations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,17 +350,7 @@ def test_an_interrupted_warmup_keeps_its_evaluations(
     whole = run_of(tmp_path, "whole", sft, warmup=warmup)
     expected = read_metrics(whole.run_dir, "warmup.jsonl")
     assert [line["warmup/num_steps"] for line in expected[1:]] == [2, 4, 6, 8]
-    steps = 0
-
-    def stop_after(self: Learner, trees: Sequence[Tree], *rest: Any) -> float:
-        nonlocal steps
-        steps += 1
-        if steps == 8:
-            raise CheckpointError("killed")
-        return imitate(self, trees, *rest)
-
-    imitate = Learner.imitate
-    monkeypatch.setattr(Learner, "imitate", stop_after)
+    stop_at(8, monkeypatch)
     with pytest.raises(CheckpointError, match="killed"):
         run_of(tmp_path, "cut", sft, warmup=warmup)
     place = tmp_path / "cut"

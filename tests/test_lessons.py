@@ -22,8 +22,10 @@ from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_metrics
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LearnSettings, LossSettings
+from treegraft.tasks.build import build_tasks
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
+from treegraft.traces.run_buffer import RunBuffer
 from treegraft.train import train
 
 
@@ -75,6 +77,8 @@ def test_earlier_lessons_are_keyed_draws_without_doubles() -> None:
     assert stored.choose(trees, names[:6], 5, (0.0, 0.0)) == given
     others = [stored.choose(trees, names[:6], n, (0.0, 0.0)).trees for n in range(6, 12)]
     assert any([tree.task.id for tree in one[1:]] != drawn for one in others)
+    # From the second epoch on tasks come again.
+    assert stored.choose(trees, names[:6] * 3, 5, (0.0, 0.0)) == given
     assert stored.choose(trees, [], 5, (0.0, 0.0)).metrics["lesson/num_earlier"] == 0
 
 
@@ -153,4 +157,22 @@ def test_lessons_need_successes_in_a_buffer(tmp_path: Path) -> None:
         buffer.add(split_steps("x", "q ?", steps, reward=1.0, source="s", trajectory="0"))
     with pytest.raises(DataError, match="has no success at the training tasks"):
         train(settings(tmp_path, "r", buffer={"path": str(path), "encoder": "hashing"}))
+    # Before the warm-up and before anything is written.
+    assert not (tmp_path / "r").exists()
     assert LearnSettings().num_lessons == 0
+
+
+def test_lessons_need_no_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read by task; only a search embeds its key."""
+    path = tmp_path / "b"
+    with TraceBuffer(path, "hashing") as buffer:
+        steps = [StepContent(answer="e1")]
+        buffer.add(split_steps("x", "q ?", steps, reward=1.0, source="s", trajectory="0"))
+    monkeypatch.setattr(TraceBuffer, "load_encoder", lambda _: pytest.fail("loaded"))
+    stored = {"path": str(path), "encoder": "hashing"}
+    own = load_config(settings(tmp_path, "r", buffer=stored))
+    source = build_tasks(own.tasks, own.run.seed)
+    assert RunBuffer(own, source, tmp_path / "r").is_due
+    grafts = tiny(explore={"explorers": ["graft"]}, buffer=stored)
+    with pytest.raises(pytest.fail.Exception, match="loaded"):
+        RunBuffer(load_config(grafts), source, tmp_path / "r")

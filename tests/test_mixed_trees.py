@@ -577,6 +577,11 @@ def test_entropies_beside_grafts_are_made_exact() -> None:
     # Exact ones are left as they are.
     again = learner.with_exact_entropies([exact])
     assert again[0] is exact
+    # Tokens that are compared by entropy need them of one kind.
+    for tree in learner.with_exact_entropies(trees, everywhere=True):
+        kinds = {step.entropy_kind for step in tree.steps if any(step.sampled_mask)}
+        assert kinds == {EntropyKind.EXACT}
+    assert learner.with_exact_entropies([trees[1]], everywhere=True)[0] is trees[1]
 
 
 def test_exact_entropies_cost_no_pass_where_none_is_needed() -> None:

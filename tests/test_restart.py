@@ -4,6 +4,7 @@ masked, who is compared with whom."""
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,12 +20,14 @@ from tests.families import build_model, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
 from tests.test_growth import OneTrace, grow, make
 from tests.test_loop import ANSWER, TASKS, by_step
+from tests.tiny import tiny
 from tests.trees import Part, build_tree
 from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.groups import by_place, split_advantages
 from treegraft.algo.rapo import path_retrieved_frac
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Restarting
 from treegraft.core.types import (
     Below,
@@ -45,15 +48,18 @@ from treegraft.core.types import (
 from treegraft.explore.compose import Composed
 from treegraft.explore.independent import Independent
 from treegraft.explore.prefix import ShortestPrefix, UniformPrefix, WholeTrajectory
+from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.symptoms import _first_step, _first_success
-from treegraft.rollout.measure import rollout_metrics
+from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.rollout.rounds import sample_rounds
 from treegraft.runs.record import tree_from_json, tree_to_json
+from treegraft.settings.config import Config
 from treegraft.settings.explore import BufferSettings, PrefixSettings
+from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
-from treegraft.traces.retrieve import BufferRetriever
+from treegraft.traces.retrieve import BufferRetriever, unusable
 from treegraft.traces.run_buffer import own_traces
 
 
@@ -259,8 +265,8 @@ def answers_after(num_results: int) -> Any:
         # 4 (no), 6 (no), 7 (works).
         (7, {0: 4, 4: 2, 6: 2, 7: 8}),
         (0, {0: 16}),
-        # Nothing works: the rest at the last place.
-        (99, {0: 4, 4: 2, 6: 2, 7: 8}),
+        # Nothing works: the rest at the prompt.
+        (99, {0: 10, 4: 2, 6: 2, 7: 2}),
     ],
 )
 def test_bread_finds_the_shortest_prefix_that_succeeds(
@@ -304,8 +310,97 @@ def test_breads_search_ends_at_the_shortest_prefix(num_steps: int, num_needed: i
     else:
         raise AssertionError(f"the search has not ended: {places}")
     found = 0 if start.below is None else start.below.num_steps
-    assert found == min(num_needed, num_steps)
+    assert found == (num_needed if num_needed <= num_steps else 0)
     assert len(places) <= 1 + (num_steps).bit_length() + 1
+
+
+def test_breads_search_does_not_count_leaves_that_failed_for_a_reason_of_ours() -> None:
+    explorer = ShortestPrefix(PrefixSettings(num_restarts=8, num_probes=2))
+    stored = [Stored(num_steps=4, has_answer=True, reward=1.0, source="e")]
+    lost = Part("s", status=Status.FAILED, reward=None)
+
+    def opened(*leaves: tuple[int, Part]) -> Start:
+        grown = build_tree(Part.of("p", *(part for _, part in leaves)))
+        steps = [
+            replace(step, cause=RestartCause(rule="bread", num_steps=place)) if place else step
+            for step, (place, _) in zip(grown.steps[1:], leaves, strict=True)
+        ]
+        (start,) = explorer.restarts(replace(grown, steps=(grown.root, *steps)), stored, 12, (0,))
+        return start
+
+    bad, good = Part("s", reward=-1.0), Part("s", reward=1.0)
+    # 2 is tried again; a leaf that did end counts.
+    assert opened((0, bad)) == Start(2, Below(0, 2, "bread"))
+    assert opened((0, bad), (2, lost), (2, lost)) == Start(2, Below(0, 2, "bread"))
+    assert opened((0, bad), (2, lost), (2, bad)) == Start(2, Below(0, 3, "bread"))
+    assert opened((0, bad), (2, lost), (2, good)) == Start(2, Below(0, 1, "bread"))
+    # Nothing is known of the task.
+    assert opened((0, lost), (0, lost)) == Start(10)
+
+
+def test_a_tree_without_a_rollout_is_refused() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        grow(make(Opens([]), retriever=Kept(THREE)))
+    assert caught.group_contains(SettingError, match=r"Opens opened no rollout of task 't/0'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (
+            ["explore.prefix.rule=bread", "explore.prefix.num_restarts=16"],
+            r"num_restarts: got 16, expected less than explore.num_leaves, which is 16",
+        ),
+        (["explore.prefix.rule=bread", "explore.num_leaves=1"], r"num_restarts: got 1, expected"),
+        (["buffer.allow_same_task=false"], r"allow_same_task: got false, .* expected true"),
+        (["buffer.terminal=allow"], r"without 'graft'"),
+        (["buffer.min_similarity=0.5"], r"without 'graft'"),
+        (["buffer.random_prob=0.5"], r"without 'graft'"),
+        (["buffer.num_tries=2"], r"without 'graft'"),
+        (
+            ["explore.prefix.rule=whole", "credit.stored=own", "credit.advantage=tree_grpo"],
+            r"credit.advantage is 'tree_grpo'",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_stored_trajectories(overrides: list[str], fault: str) -> None:
+    data = tiny(
+        explore={"explorers": ["prefix"], "num_leaves": 16}, buffer={"path": "buffer.sqlite"}
+    )
+    load_config(data, [])
+    with pytest.raises(SettingError, match=fault):
+        load_config(data, overrides)
+
+
+class Broken(Kept):
+    """Fails, or takes longer than any deadline of these tests."""
+
+    async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
+        if task is TASKS[0]:
+            raise OSError("database is locked")
+        await asyncio.sleep(60)
+        return self._paths
+
+
+@pytest.mark.parametrize("task", TASKS[:2])
+def test_law_8_and_9_a_lookup_that_fails_or_hangs_means_the_prompt(
+    task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    grower = make(
+        UniformPrefix(PrefixSettings(num_restarts=2)), retriever=Broken(THREE), deadline_s=0.5
+    )
+    tree = grow(grower, task)
+    assert [path.start_id for path in tree.trajectories()] == ["0"] * 4
+    assert not any(leaf.status is Status.FAILED for leaf in tree.leaves)
+    assert grower.take_metrics() == {"restart/num_untrue": 0.0, "restart/num_failed": 1.0}
+    assert grower.take_metrics()["restart/num_failed"] == 0.0
+    why = "OSError: database is locked" if task is TASKS[0] else "rollout.deadline_s = 0.5 s"
+    assert why in caplog.text
+
+
+def test_a_second_stage_is_that_of_num_first_alone() -> None:
+    tree = grow(make(ShortestPrefix(PrefixSettings(num_restarts=2)), retriever=Kept(THREE)))
+    assert unused_metrics([tree], ShortestPrefix(PrefixSettings(num_restarts=2)), 4) == {}
 
 
 # ---------------------------------------------------------------------- whole trajectories
@@ -323,6 +418,11 @@ def test_a_whole_trajectory_is_a_leaf_with_its_own_reward() -> None:
     assert not any(own.loss_mask) and tree.budget.num_leaves == 4
     metrics = rollout_metrics([tree])
     assert metrics["restart/num_whole"] == 1 and metrics["restart/reward_prompt"] == -1
+    # What the agent did: one step without a call, by three rollouts.
+    assert metrics["reward/mean"] == -1 and metrics["reward/std"] == 0
+    assert metrics["rollout/accuracy"] == metrics["rollout/completed_frac"] == 0
+    assert metrics["rollout/steps_mean"] == metrics["rollout/violation_frac"] == 1
+    assert metrics["rollout/num_trajectories"] == 4
 
 
 def test_two_equal_trajectories_are_one_leaf() -> None:
@@ -371,6 +471,18 @@ def test_leaves_are_compared_where_they_began() -> None:
         [-1 / 3, 2 / 3, 2 / 3, -4 / 3, 2 / 3, -1 / 3]
     )
     assert by_place([path.start_id for path in tree.trajectories()]) == [[0], [1, 2, 3], [4, 5]]
+    (whole,) = batch_outcomes([tree], has_baseline=True, restarts="together")
+    assert whole[4] - whole[0] == pytest.approx(whole[0] - whole[3])
+    assert whole[1] == whole[2] == whole[4] > whole[0] == whole[5]
+    config = load_config(
+        tiny(
+            explore={"explorers": ["prefix"]},
+            buffer={"path": "b"},
+            credit={"advantage": "reinforce++-baseline", "restarts": "together"},
+        )
+    )
+    (by_settings,) = credit_trees([tree], config)
+    assert [leaf.advantage for leaf in by_settings.leaves] == whole.tolist()
     (baseline,) = batch_outcomes([tree], has_baseline=True)
     # Whitened over the batch's tokens, whose mean is not 0: relative to the single one.
     relative = baseline - baseline[0]
@@ -378,6 +490,18 @@ def test_leaves_are_compared_where_they_began() -> None:
     assert relative[4] == pytest.approx(-relative[5]) and relative[4] > 0
     weights = assign_credit(tree, leaf_weight="inverse_branching").leaves
     assert [leaf.weight for leaf in weights] == pytest.approx([1 / 6] * 6)
+
+
+def test_tree_grpo_compares_each_rollout_below_stored_steps_with_itself() -> None:
+    """Three of them at one place, of which the first branched."""
+    twins = Part.of("st", Part("s", reward=1.0), Part("s", reward=0.0))
+    tree = restarted(Part.of("rr", twins, Part("ss", reward=0.0), Part("s", reward=1.0)))
+    leaves = assign_credit(tree, advantage="tree_grpo", eps=1e-15).leaves
+    # Mean 1/2 and deviation 1/√3 over the place; ± 1/√2 within the rollout that branched.
+    place, start = math.sqrt(3) / 2, 1 / math.sqrt(2)
+    assert [leaf.advantage for leaf in leaves] == pytest.approx(
+        [place + start, -place - start, -place, place]
+    )
 
 
 def test_groups_that_vary_between_places_alone_teach_nothing() -> None:
@@ -518,6 +642,25 @@ def test_trajectories_of_a_task_best_first(tmp_path: Path) -> None:
         retriever.close()
 
 
+def test_a_buffer_of_which_nothing_is_good_enough_is_said(tmp_path: Path) -> None:
+    def config(**settings: Any) -> Config:
+        own = {"explore": {"explorers": ["prefix"]}, "buffer": {"path": "b"}}
+        return load_config(tiny(**{**own, **settings}))
+
+    with TraceBuffer(tmp_path / "b.sqlite", "hashing") as buffer:
+        for one in (path_of("w3", reward=0.5), path_of("w4", reward=0.75)):
+            buffer.add(one)
+        assert buffer.best_rewards() == [("expert", "t/0", 0.75)]
+        assert "their best reward there is 0.75 (" in unusable(buffer, config(), TASKS)
+        assert "there are none of them" in unusable(buffer, config(), TASKS[1:])
+        elsewhere = config(buffer={"path": "b", "sources": ["x", "y"]})
+        assert "there are none of them" in unusable(buffer, elsewhere, TASKS)
+        graded = {"explorers": ["prefix"], "prefix": {"min_reward": 0.75}}
+        assert unusable(buffer, config(explore=graded), TASKS) == ""
+        grafted = config(explore={"explorers": ["graft"]})
+        assert unusable(buffer, grafted, TASKS) == unusable(None, config(), TASKS) == ""
+
+
 # ---------------------------------------------------------------------- environments
 
 
@@ -549,7 +692,7 @@ def test_environments_stand_where_the_stored_steps_end(made: type) -> None:
     # apart.
     assert tree.budget.num_tool_calls == 5
     assert rollout_metrics([tree])["rollout/num_shown_calls"] == 7
-    assert grower.take_metrics() == {"restart/num_untrue": 0.0}
+    assert grower.take_metrics()["restart/num_untrue"] == 0
 
 
 def test_a_trajectory_that_the_environment_contradicts_is_left_out() -> None:
@@ -561,7 +704,7 @@ def test_a_trajectory_that_the_environment_contradicts_is_left_out() -> None:
     tree = worlds.grow(grower)
     assert [path.start_id for path in tree.trajectories()] == ["0"] * 3
     assert [sizes[0].num_steps for _, sizes in explorer.seen] == [3, 0, 0]
-    assert grower.take_metrics() == {"restart/num_untrue": 1.0}
+    assert grower.take_metrics()["restart/num_untrue"] == 1
 
 
 def test_a_whole_trajectory_has_the_environments_reward() -> None:

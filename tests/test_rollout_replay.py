@@ -3,6 +3,7 @@ resume."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,19 @@ import torch
 from tests.families import build_model
 from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
 from tests.test_packed_equals_separate import trees_for
+from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.algo.losses import clipped_surrogate, engine_correction
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.types import Tree
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.runs.replay import Replay
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
+from treegraft.train import train
 
 
 def settings_of(fresh_frac: float = 0.5, capacity: int = 512) -> Config:
@@ -42,29 +45,39 @@ def group(update: int, task: str, *, varies: bool = True) -> Tree:
     return replace(tree, group_id=f"{update}/{task}", steps=steps)
 
 
+def learned(tree: Tree) -> Tree:
+    """The tree with the learner's scores, where it teaches anything."""
+    if not any(leaf.advantage for leaf in tree.leaves):
+        return tree
+    steps = (replace(step, old_logprobs=step.sampling_logprobs) for step in tree.steps)
+    return replace(tree, steps=tuple(steps))
+
+
 def record(folder: RunFolder, update: int, trees: list[Tree]) -> None:
     folder.trees_dir.mkdir(parents=True, exist_ok=True)
     write_trees(folder.trees_path(update), trees)
 
 
 def run_updates(replay: Replay, folder: RunFolder, updates: range) -> list[list[str]]:
-    """Each update samples what is not replayed; returns the groups learned from."""
-    learned = []
+    """Each update samples what is not replayed, and one group more than it learns from; returns the
+    groups learned from."""
+    found = []
     for update in updates:
         # Task t/3 never varies, and tasks come again.
         names = [f"t/{(3 * update + n) % 7}" for n in range(4 - replay.num_due)]
         fresh = [group(update, name, varies=name != "t/3") for name in names]
         mixed = replay.mixed(update, fresh)
-        learned.append([tree.group_id for tree in mixed])
-        record(folder, update, replay.take_fresh(update, mixed))
-    return learned
+        found.append([tree.group_id for tree in mixed])
+        fresh = replay.take_fresh(update, [learned(tree) for tree in mixed])
+        record(folder, update, [*fresh, group(update, "t/dropped")])
+    return found
 
 
 def test_half_of_an_update_comes_from_earlier_ones(tmp_path: Path) -> None:
     replay, folder = Replay(settings_of(), RunFolder(tmp_path), 0), RunFolder(tmp_path)
-    learned = run_updates(replay, folder, range(1, 5))
-    assert learned[0] == ["1/t/3", "1/t/4", "1/t/5", "1/t/6"]
-    for update, names in enumerate(learned[1:], start=2):
+    found = run_updates(replay, folder, range(1, 5))
+    assert found[0] == ["1/t/3", "1/t/4", "1/t/5", "1/t/6"]
+    for update, names in enumerate(found[1:], start=2):
         fresh = [name for name in names if name.startswith(f"{update}/")]
         assert len(names) == 4 and len(fresh) == 2
         assert not any(name.endswith("t/3") for name in names if name not in fresh)
@@ -90,6 +103,55 @@ def test_a_resumed_run_draws_the_same_groups(tmp_path: Path, capacity: int) -> N
         assert one == two
 
 
+def test_groups_that_teach_by_steps_alone_are_replayed(tmp_path: Path) -> None:
+    """APPO's branches teach the steps above them; no leaf needs an advantage of its own."""
+    tree = group(1, "t/1")
+    leaves = tuple(replace(leaf, advantage=0.0) for leaf in tree.leaves)
+    steps = tuple(replace(step, advantage=0.5 * any(step.loss_mask)) for step in tree.steps)
+    own = replace(
+        tree, leaves=leaves, steps=tuple(replace(one, old_logprobs=None) for one in steps)
+    )
+    scored = tuple(replace(step, old_logprobs=step.sampling_logprobs) for step in steps)
+    replay = Replay(settings_of(), RunFolder(tmp_path), 0)
+    replay.take_fresh(1, [replace(own, steps=scored)])
+    assert replay.num_due == 1
+    # One that the learner passed over is not.
+    replay = Replay(settings_of(), RunFolder(tmp_path), 0)
+    replay.take_fresh(1, [own])
+    assert replay.num_due == 0
+
+
+def test_the_files_of_the_groups_that_are_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    few, all_of_them = (Replay(settings_of(capacity=size), folder, 0) for size in (2, 512))
+    run_updates(few, folder, range(1, 6))
+    names = [path.name for path in few.files()]
+    kept = {int(tree.group_id.split("/")[0]) for tree in few._groups.values()}
+    assert names == [f"update-{n:06d}.jsonl" for n in range(min(kept), 6)] and min(kept) > 1
+    assert len(all_of_them.files()) == 5
+    assert Replay(settings_of(1.0), folder, 5).files() == ()
+
+
+def test_law_16_trees_that_a_resume_replays_do_not_change_unseen(tmp_path: Path) -> None:
+    settings = tiny(
+        run={"num_updates": 1, "dir": str(tmp_path), "name": "a"},
+        replay={"fresh_frac": 0.5},
+        loss={"engine_ratio_cap": 1e9},
+        eval={"every": 0, "at_start": False, "at_end": False},
+    )
+    run = train(settings).run_dir
+    longer = json.loads((run / "config.json").read_text())
+    longer["run"]["num_updates"] = 2
+    trees = run / "trees" / "update-000001.jsonl"
+    trees.write_text(trees.read_text().replace('"reward":', '"reward": '))
+    with pytest.raises(CheckpointError, match=r"trees/update-000001\.jsonl has changed"):
+        train(longer, resume=run)
+    trees.unlink()
+    with pytest.raises(CheckpointError, match=r"trees/update-000001\.jsonl is missing"):
+        train(longer, resume=run)
+    train(longer, resume=run, accepts_changes=True)
+
+
 def test_without_the_setting_nothing_is_kept(tmp_path: Path) -> None:
     replay = Replay(settings_of(1.0), RunFolder(tmp_path), 5)
     fresh = [group(6, "t/1")]
@@ -108,6 +170,14 @@ def test_without_the_setting_nothing_is_kept(tmp_path: Path) -> None:
                 "track": {"record_trees": False},
             },
             "track.record_trees",
+        ),
+        (
+            {
+                "replay": {"fresh_frac": 0.9},
+                "loss": {"old_logprobs": "engine"},
+                "run": {"tasks_per_update": 4},
+            },
+            r"fresh_frac: got 0.9, which leaves no group to replay",
         ),
     ],
 )
@@ -138,6 +208,14 @@ def test_law_1_with_a_replayed_group() -> None:
     assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
     # Within .4 nats by construction; the old group's are random, some nats away.
     assert 0 < metrics["learn/engine_gap"] < 0.4
+
+
+def test_where_replayed_groups_alone_teach_no_gap_is_reported() -> None:
+    """Law 7: 0.0 would end the breaches in a row."""
+    fresh = group(5, "t/2", varies=False)
+    learner, _ = make_learner(build_model("llama"), LossSettings(engine_ratio_cap=1e9))
+    _, metrics = learner.learn([group(1, "t/1"), fresh])
+    assert metrics["learn/num_optimiser_steps"] == 1 and "learn/engine_gap" not in metrics
 
 
 def replace_ratio(loss: LossSettings) -> LossSettings:

@@ -18,10 +18,12 @@ from treegraft.core.interfaces import Explorer
 from treegraft.core.types import Start, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.explore.compose import Composed
+from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.rollout.measure import unused_metrics
 from treegraft.settings.explore import ExploreSettings, GraftSettings
 from treegraft.settings.load import load_config
+from treegraft.settings.tasks import RewardSettings
 
 
 def scored_tree(rewards: Sequence[float]) -> Tree:
@@ -110,9 +112,31 @@ def test_stages_are_settings_of_explorers_that_start_all_leaves() -> None:
     assert built().starts(8) == Start(8)
     assert built(num_first=3).starts(8) == Start(3)
     graft = built(explorers=["graft"], num_first=3, graft=GraftSettings(num_hybrid=4))
-    # Of 8 leaves the last 4 may retrieve, whichever stage opens them.
-    assert [graft.is_hybrid(n) for n in range(8)] == [False] * 4 + [True] * 4
+    # Of 8 leaves 4 may retrieve, the same share in each stage.
+    assert [n for n in range(8) if graft.is_hybrid(n)] == [1, 3, 5, 7]
     assert graft.starts(8) == Start(3)
+    plain = built(explorers=["graft"], graft=GraftSettings(num_hybrid=4))
+    assert [n for n in range(8) if plain.is_hybrid(n)] == [4, 5, 6, 7]
+
+
+@given(num_hybrid=st.integers(0, 16), num_first=st.integers(1, 16))
+def test_each_stage_has_its_share_of_hybrid_rollouts(num_hybrid: int, num_first: int) -> None:
+    graft = HybridRollout(GraftSettings(num_hybrid=num_hybrid), num_leaves=16, is_spread=True)
+    assert sum(graft.is_hybrid(n) for n in range(num_first)) == num_first * num_hybrid // 16
+
+
+def test_a_penalty_for_length_is_no_disagreement() -> None:
+    """Rewards 1 and 1 - 1/4, of which the difference is the penalty's."""
+    tree = scored_tree([1.0, 0.75])
+    parts = ({"overlong": 0.0}, {"overlong": -0.5})
+    leaves = zip(tree.leaves, parts, strict=True)
+    tree = replace(tree, leaves=tuple(replace(leaf, reward_parts=own) for leaf, own in leaves))
+    explore = ExploreSettings(num_leaves=4, num_first=2)
+    for penalty, num in ((0.5, 0), (0.25, 2)):
+        explorer = build_explorer(explore, vocab_size=10, penalty=penalty)
+        assert explorer.fill(tree, 4) == Start(num)
+    reward = RewardSettings(funcs=["math", "overlong"], weights=[1.0, 0.5])
+    assert (reward.penalty, RewardSettings().penalty) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +146,7 @@ def test_stages_are_settings_of_explorers_that_start_all_leaves() -> None:
             ["explore.num_first=17"],
             "got 17, expected at most explore.num_leaves",
         ),
+        (["explore.num_leaves=8", "explore.num_first=8"], "got 8, expected less than"),
         (['explore.explorers=["entropy"]', "explore.num_first=4"], "has a rule of its own"),
         (["explore.fill_from=0.5"], r"explore.num_first is None"),
     ],

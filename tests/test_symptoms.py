@@ -16,7 +16,7 @@ from tests.trees import Part, build_tree
 
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.symptoms import question_information, success_change
+from treegraft.policy.learn.symptoms import question_information, success_change, symptoms
 from treegraft.rollout.copied import found_metrics
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.policy import LearnSettings, LossSettings
@@ -108,6 +108,10 @@ def test_the_change_of_successes_is_of_learned_trees_and_sampled_tokens() -> Non
     assert success_change(Later(), [tree, learned]) == {  # type: ignore[arg-type]
         "learn/success_logprob_change": 0.5
     }
+    # Against an engine's scores it would be the gap of two implementations.
+    both = symptoms(Later(), [tree, learned])  # type: ignore[arg-type]
+    own = symptoms(Later(), [tree, learned], has_own_scores=False)  # type: ignore[arg-type]
+    assert "learn/success_logprob_change" in both and own == {}
     failed = replace(
         learned, leaves=tuple(replace(leaf, is_correct=False) for leaf in learned.leaves)
     )

@@ -4,6 +4,7 @@ engine whatever dies, and no reply by other weights."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
@@ -14,7 +15,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,9 @@ from tests.fake_vllm import FakeVllm, fakes
 from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
 
-from treegraft.core.errors import DeadlineExceeded, EngineError, SettingError
-from treegraft.core.types import Completion, Sampling
+from treegraft.core.errors import DeadlineExceeded, DriftError, EngineError, SettingError
+from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.policy.canary import Canaries
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm import fleet, launch
 from treegraft.policy.engine.vllm.build import (
@@ -35,14 +38,22 @@ from treegraft.policy.engine.vllm.build import (
     _folder_for_weights,
     build_engine,
     find_python,
+    options,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.fleet import Fleet
 from treegraft.policy.engine.vllm.folder import held_folder, write_folder
 from treegraft.policy.engine.vllm.server import Process, Server
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.load import with_adapters
+from treegraft.policy.publish import Publisher
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
+from treegraft.runs.checkpoint import TrainState
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+
+# transformers renames what peft asks for.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 MODEL = build_model("llama", 0)
 OTHER = build_model("llama", 1)
@@ -54,8 +65,16 @@ Work = Callable[[VllmEngine], Awaitable[Any]]
 def config_of(fakes: list[FakeVllm], folder: Path, **vllm: Any) -> Config:
     engine = {"kind": "vllm", "max_rows": 4, "deadline_s": 20.0}
     engine |= {name: vllm.pop(name) for name in ("max_rows", "deadline_s") if name in vllm}
+    kind = vllm.pop("publish", "auto")
     vllm = {"servers": [one.url for one in fakes], "start_timeout_s": 10.0} | vllm
-    return load_config(tiny(run={"dir": str(folder)}, engine={**engine, "vllm": vllm}))
+    return load_config(
+        tiny(
+            run={"dir": str(folder)},
+            model={"lora": {"rank": 2 if kind == "adapter" else 0}},
+            engine={**engine, "vllm": vllm},
+            publish={"kind": kind},
+        )
+    )
 
 
 def run(fakes: list[FakeVllm], folder: Path, work: Work, **vllm: Any) -> Any:
@@ -362,14 +381,279 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not [name for name in left if name.startswith("treegraft")]
 
 
-def test_servers_that_answer_differently_are_refused(tmp_path: Path) -> None:
+def learner_of(model: Any) -> Learner:
+    config = load_config(tiny())
+    own = copy.deepcopy(model)
+    return Learner(own, config.learn, config.loss, length_constant=7)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_server_that_keeps_its_old_weights_is_told_from_the_learner(
+    tmp_path: Path, num_servers: int
+) -> None:
+    """It says that it has the new ones, with their label and checksum. Where another server is
+    left, none of its tokens reaches a tree; after three publishes the run ends."""
+    learner = learner_of(OTHER)
+    expected = native(OTHER, range(6))
+
     async def work(engine: VllmEngine) -> None:
-        servers[1].skip_loads = True
-        with pytest.raises(EngineError, match="answer differently"):
+        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+        await publisher.publish(1)
+        assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
+        assert engine.capacity == 4 * num_servers
+        bad = servers[-1]
+        bad.model.load_state_dict(MODEL.state_dict())
+        bad.skip_loads = True
+        for version in (2, 3):
+            await publisher.publish(version)
+            assert publisher.check(version, None)["learn/canary_gap"] > 1e-2
+            if num_servers > 1:
+                assert engine.capacity == 4
+                assert same(await asyncio.gather(*(ask(engine, n) for n in range(6))), expected)
+        with pytest.raises(DriftError, match=rf"{bad.url} and the learner .* third time in a row"):
+            await publisher.publish(4)
+
+    with fakes(MODEL, num_servers) as servers:
+        run(servers, tmp_path, work)
+
+
+def test_a_server_that_is_right_again_is_trusted_again(tmp_path: Path) -> None:
+    learner = learner_of(OTHER)
+
+    async def work(engine: VllmEngine) -> None:
+        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+        for version in range(1, 6):
+            servers[0].skip_loads = version % 3 != 0
+            if servers[0].skip_loads:
+                servers[0].model.load_state_dict(MODEL.state_dict())
+            await publisher.publish(version)
+            assert (publisher.check(version, None)["learn/canary_gap"] < 1e-5) == (version % 3 == 0)
+        assert engine.take_metrics()["time/engine_drained"] == 4.0
+
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work)
+
+
+def test_bfloat16_canaries_are_measured_by_the_first_publish() -> None:
+    """Mean differences by hand: |-1 - -1.1| and |-2 - -1.9| are 0.1 in the mean, whose double is
+    not exceeded by 0.2 and is by 0.3."""
+
+    class Stub:
+        answers: Any = None
+
+        async def canaries(self) -> Any:
+            return self.answers
+
+        def set_aside(self, name: str, why: str) -> None:
+            aside.append((name, why))
+
+    class Scorer:
+        def with_logprobs(self, trees: Any) -> Any:
+            row = (-1.0, -2.0)
+            return [
+                replace(one, steps=(one.root, replace(one.steps[1], old_logprobs=row)))
+                for one in trees
+            ]
+
+    def completion(*logprobs: float) -> Completion:
+        return Completion(
+            token_ids=(5, 6),
+            sampling_logprobs=logprobs,
+            entropies=(0.0, 0.0),
+            finish=StopReason.LENGTH,
+            policy_version=0,
+        )
+
+    aside: list[tuple[str, str]] = []
+    engine, scorer = Stub(), Scorer()
+    canaries = Canaries("bfloat16", None)
+
+    def check() -> float | None:
+        return asyncio.run(canaries.check(engine, scorer))  # type: ignore[arg-type]
+
+    engine.answers = {"s": [completion(-1.1, -1.9)]}
+    assert check() == pytest.approx(0.1) and canaries.first_gap == pytest.approx(0.1)
+    engine.answers = {"s": [completion(-1.1, -1.9)], "t": [completion(-1.15, -1.9)]}
+    assert check() == pytest.approx(0.125) and not aside
+    engine.answers = {"s": [completion(-1.3, -2.3)], "t": [completion(-1.0, -2.0)]}
+    assert check() == pytest.approx(0.3)
+    assert aside == [
+        ("s", "s and the learner differ by 0.3 nats a token (limit 0.2) after a publish")
+    ]
+    engine.answers = {}
+    assert check() is None
+    # After a resume the measure is that of the run's first publish.
+    assert Canaries("bfloat16", 0.1).first_gap == 0.1
+
+
+# ------------------------------------------------------------------ adapters
+
+
+def adapted_learner() -> Learner:
+    """Of the first model with an adapter that is no longer zero."""
+    lora = {"lora": {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"]}}
+    config = load_config(tiny(model=lora))
+    model = with_adapters(copy.deepcopy(MODEL), config.model, seed=0)
+    learner = Learner(model, config.learn, config.loss, length_constant=7)
+    move(learner, 1)
+    return learner
+
+
+def move(learner: Learner, seed: int) -> None:
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in learner.model.named_parameters():
+            if ".lora_B." in name:
+                weight.copy_(0.2 * torch.randn(weight.shape, generator=draws))
+
+
+def test_adapters_alone_are_published_over_the_first_weights(tmp_path: Path) -> None:
+    """Completions are those of the merged weights, also by a server that has died and is back."""
+    learner = adapted_learner()
+    first = dict(learner.weights())
+
+    async def work(engine: VllmEngine) -> list[list[Completion]]:
+        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+        await publisher.publish(1)
+        found = [await asyncio.gather(*(ask(engine, one) for one in range(6)))]
+        assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
+        assert servers[0].num_loads == 1, "the first weights, when it was opened"
+        assert servers[0].adapter_files == [
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+        folders = list(engine._weights.iterdir())
+        move(learner, 2)
+        await publisher.publish(2)
+        assert servers[0].num_loads == 1 and len(servers[0].adapters) == 1
+        # The former adapter is removed, the first weights stay.
+        assert len(list(engine._weights.iterdir())) == len(folders) == 2
+        await asyncio.to_thread(servers[0].die)
+        asked = [asyncio.create_task(ask(engine, one)) for one in range(6)]
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(servers[0].revive)
+        found.append(await asyncio.gather(*asked))
+        assert servers[0].num_loads == 2 and servers[0].num_adapter_loads == 3
+        return found
+
+    with fakes(MODEL) as servers:
+        before, after = run(servers, tmp_path, work, publish="adapter")
+    for weights, found in ((first, before), (dict(learner.weights()), after)):
+        merged = copy.deepcopy(MODEL)
+        merged.load_state_dict(weights)
+        assert same(found, native(merged, range(6)))
+
+
+def test_adapters_need_a_rank(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"publish\.kind: got 'adapter', but model\.lora\.rank"):
+        load_config(tiny(engine={"kind": "vllm"}, publish={"kind": "adapter"}))
+
+    async def work(engine: VllmEngine) -> None:
+        with pytest.raises(EngineError, match="these weights come without adapters"):
             await engine.publish(ModelWeights(OTHER.state_dict()), 1)
 
-    with fakes(MODEL, 2) as servers:
-        run(servers, tmp_path, work)
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work, publish="adapter")
+    config = load_config(
+        tiny(model={"lora": {"rank": 9}}, engine={"kind": "vllm"}, publish={"kind": "adapter"})
+    )
+    found = options(config, 1)
+    assert found[found.index("--max-lora-rank") + 1] == "16" and "--enable-lora" in found
+
+
+# ------------------------------------------------------------------ servers without the plugin
+
+
+@contextlib.contextmanager
+def plain_fakes(num: int = 1, **options: Any) -> Iterator[list[FakeVllm]]:
+    with fakes(MODEL, num, **({"logprobs_mode": "processed_logprobs"} | options)) as servers:
+        for one in servers:
+            one.has_plugin = False
+        yield servers
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
+    tmp_path: Path, temperature: float
+) -> None:
+    """Log-probabilities and sums over the twenty likeliest tokens are those of the model; the same
+    key gives the same tokens on another server."""
+    sampling = Sampling(max_new_tokens=6, temperature=temperature)
+
+    async def work(engine: VllmEngine) -> tuple[list[Completion], list[Completion]]:
+        first = await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
+        await asyncio.to_thread(servers[0].die)
+        return first, await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
+
+    with plain_fakes(2) as servers:
+        first, again = run(servers, tmp_path, work, entropies="top_k")
+    assert same(first, again)
+    assert (len({one.token_ids for one in first}) > 4) == (temperature > 0)
+    for one in first:
+        assert one.entropy_kind is EntropyKind.TOP_K
+        path = torch.tensor([[*PREFIX, *one.token_ids]])
+        logits = MODEL(path).logits[0, len(PREFIX) - 1 : -1] / (temperature or 1.0)
+        logprobs = logits.log_softmax(dim=-1)
+        own = logprobs.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+        likely = logprobs.topk(20).values
+        partial = -(likely.exp() * likely).sum(dim=1)
+        full = -(logprobs.exp() * logprobs).sum(dim=1)
+        assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=1e-5)
+        assert torch.allclose(torch.tensor(one.entropies), partial, atol=1e-5)
+        assert (partial < full - 1e-3).all()
+
+
+def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path) -> None:
+    learner = learner_of(OTHER)
+
+    async def work(engine: VllmEngine) -> Completion:
+        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+        await publisher.publish(1)
+        assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
+        assert servers[0].owner == ""
+        seen: list[int] = []
+        found = await engine.complete(
+            PREFIX, LONG, noise_key=key(0), probe_tokens=3, on_probe=lambda x: seen.append(len(x))
+        )
+        assert seen == [3]
+        servers[0].model.load_state_dict(MODEL.state_dict())
+        servers[0].skip_loads = True
+        await publisher.publish(2)
+        assert publisher.check(2, None)["learn/canary_gap"] > 1e-2
+        return found
+
+    with plain_fakes() as servers:
+        found = run(servers, tmp_path, work, entropies="top_k")
+    logits = OTHER(torch.tensor([[*PREFIX, *found.token_ids]])).logits[0, len(PREFIX) - 1 : -1]
+    own = logits.log_softmax(dim=-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(found.sampling_logprobs), own, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("identity", "said"),
+    [
+        ({"dtype": "bfloat16"}, "computes in bfloat16, expected model.dtype = float32"),
+        ({"max_context": 20}, "reads 20 tokens, expected 49"),
+        ({"max_logprobs": 5}, "--max-logprobs 5, expected at least 20"),
+        ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs, expected processed_logprobs"),
+    ],
+)
+def test_plain_servers_that_do_not_fit_are_refused(
+    tmp_path: Path, identity: dict[str, Any], said: str
+) -> None:
+    async def work(engine: VllmEngine) -> None:
+        raise AssertionError("a server was taken that does not fit")
+
+    with plain_fakes(**identity) as servers, pytest.raises(SettingError, match=said):
+        run(servers, tmp_path, work, entropies="top_k")
+
+
+def test_filters_need_the_plugin(tmp_path: Path) -> None:
+    engine = {"kind": "vllm", "vllm": {"entropies": "top_k"}}
+    with pytest.raises(SettingError, match=r"eval\.top_k.*engine\.vllm\.entropies"):
+        load_config(tiny(engine=engine, eval={"top_k": 5, "num_samples": 1}))
+    load_config(tiny(engine={"kind": "vllm"}, eval={"top_k": 5, "num_samples": 1}))
 
 
 # ------------------------------------------------------------------ bad input

@@ -31,6 +31,7 @@ from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.plugins import make, pick
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Task
+from treegraft.explore.axpo import check_tools
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
@@ -304,7 +305,9 @@ async def assemble_training(
             del model, trained
         yield TrainingParts(
             **vars(parts),
-            explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
+            explorer=build_explorer(
+                config.explore, vocab_size=len(tokenizer), penalty=config.reward.penalty
+            ),
             learner=learner,
             credit_rule=credit_rule,
         )
@@ -357,6 +360,7 @@ class _Scenario:
         self.tools = build_tools(config.tools, own_tools)
         # Only its kind matters here; the tokenizer, whose size it takes, comes later.
         _refuse_branching(build_explorer(config.explore, vocab_size=2), self.tools)
+        check_tools(config.explore, [tool.name for tool in self.tools])
         _refuse_grafts(config, self.kind)
 
     def load_model(self, path: Path | str | None, *, has_weights: bool) -> tuple[Any, Tokenizer]:

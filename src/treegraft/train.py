@@ -22,7 +22,7 @@ from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
-from treegraft.policy.learn.credit import credit_trees
+from treegraft.policy.learn.credit import credit_by_entropy
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.lessons import Given, LessonBook
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
@@ -43,6 +43,7 @@ from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
 from treegraft.traces.demonstrations import lesson_book, read_demonstrations
+from treegraft.traces.retrieve import unusable
 from treegraft.traces.run_buffer import RunBuffer
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
         warms_up = state.warmup_steps < config.warmup.num_steps
         needs_buffer = not only_warms_up or (warms_up and buffer.is_imitated)
         demonstrations = await demonstrations_of(run, parts, buffer) if warms_up else None
+        # Before the warm-up: a buffer without successes is bad input.
+        book = None if only_warms_up else lesson_book(config, buffer, parts)
         if needs_buffer:
             await buffer.check_expert(parts.environments)
         show_texts(run.display, parts.tokenizer)
@@ -186,11 +189,13 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
                 await buffer.build(parts.scorer, parts.format, parts.environments)
+                book = book or (None if only_warms_up else lesson_book(config, buffer, parts))
             if warms_up:
                 demonstrations = demonstrations or await demonstrations_of(run, parts, buffer)
                 assert demonstrations is not None
                 await warm_up_from(demonstrations, run, parts, publisher)
-            if not state.update and not state.is_closed:
+            # An evaluation before the first update is that at the end of the warm-up.
+            if only_warms_up or not is_evaluation_due(run, parts):
                 await evaluate_warmup(run, parts, publisher)
             # Also after a resume: the engine of this process does not know its version yet.
             await publisher.publish(run.state.update)
@@ -202,13 +207,13 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
             keep_reference(run, parts.learner)
             # Counts of demonstrations belong to no update.
             parts.toolbox.take_metrics()
-            async with buffer.opened(
-                run.state.update, parts.scorer, parts.format, parts.environments
-            ):
-                await evaluate_and_keep(run, parts)
+            opened = (parts.scorer, parts.format, parts.environments)
+            async with buffer.opened(run.state.update, *opened):
                 replay = Replay(config, run.folder, state.update)
-                has_world, tasks = parts.kind is not None, parts.train_tasks
-                book = lesson_book(config, buffer.buffer, tasks, parts.format, has_world)
+                if doubt := unusable(buffer.buffer, config, parts.train_tasks):
+                    run.display.warn(doubt)
+                run.replayed = replay.files
+                await evaluate_and_keep(run, parts)
                 while run.state.update < config.run.num_updates:
                     await update(run, parts, publisher, buffer, replay, book)
                     await evaluate_and_keep(run, parts)
@@ -234,9 +239,7 @@ async def update(
     run.display.phase("learning", 0, 1)
     with clock("learn"):
         kept, dropped = (
-            credit_trees(learner.with_exact_entropies(trees), config, parts.credit_rule)
-            if trees
-            else []
+            credit_by_entropy(learner, trees, config, parts.credit_rule)
             for trees in (sampled.kept, sampled.dropped)
         )
         lessons = lessons_of(run, parts, book, kept + dropped) if book else Given([], (0, 0), {})
@@ -248,7 +251,9 @@ async def update(
         await publisher.publish(number)
     every = config.health.symptoms_every
     with clock("symptoms"):
-        shown_late = symptoms(learner, kept) if every and number % every == 0 else {}
+        by_learner = config.loss.old_logprobs == "learner"
+        is_due = every > 0 and number % every == 0
+        shown_late = symptoms(learner, kept, has_own_scores=by_learner) if is_due else {}
     # After learning, so that traces of this update are never retrieved within it.
     buffer.grow(trees, number)
     # The one place where the metrics of an update come together.
@@ -312,9 +317,7 @@ async def sample_update(
         grow,
         size=size,
         max_rounds=config.rollout.max_rounds,
-        penalty=dict(zip(config.reward.funcs, config.reward.weights or (), strict=False)).get(
-            "overlong", 1.0
-        ),
+        penalty=config.reward.penalty,
     )
 
 
@@ -363,6 +366,8 @@ async def evaluate_update(run: Run, parts: Parts, watch: Watch) -> dict[str, flo
     for kind, trees in evaluation.passes.items():
         run.record(number, trees, kind)
     metrics = evaluation.metrics
+    if is_warmup_evaluation_due(run, parts):
+        run.log_warmup(metrics)
     if number == run.config.run.num_updates:
         metrics |= gain_since_start(run, evaluation)
     run.display.evaluated(f"update {number}" if number else "start", metrics)
@@ -403,6 +408,7 @@ async def demonstrations_of(
             path, config.warmup, parts.train_tasks, has_environment=has_environment
         )
         stored = chosen.demonstrations
+        run.imitates(path, chosen.checksum())
         num_passes = config.warmup.num_steps * config.warmup.batch_size / len(stored)
         left_out = f"; left out: {chosen.left_out}" if chosen.left_out else ""
         run.display.note(
@@ -468,11 +474,7 @@ async def held_out_skill(run: Run, parts: TrainingParts) -> dict[str, float]:
 
 async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) -> None:
     """Evaluates after a warm-up step where that is due and not done; the trees are not kept."""
-    settings, done = run.config.warmup, run.state.warmup_steps
-    every = settings.eval_every
-    is_due = every > 0 and (done == settings.num_steps or done % every == 0)
-    is_due = is_due and (done > 0 or run.config.eval.at_start)
-    if not (is_due and parts.eval_tasks) or run.is_warmup_evaluated():
+    if not is_warmup_evaluation_due(run, parts):
         return
     await publisher.publish(0)
     watch = Watch()
@@ -483,8 +485,17 @@ async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) 
     work = evaluate(parts, parts.eval_tasks, 0, watch=watch, on_progress=report)
     metrics = (await run.interruptible(work, waits_on=watch)).metrics
     parts.take_metrics()
-    run.display.evaluated(f"warm-up step {done}", metrics)
+    run.display.evaluated(f"warm-up step {run.state.warmup_steps}", metrics)
     run.log_warmup(metrics)
+
+
+def is_warmup_evaluation_due(run: Run, parts: Parts) -> bool:
+    """Returns whether the present warm-up step is to be evaluated and is not yet."""
+    settings, done = run.config.warmup, run.state.warmup_steps
+    if run.state.update or run.state.is_closed or not (settings.eval_every and parts.eval_tasks):
+        return False
+    is_due = done == settings.num_steps or done % settings.eval_every == 0
+    return is_due and (done > 0 or run.config.eval.at_start) and not run.is_warmup_evaluated()
 
 
 def keep_reference(run: Run, learner: LearnerLike) -> None:

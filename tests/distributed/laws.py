@@ -66,6 +66,15 @@ def grafted_trees() -> list[Tree]:
     return [assign_credit(tree) for tree in made]
 
 
+def stored_lessons() -> list[Tree]:
+    """Five lessons of a `LessonBook`, the second of weight 0."""
+    made = [build_tree(Part.of("pp", Part.of("sst", Part("ss"))), seed=n) for n in range(5)]
+    return [
+        replace(tree, leaves=(replace(tree.leaves[0], advantage=0.25 * (n != 1)),))
+        for n, tree in enumerate(made)
+    ]
+
+
 def learners(
     ranks: Ranks, config: Config, family: str = "llama"
 ) -> tuple[Learner | None, ShardedLearner]:
@@ -106,7 +115,11 @@ def farthest(ours: Sequence[Tree], theirs: Sequence[Tree]) -> float:
 
 
 def law_1(
-    ranks: Ranks, config: Config, family: str = "llama", trees: list[Tree] | None = None, **_: Any
+    ranks: Ranks,
+    config: Config,
+    family: str = "llama",
+    trees: list[Tree] | None = None,
+    lessons: Sequence[Tree] = (),
 ) -> dict[str, Any]:
     """Three updates by all ranks and by one process: weights, metrics and records."""
     trees = some_trees() if trees is None else trees
@@ -119,9 +132,9 @@ def law_1(
     start = {name: tensor.clone() for name, tensor in many.stream()}
     metrics, records = [0.0], [0.0]
     for _ in range(3):
-        ours, told = many.learn(trees)
+        ours, told = many.learn(trees, lessons)
         if one is not None:
-            theirs, right = one.learn(trees)
+            theirs, right = one.learn(trees, lessons)
             assert told.keys() == right.keys()
             metrics += [abs(told[key] - right[key]) / max(1.0, abs(right[key])) for key in right]
             records.append(farthest(ours, theirs))
@@ -285,6 +298,11 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "kl": lambda ranks: law_1(ranks, settings(loss={"kl_coef": 0.1})),
     "lora": lambda ranks: law_1(ranks, settings(model={"lora": {"rank": 4}})),
     "checkpointing": lambda ranks: law_1(ranks, settings(model={"gradient_checkpointing": True})),
+    "stored": lambda ranks: law_1(
+        ranks,
+        settings(loss={"lesson_coef": 2.0}, buffer={"path": "expert"}),
+        lessons=stored_lessons(),
+    ),
     "lessons": lambda ranks: law_1(
         ranks, settings(loss={"graft_coef": 0.5}), trees=grafted_trees()
     ),

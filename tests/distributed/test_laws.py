@@ -12,7 +12,7 @@ from tests.distributed.jobs import DEADLINE_S, torchrun
 
 NAMES = {
     2: (
-        *("llama", "tied", "qwen3", "minibatches", "kl", "lora", "lessons", "idle"),
+        *("llama", "tied", "qwen3", "minibatches", "kl", "lora", "lessons", "stored", "idle"),
         *("checkpointing", "offload", "replicate", "twice", "resumed"),
         *("pieces", "pieces tied"),
         *("shared llama", "shared qwen3", "shared learning"),

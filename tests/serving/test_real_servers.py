@@ -19,11 +19,14 @@ import torch
 from tests.tiny import tiny
 
 from treegraft.core.errors import SettingError
-from treegraft.core.types import Filters, Sampling, Tree
+from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Tree
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm.build import build_engine, find_python
+from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import load_model
+from treegraft.policy.publish import Publisher
 from treegraft.policy.weights import ModelWeights, plain_weights
+from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import VllmSettings
@@ -235,5 +238,59 @@ def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:
                 (mine.entropies, other.entropies),
             ):
                 assert torch.allclose(torch.tensor(a), torch.tensor(b), atol=LIMIT)
+
+    asyncio.run(main())
+
+
+def test_a_server_without_the_plugin_samples_and_takes_weights(tmp_path: Path) -> None:
+    """Started without our options: the same keys give the same tokens once more, log-probabilities
+    are the learner's before and after a publish, and entropies are lower bounds."""
+    run = {"dir": str(tmp_path), "num_threads": 2}
+    engine_settings = served(entropies="top_k")
+    config = load_config(tiny(run=run, model={"path": MODEL}, engine=engine_settings))
+    model, tokenizer = load_model(config.model)
+    prompt, sampling = tokenizer.encode(PROMPT), Sampling(max_new_tokens=16)
+    learner = Learner(copy.deepcopy(model), config.learn, config.loss, length_constant=7)
+
+    async def main() -> None:
+        engine = build_engine(config, model, tokenizer, MODEL)
+        try:
+            await engine.open()
+            publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+            for version in range(3):
+                await publisher.publish(version)
+                gap = publisher.check(version, None)["learn/canary_gap"]
+                print(f"version {version}: canary gap {gap:.3g}")
+                assert gap < LIMIT
+                found, again = [
+                    await asyncio.gather(
+                        *(
+                            engine.complete(prompt, sampling, noise_key=(0, "train", 1, str(n)))
+                            for n in range(4)
+                        )
+                    )
+                    for _ in range(2)
+                ]
+                assert [one.token_ids for one in found] == [one.token_ids for one in again]
+                assert len({one.token_ids for one in found}) > 1
+                for one in found:
+                    assert one.entropy_kind is EntropyKind.TOP_K
+                    check_against_the_model(one)
+                with torch.no_grad():
+                    for parameter in learner.model.parameters():
+                        parameter.mul_(1.001)
+        finally:
+            await engine.close()
+
+    def check_against_the_model(one: Completion) -> None:
+        with torch.inference_mode():
+            path = torch.tensor([[*prompt, *one.token_ids]])
+            logits = learner.model(path).logits[0, len(prompt) - 1 : -1].float()
+        logprobs = logits.log_softmax(dim=-1)
+        own = logprobs.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+        likely = logprobs.topk(20).values
+        partial = -(likely.exp() * likely).sum(dim=1)
+        assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=LIMIT)
+        assert torch.allclose(torch.tensor(one.entropies), partial, atol=LIMIT)
 
     asyncio.run(main())

@@ -29,7 +29,17 @@ from treegraft.algo.rapo import (
     path_retrieval_reward,
     path_retrieved_frac,
 )
-from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, StoredCause, Trajectory, Tree
+from treegraft.core.types import (
+    LEARNING_RULES,
+    ROOT_ID,
+    Leaf,
+    Origin,
+    RetryCause,
+    Status,
+    StoredCause,
+    Trajectory,
+    Tree,
+)
 
 Advantage = Literal[
     "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
@@ -179,11 +189,23 @@ def group_members(tree: Tree) -> list[Trajectory]:
     return members
 
 
-def batch_outcomes(trees: Sequence[Tree], *, has_baseline: bool) -> list[Floats]:
+def batch_outcomes(
+    trees: Sequence[Tree],
+    *,
+    has_baseline: bool,
+    restarts: Literal["apart", "together"] = "apart",
+) -> list[Floats]:
     """Returns, for each tree, [leaves in the group] the outcome's advantages by REINFORCE++
-    (arXiv 2501.03262), see `whitened`."""
+    (arXiv 2501.03262), see `whitened`.
+
+    Args:
+        restarts: as in `assign_credit`; each group has its own baseline.
+    """
     every = [group_members(tree) for tree in trees]
-    places = [by_place([path.start_id for path in members]) for members in every]
+    is_apart = restarts == "apart"
+    places = [
+        by_place([path.start_id if is_apart else ROOT_ID for path in members]) for members in every
+    ]
     groups = [
         [members[index] for index in own]
         for members, found in zip(every, places, strict=True)
@@ -226,14 +248,18 @@ def _outcome_advantages(
     if advantage == "appo":
         return advantages_apart(rewards, [is_branch(path) for path in members], eps=eps)
     if advantage == "tree_grpo":
-        # The root is the prompt, so the second step of a path is its start.
-        return forest_advantages(rewards, [path.steps[1].ordinals[-1] for path in members], eps=eps)
+        return forest_advantages(rewards, [_own_start(path) for path in members], eps=eps)
     if advantage not in _SCALES:
         raise ValueError(
             f"assign_credit: advantage is '{advantage}', which compares a whole batch; expected"
             f" `outcomes` with it, or one of {', '.join([*_SCALES, 'tree_grpo', 'appo'])}"
         )
     return group_advantages(rewards, scale=_SCALES[advantage], eps=eps)
+
+
+def _own_start(path: Trajectory) -> str:
+    """The first step of its own rollout, also where that began below stored steps."""
+    return next(step.id for step in path.steps if step.parent == path.start_id)
 
 
 def _scale_of(advantage: Advantage) -> Scale:
@@ -272,9 +298,13 @@ def _step_advantages(
 
 def _branching(tree: Tree, leaf: Leaf) -> float:
     """Product over the steps above the leaf of the policy's children of that step."""
-    # Without the root and stored steps: how many rollouts begin there is our choice, not the
-    # policy's.
-    num_children = Counter(step.parent for step in tree.steps if step.origin is Origin.POLICY)
+    # Without the root, stored steps and retries: how many rollouts begin there is our choice, not
+    # the policy's.
+    num_children = Counter(
+        step.parent
+        for step in tree.steps
+        if step.origin is Origin.POLICY and not isinstance(step.cause, RetryCause)
+    )
     above = [
         step for step in tree.path(leaf.step_id)[1:-1] if not isinstance(step.cause, StoredCause)
     ]

@@ -93,7 +93,7 @@ def split_advantages(
 
 
 def forest_advantages(
-    rewards: Sequence[float], starts: Sequence[int], *, eps: float = 1e-6
+    rewards: Sequence[float], starts: Sequence[int] | Sequence[str], *, eps: float = 1e-6
 ) -> Floats:
     """Returns [leaves] Tree-GRPO's advantages: a leaf against those of its own first-level rollout,
     plus against all leaves of its task.

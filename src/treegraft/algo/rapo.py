@@ -177,6 +177,15 @@ def inexact_neighbours(tree: Tree) -> set[str]:
     }
 
 
+def inexact_steps(tree: Tree) -> set[str]:
+    """Returns the ids of all sampled steps whose entropies are of an engine's top-k tokens."""
+    return {
+        step.id
+        for step in tree.steps
+        if step.entropy_kind is not EntropyKind.EXACT and any(step.sampled_mask)
+    }
+
+
 def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper") -> float:
     """Returns Z_i, the mean retrieval reward over the trajectory's grafts; 0 without one (RAPO,
     arXiv 2603.03078, eq. 5 to 7).

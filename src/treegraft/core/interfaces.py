@@ -17,6 +17,7 @@ from treegraft.core.types import (
     Observation,
     Origin,
     PathView,
+    Retry,
     Sampling,
     Start,
     StepContent,
@@ -70,8 +71,11 @@ class WeightSource(Protocol):
 class LearnerLike(Protocol):
     """What changes the policy's weights, in one process or in several."""
 
-    def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Returns the trees with exact entropies around grafts, for the retrieval reward."""
+    def with_exact_entropies(
+        self, trees: Sequence[Tree], *, everywhere: bool = False
+    ) -> list[Tree]:
+        """Returns the trees with exact entropies around grafts, for the retrieval reward; with
+        `everywhere`, at all steps of all trees where one of them has such a graft."""
 
     def learn(
         self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
@@ -354,6 +358,22 @@ class Format(Protocol):
         included; None for any other text."""
 
 
+@runtime_checkable
+class Opening(Protocol):
+    """The further method of a format in which a tool call can be begun for the policy; explorers
+    whose `fill` returns `Retry` need it."""
+
+    def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
+        """Returns the thought of one step of the policy and the tokens that begin a tool call.
+        `parse_step` reads them, with what the policy samples after them, as one step.
+
+        Args:
+            token_ids: the step's own tokens, end-of-sequence included.
+            tool: the tool that is called, where the beginning of a call names it; None for the one
+                that the step called, or else the first.
+        """
+
+
 class TaskSource(Protocol):
     """A data set of tasks. Reading it is repeatable: the same settings give the same tasks."""
 
@@ -434,9 +454,10 @@ class Explorer(Protocol):
     """Decides where a tree grows. Pure: a function of tree facts and of keyed randomness, never of
     arrival.
 
-    An explorer whose `fill` returns `Expand` has the attribute `expands = True` besides: the states
-    between steps are then kept until the tree is done, which takes a copy each of an environment
-    that forks. With the attribute `wants_rewards = True`, `fill` gets the tree scored; reward
+    An explorer whose `fill` returns `Expand` or `Retry` has the attribute `expands = True` besides:
+    the states between steps are then kept until the tree is done, which takes a copy each of an
+    environment that forks. With `Retry` it has `retries = True` too; the format has to be an
+    `Opening` then. With the attribute `wants_rewards = True`, `fill` gets the tree scored; reward
     functions then see it once before each call of `fill`, with all of its leaves so far. One whose
     `starts` are fewer than it may open in `fill` says so by the attribute `plans_starts = False`.
 
@@ -469,10 +490,10 @@ class Explorer(Protocol):
                 way.
         """
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand | Retry]:
         """Returns what to open once all leaves have ended, as long as the tree has fewer than
-        `max_leaves`: further first-level rollouts, or children of finished steps. Nothing ends the
-        tree."""
+        `max_leaves`: further first-level rollouts, or children or siblings of finished steps.
+        Nothing ends the tree."""
 
 
 @runtime_checkable

@@ -375,7 +375,26 @@ class RestartCause:
     """Steps above it."""
 
 
-Cause = StartCause | ContinuationCause | BranchCause | GraftCause | StoredCause | RestartCause
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryCause:
+    """The first step of a rollout that begins with the thought of a finished step and the opening
+    of a tool call, both as forced tokens; the policy samples the rest."""
+
+    rule: str
+    """The rule's name."""
+    beside: str
+    """The finished step whose thought is kept, by its id; retries of one step share it."""
+
+
+Cause = (
+    StartCause
+    | ContinuationCause
+    | BranchCause
+    | GraftCause
+    | StoredCause
+    | RestartCause
+    | RetryCause
+)
 
 _PER_TOKEN = (
     *("origins", "loss_mask", "sampling_logprobs", "entropies"),
@@ -466,9 +485,15 @@ class Step:
 
     @property
     def origin(self) -> Origin:
-        """Who wrote the step: that of its first token (a policy step also holds its tools'
-        results)."""
-        return self.origins[0] if self.origins else Origin.FORCED
+        """Who wrote the step: that of its first token behind a forced opening (a policy step also
+        holds its tools' results)."""
+        return next((one for one in self.origins if one is not Origin.FORCED), Origin.FORCED)
+
+    @property
+    def written_ids(self) -> tuple[int, ...]:
+        """[tokens] those that the policy sampled, with the forced opening before them."""
+        own = zip(self.token_ids, self.origins, strict=True)
+        return tuple(token for token, by in own if by in (Origin.POLICY, Origin.FORCED))
 
     @property
     def is_graft(self) -> bool:
@@ -574,6 +599,21 @@ class Expand:
     """A step that the agent sampled and a tool's result follows."""
     num: int
     cause: BranchCause
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Opens siblings of a finished step that keep its thought and begin a tool call, in a tree
+    whose leaves have all ended."""
+
+    step_id: str
+    """A step that the agent sampled, below the prompt or a tool's result."""
+    num: int
+    rule: str
+    """The name of the rule that chose it."""
+    tool: str | None = None
+    """The tool whose call begins; None for the one that the step called, or else the first. A
+    format whose calls begin without a name leaves the choice to the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -738,10 +778,19 @@ class Trajectory:
     @property
     def start_id(self) -> str:
         """The step below which its own rollout began: the root, or the last of the steps that it
-        restarted below. Trajectories are compared with those that began at the same place."""
-        restarted = (step for step in reversed(self.steps) if isinstance(step.cause, RestartCause))
-        first = next(restarted, None)
-        return ROOT_ID if first is None else str(first.parent)
+        restarted below; of a retry, the step whose thought it kept. Trajectories are compared with
+        those that began at the same place."""
+        for step in reversed(self.steps):
+            if isinstance(step.cause, RetryCause):
+                return step.cause.beside
+            if isinstance(step.cause, RestartCause):
+                return str(step.parent)
+        return ROOT_ID
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether it begins with forced tokens beside a finished step."""
+        return any(isinstance(step.cause, RetryCause) for step in self.steps)
 
     @property
     def is_stored(self) -> bool:

@@ -36,9 +36,11 @@ class BalancedBranching(EntropyBranching):
 
     The probe is the first rollout of the tree, so none of its tokens is wasted; the released code
     throws its probe away. It branches like the others, before m is known, so a tree may have fewer
-    than k - m leaves left for those. The code counts l for a whole prompt instead of a path, and
-    resets it by what other prompts of the batch do; that is not here, since a tree's decisions
-    would then depend on other trees and on which leaf comes first.
+    than k - m leaves left for those. Leaves that no branch took become further rollouts from the
+    prompt, m at a time and half of them at most, so that these can branch too; the code has one at
+    a time. The code counts l for a whole prompt instead of a path, and resets it by what other
+    prompts of the batch do; that is not here, since a tree's decisions would then depend on other
+    trees and on which leaf comes first.
     """
 
     plans_starts = False
@@ -88,15 +90,15 @@ class BalancedBranching(EntropyBranching):
         return Branch(own.num_branches if branches else 0, cause)
 
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
-        """Returns the rollouts from the prompt that the probe's entropies ask for, and at the next
-        call what is still missing."""
+        """Returns the rollouts from the prompt that the probe's entropies ask for; at later calls a
+        part of what is missing, which leaves room for branches."""
         missing = max_leaves - len(tree.leaves)
-        if sum(step.parent == ROOT_ID for step in tree.steps) > 1:
-            return Start(missing)
-        more = num_global_rollouts(
+        wanted = num_global_rollouts(
             self._changes(tree), max_leaves, weight=self._balance.budget_weight
         )
-        return Start(min(missing, more - 1) or missing)
+        if (more := wanted - sum(step.parent == ROOT_ID for step in tree.steps)) > 0:
+            return Start(min(missing, more))
+        return Start(min(wanted, (missing + 1) // 2))
 
     def _changes(self, tree: Tree) -> list[float]:
         """ΔH of the probe's steps after a result; its own continuations are the first children."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from treegraft.core.interfaces import Explorer, Restarting
-from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Start, Tree
+from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Retry, Start, Tree
 
 
 class Composed:
@@ -18,8 +18,10 @@ class Composed:
         self._explorers = tuple(explorers)
         # Those of `fill`, which is the first one's.
         self.expands = getattr(explorers[0], "expands", False)
+        self.retries = getattr(explorers[0], "retries", False)
         self.plans_starts = getattr(explorers[0], "plans_starts", True)
         self.wants_rewards = getattr(explorers[0], "wants_rewards", False)
+        self.has_stages = getattr(explorers[0], "has_stages", False)
         if isinstance(explorers[0], Restarting):
             self.restarts = explorers[0].restarts
         probes = [one.probe_tokens for one in explorers if one.probe_tokens is not None]
@@ -52,6 +54,6 @@ class Composed:
         that says so."""
         return any(explorer.is_hybrid(start) for explorer in self._explorers)
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand | Retry]:
         """Returns what the first explorer opens in the end."""
         return self._explorers[0].fill(tree, max_leaves)

@@ -18,26 +18,37 @@ class HybridRollout(Independent):
 
     Together with other explorers the starts may be fewer than the leaves: then the same share of
     each `num_starts` of them is hybrid, the last ones, and a branch is hybrid where its start is.
+    Where starts are opened in stages the hybrid ones are spread evenly, so that each stage has its
+    share.
     """
 
     def __init__(
-        self, settings: GraftSettings, *, num_leaves: int, num_starts: int | None = None
+        self,
+        settings: GraftSettings,
+        *,
+        num_leaves: int,
+        num_starts: int | None = None,
+        is_spread: bool = False,
     ) -> None:
         """Takes RAPO's N_hybrid, of `num_leaves`, and the probability from the settings.
 
         Args:
             num_starts: first-level rollouts that are opened at once; None means all leaves.
+            is_spread: starts are opened in stages.
         """
         self._num_starts, num_hybrid = num_starts or num_leaves, settings.num_hybrid
         # Rounded half up, and at least one where any is asked for.
         share = (2 * self._num_starts * num_hybrid + num_leaves) // (2 * num_leaves)
-        self._num_on_policy = self._num_starts - max(share, min(num_hybrid, 1))
+        self._num_hybrid, self._is_spread = max(share, min(num_hybrid, 1)), is_spread
         self._probability, self._whole = settings.probability, settings.unit == "trajectory"
 
     def is_hybrid(self, start: int) -> bool:
         """Returns whether the rollouts of this first-level ordinal may retrieve."""
         # Modulo, so that starts that fill up later are hybrid in the same share.
-        return start % self._num_starts >= self._num_on_policy
+        num, place = self._num_starts, start % self._num_starts
+        if self._is_spread:
+            return (place + 1) * self._num_hybrid // num > place * self._num_hybrid // num
+        return place >= num - self._num_hybrid
 
     def before_step(self, path: PathView) -> Generate | Graft:
         """Returns Graft for a hybrid path whose coin says so."""

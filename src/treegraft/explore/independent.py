@@ -13,9 +13,33 @@ from treegraft.core.types import (
     Generate,
     Graft,
     PathView,
+    Retry,
     Start,
     Tree,
 )
+
+_SAME = 1e-9
+"""Rewards that differ by at most this count as equal."""
+
+
+def rewards_vary(tree: Tree, *, penalty: float = 0.0) -> bool:
+    """Returns whether the rewards of a scored tree differ at any place where rollouts began, so
+    that its group teaches something (DAPO's dynamic sampling, arXiv 2503.14476, sec. 3.2).
+
+    Args:
+        penalty: weight of the reward "overlong", which is not counted as variance: it would let
+            groups in whose answers are equally right.
+    """
+    first: dict[str, float] = {}
+    for path in tree.trajectories():
+        leaf = path.leaf
+        if LEARNING_RULES[leaf.status].in_group:
+            outcome = (leaf.reward or 0.0) - penalty * leaf.reward_parts.get("overlong", 0.0)
+            # Each place where rollouts began is a group of its own; the difference leaves rounding
+            # errors of the penalty behind.
+            if abs(outcome - first.setdefault(path.start_id, outcome)) > _SAME:
+                return True
+    return False
 
 
 class Independent:
@@ -31,14 +55,20 @@ class Independent:
     probe_tokens: int | None = None
     expands = False
     wants_rewards = False
+    has_stages = False
+    """Whether `fill` follows a first stage only where its rewards ask for more."""
     _num_first: int | None = None
     _fill_from: float | None = None
+    _penalty = 0.0
 
-    def in_stages(self, num_first: int | None, fill_from: float | None = None) -> Self:
-        """Sets the leaves of the first stage, None for one stage, and their mean reward from which
-        the second follows, None for any; returns the explorer."""
-        self._num_first, self._fill_from = num_first, fill_from
-        self.wants_rewards = num_first is not None
+    def in_stages(
+        self, num_first: int | None, fill_from: float | None = None, penalty: float = 0.0
+    ) -> Self:
+        """Sets the leaves of the first stage, None for one stage, their mean reward from which the
+        second follows, None for any, and the weight of the reward "overlong", whose differences do
+        not count; returns the explorer."""
+        self._num_first, self._fill_from, self._penalty = num_first, fill_from, penalty
+        self.wants_rewards = self.has_stages = num_first is not None
         return self
 
     def starts(self, max_leaves: int) -> Start:
@@ -57,7 +87,7 @@ class Independent:
         """Returns None, always."""
         return None
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand | Retry]:
         """Returns the leaves that are still missing, all at once: none of them can branch any
         more, so every group has equally many leaves. After a first stage whose rewards are equal,
         or too low, it returns none."""
@@ -66,11 +96,10 @@ class Independent:
         return Start(max_leaves - len(tree.leaves))
 
     def _is_worth_more(self, tree: Tree) -> bool:
-        rewards = [
-            leaf.reward
-            for leaf in tree.leaves
-            if leaf.reward is not None and LEARNING_RULES[leaf.status].in_group
-        ]
-        if len(set(rewards)) < 2:
+        if not rewards_vary(tree, penalty=self._penalty):
             return False
-        return self._fill_from is None or fmean(rewards) >= self._fill_from
+        in_group = (leaf for leaf in tree.leaves if LEARNING_RULES[leaf.status].in_group)
+        return (
+            self._fill_from is None
+            or fmean(leaf.reward or 0.0 for leaf in in_group) >= self._fill_from
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from treegraft.core.interfaces import NoiseKey
 from treegraft.core.keyed import keyed_int
-from treegraft.core.types import Below, RestartCause, Start, Stored, Tree
+from treegraft.core.types import LEARNING_RULES, Below, RestartCause, Start, Stored, Tree
 from treegraft.explore.independent import Independent
 from treegraft.settings.explore import PrefixSettings
 
@@ -63,7 +63,8 @@ class ShortestPrefix(UniformPrefix):
     Source: BREAD (arXiv 2506.17211): branched rollouts from expert anchors, by binary search, for
     tasks that the agent does not solve. Departures: the search is paid from the tree's own leaves;
     those of the places that were tried stay in the tree, each place a group of its own; a
-    prefix ends with a step.
+    prefix ends with a step; where even the longest prefix gives no success, the leaves that are
+    left begin at the prompt.
     """
 
     rule = "bread"
@@ -73,28 +74,33 @@ class ShortestPrefix(UniformPrefix):
         self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
     ) -> Sequence[Start]:
         """Returns the own rollouts; then, one at a time, the places that the search tries; then
-        what is left, at the place it found, or at the prompt where an own rollout succeeded."""
+        what is left, at the place it found, or at the prompt where an own rollout succeeded or no
+        prefix helps."""
         if not tree.leaves:
             return [self.starts(max_leaves)]
         missing, best = Start(max_leaves - len(tree.leaves)), self.best(stored)
         succeeded = self._successes(tree)
-        if best is None or succeeded.get(0, False) or missing.num <= 0:
+        # Own rollouts that all failed for a reason of ours say nothing about the task.
+        if best is None or succeeded.get(0, True) or missing.num <= 0:
             return [missing]
         # Every prefix up to `low` failed; `high` is the shortest that succeeded.
         low = max((place for place, is_won in succeeded.items() if not is_won), default=0)
         high = min((place for place, is_won in succeeded.items() if is_won), default=None)
-        last = stored[best].num_steps
-        place = last if low >= last else (low + (last if high is None else high) + 1) // 2
-        is_found = low >= last or (high is not None and high - low <= 1)
-        if is_found:
-            place = last if high is None else high
-        num = missing.num if is_found else min(self._settings.num_probes, missing.num)
-        return [Start(num, Below(best, place, self.rule))]
+        if high is not None and high - low <= 1:
+            return [Start(missing.num, Below(best, high, self.rule))]
+        last = stored[best].num_steps if high is None else high
+        if low >= last:
+            return [missing]
+        num = min(self._settings.num_probes, missing.num)
+        return [Start(num, Below(best, (low + last + 1) // 2, self.rule))]
 
     def _successes(self, tree: Tree) -> dict[int, bool]:
-        """Whether any rollout succeeded, by the number of stored steps above it."""
+        """Whether any rollout succeeded, by the number of stored steps above it; places whose
+        rollouts all failed for a reason of ours are left out."""
         found: dict[int, bool] = {}
         for path in tree.trajectories():
+            if not LEARNING_RULES[path.status].in_group:
+                continue
             causes = [step.cause for step in path.steps]
             above = [one.num_steps for one in causes if isinstance(one, RestartCause)]
             place = above[-1] if above else 0

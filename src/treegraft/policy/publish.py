@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import Engine, LearnerLike
+from treegraft.policy.canary import (
+    BFLOAT16_FACTOR,
+    FLOAT32_LIMIT,
+    MAX_BREACHES,
+    Canaries,
+    Checkable,
+)
 from treegraft.runs.checkpoint import TrainState
-
-FLOAT32_LIMIT = 1e-4
-"""Nats; float32 log-probabilities of engine and learner differ by rounding alone, about 1e-6."""
-BFLOAT16_FACTOR = 2.0
-"""Two correct bfloat16 implementations differ by about 4 % a token, so the first update's gap is
-the measure."""
-MAX_BREACHES = 3
 
 
 class Publisher:
     """Publishes the learner's weights and compares versions, checksums and log-probabilities.
 
-    `state` holds the gap of the first update and the breaches in a row, from before a resume.
+    `state` holds the gaps of the first update and the first publish, and the breaches in a row,
+    from before a resume.
     """
 
     def __init__(self, engine: Engine, learner: LearnerLike, dtype: str, state: TrainState) -> None:
         self._engine, self._learner, self._dtype = engine, learner, dtype
         self._first_gap = state.first_gap
         self._num_breaches = state.num_breaches
+        self._canaries = Canaries(dtype, state.first_canary_gap)
+        self._canary_gap: float | None = None
 
     def state(self) -> dict[str, Any]:
         """Returns the fields of `TrainState` that a checkpoint keeps for it."""
-        return {"first_gap": self._first_gap, "num_breaches": self._num_breaches}
+        return {
+            "first_gap": self._first_gap,
+            "num_breaches": self._num_breaches,
+            "first_canary_gap": self._canaries.first_gap,
+        }
 
     async def publish(self, version: int) -> None:
         """Hands the learner's weights to the engine.
 
         Raises:
-            DriftError: the engine holds another version or other weights afterwards.
+            DriftError: the engine holds another version or other weights afterwards, or a part of
+                it for the third time in a row.
         """
         weights = self._learner.weights()
         await self._engine.publish(weights, version)
@@ -51,18 +59,24 @@ class Publisher:
                 f"publish: the engine's weights have checksum {held}, the"
                 f" learner's {weights.fingerprint}; its samples would come from another policy"
             )
+        # Engines of one part have none: `check` compares all that they sample.
+        if hasattr(self._engine, "canaries"):
+            engine = cast(Checkable, self._engine)
+            self._canary_gap = await self._canaries.check(engine, self._learner)
 
     def check(self, update: int, gap: float | None) -> dict[str, float]:
         """Returns learn/engine_gap_limit for the update's mean |log-probability of the engine - of
-        the learner| in nats; nothing where no token was compared (None).
+        the learner| in nats, without it where no token was compared (None); and learn/canary_gap
+        of the last publish where an engine has canaries.
 
         A first breach of the limit is a warning of `treegraft.runs.health`.
 
         Raises:
             DriftError: the gap was too large three times in a row.
         """
+        canary = {} if self._canary_gap is None else {"learn/canary_gap": self._canary_gap}
         if gap is None:
-            return {}
+            return canary
         # At the first update both hold the very weights that were loaded: this gap is rounding.
         if self._first_gap is None:
             self._first_gap = gap
@@ -75,4 +89,4 @@ class Publisher:
                 f" {limit:.3g}) for the third time in a row; samples may come from another policy"
                 " than the one that learns."
             )
-        return {"learn/engine_gap_limit": limit}
+        return {"learn/engine_gap_limit": limit} | canary

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from treegraft.core.types import NO_FILTERS, Filters
 from treegraft.settings.config import Config
 
+MIN_ROOM = 16
+"""Fewest tokens that a rollout must have left behind what it did not sample itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from treegraft.core.errors import DataError, EngineError
+from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
     Engine,
     Explorer,
@@ -26,7 +26,7 @@ from treegraft.core.interfaces import (
     Retriever,
     TreeScorer,
 )
-from treegraft.core.sessions import SessionOpener, Sessions
+from treegraft.core.sessions import Point, SessionOpener, Sessions
 from treegraft.core.types import (
     Branch,
     BranchDecision,
@@ -36,19 +36,20 @@ from treegraft.core.types import (
     Graft,
     Origin,
     PathView,
+    Retry,
     Sampling,
     Start,
     Status,
     StopReason,
     Task,
-    Trace,
     Tree,
 )
 from treegraft.explore.budget import Allocation, Budget, Rounds
 from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.once import Once
-from treegraft.rollout.restart import StoredSteps
+from treegraft.rollout.restart import StoredSteps, find_stored
+from treegraft.rollout.retried import Retries, check_retries
 from treegraft.rollout.tree import OpenPath, OpenTree
 
 
@@ -91,7 +92,11 @@ class Grower:
         """Args:
         retriever: where grafts come from; None, as in evaluation, grafts nothing.
         allocate: makes the rule that grants a tree's branches.
+
+        Raises:
+            SettingError: the explorer begins tool calls and the format cannot.
         """
+        check_retries(explorer, format)
         self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
         self.limits, self.scorer = limits, scorer
         self.retriever, self.allocate = retriever, allocate
@@ -100,6 +105,8 @@ class Grower:
         """Retrieved steps that were not attached: the trajectory's token limit was too near."""
         self.num_untrue_stored = 0
         """Stored trajectories that nothing was begun below: an environment contradicted them."""
+        self.num_failed_stored = 0
+        """Attempts to look stored trajectories up, or to begin below them, that failed."""
 
     def take_metrics(self) -> dict[str, float]:
         """Returns graft/num_without_room where trees are grafted, restart/num_untrue where they
@@ -107,9 +114,10 @@ class Grower:
         metrics: dict[str, float] = {}
         if isinstance(self.explorer, Restarting):
             metrics["restart/num_untrue"] = float(self.num_untrue_stored)
+            metrics["restart/num_failed"] = float(self.num_failed_stored)
         elif self.retriever is not None:
             metrics["graft/num_without_room"] = float(self.num_grafts_without_room)
-        self.num_grafts_without_room = self.num_untrue_stored = 0
+        self.num_grafts_without_room = self.num_untrue_stored = self.num_failed_stored = 0
         return metrics
 
     async def grow_all(
@@ -185,9 +193,16 @@ class Grower:
             # children of finished steps take them, so that every group has as many.
             while await growth.fill(growth.proposal(closed)):
                 closed = await self._closed(tree, is_scored=wants_rewards)
+            if not closed.leaves:
+                raise SettingError(
+                    f"explore.explorers: {type(explorer).__name__} opened no rollout of task"
+                    f" '{task.id}', expected 1..{budget.max_leaves}: a tree needs a first start."
+                )
             # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)
-            self.num_untrue_stored += growth.num_untrue
+            if growth.stored is not None:
+                self.num_untrue_stored += growth.stored.num_untrue
+                self.num_failed_stored += growth.stored.num_failed
         # Outside the sessions, so that environments are closed while rewards are computed.
         return closed if wants_rewards else await self._closed(tree, is_scored=True)
 
@@ -223,28 +238,22 @@ class _Growth:
         """Where children may be opened once all leaves have ended, by the step above them; empty
         where the explorer opens none."""
         self._num_starts = 0
-        self._stored: StoredSteps | None = None
+        self._retries = Retries(tree, grower.format, grower.limits, self._ends, self._begin)
+        self.stored: StoredSteps | None = None
         """What rollouts may begin below; None where the explorer never does."""
         self._group: asyncio.TaskGroup
 
     async def find_stored(self) -> None:
         """Looks up the stored trajectories of the task."""
-        g, found = self._g, list[tuple[Trace, ...]]()
-        if g.retriever is not None:
-            with g.watch.waiting("retrieval"):
-                found += await g.retriever.trajectories(self._tree.task)
-        self._stored = StoredSteps(found, self._tree, self._sessions, g.format, g.limits)
+        own = (self._tree, self._sessions, self._g.format, self._g.limits)
+        with self._g.watch.waiting("retrieval"):
+            self.stored = await find_stored(self._g.retriever, *own)
 
-    @property
-    def num_untrue(self) -> int:
-        """Stored trajectories that the environment contradicted."""
-        return 0 if self._stored is None else self._stored.num_untrue
-
-    def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand]:
+    def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand | Retry]:
         """Returns what the explorer opens next."""
         explorer, num = self._g.explorer, self._tree.budget.max_leaves
-        if self._stored is not None and isinstance(explorer, Restarting):
-            return explorer.restarts(tree, self._stored.stored, num, self._key)
+        if self.stored is not None and isinstance(explorer, Restarting):
+            return explorer.restarts(tree, self.stored.stored, num, self._key)
         return explorer.fill(tree, num)
 
     async def open(self, starts: Sequence[Start]) -> bool:
@@ -255,9 +264,9 @@ class _Growth:
         for start in starts:
             num_granted += (granted := self._tree.budget.grant(start))
             paths: list[tuple[OpenPath, Cause]] | None = None
-            if start.below is not None and self._stored is not None and granted:
+            if start.below is not None and self.stored is not None and granted:
                 with self._g.watch.waiting("environments"):
-                    paths = await self._stored.open(start.below, granted)
+                    paths = await self.stored.open(start.below, granted)
             # Where the environment contradicts them, the prompt.
             num_fresh += granted if paths is None else 0
             grown += paths or []
@@ -269,20 +278,28 @@ class _Growth:
         them, to their ends."""
         async with asyncio.TaskGroup() as self._group:
             for _ in range(num_fresh):
-                path = self._tree.open_path(self._sessions.start(self._num_starts))
-                self._allocation.open_start(path, self._num_starts)
-                self._num_starts += 1
+                path = self._tree.open_path(self._begin())
+                self._allocation.open_start(path, self._num_starts - 1)
                 self._launch(path, None)
             for path, cause in others:
                 self._allocation.open_start(path, self._num_starts)
                 self._launch(path, cause)
 
-    async def fill(self, proposal: Start | Sequence[Start] | Sequence[Expand]) -> bool:
+    def _begin(self) -> Point:
+        """The beginning of one more rollout at the prompt."""
+        self._num_starts += 1
+        return self._sessions.start(self._num_starts - 1)
+
+    async def fill(self, proposal: Start | Sequence[Start] | Sequence[Expand | Retry]) -> bool:
         """Opens what the budget grants of it, and runs that to its end; returns whether there was
         anything."""
         starts = [proposal] if isinstance(proposal, Start) else proposal
-        if self._stored is not None or isinstance(proposal, Start):
+        if self.stored is not None or isinstance(proposal, Start):
             return await self.open([one for one in starts if isinstance(one, Start)])
+        if retries := [one for one in proposal if isinstance(one, Retry)]:
+            opened = self._retries.open(retries)
+            await self._run_all(0, opened)
+            return bool(opened)
         budget = self._tree.budget
         # A state that cannot be had again, past environment.max_replay_calls, has no end kept.
         grown = [
@@ -397,7 +414,7 @@ class _Growth:
         limits, tree, format = self._g.limits, self._tree, self._g.format
         room = limits.max_completion_tokens - path.num_used
         completion = await self._complete(path, step_id, room, can_propose=cause is None)
-        parsed = format.parse_step(completion.token_ids)
+        parsed = format.parse_step((*path.opening, *completion.token_ids))
         content, violation = parsed.content, parsed.violation
         add = partial(tree.add_step, step_id, path, completion, limits.temperature, cause=cause)
         status, reason = self._end_of(parsed, completion, path)
@@ -456,7 +473,7 @@ class _Growth:
                 propose(())
         with self._g.watch.waiting("engine"):
             completion = await self._g.engine.complete(
-                path.prefix_ids,
+                [*path.prefix_ids, *path.opening],
                 sampling,
                 noise_key=(*self._key, step_id),
                 probe_tokens=num_probed or None,

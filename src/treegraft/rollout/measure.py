@@ -15,6 +15,7 @@ from treegraft.core.types import (
     GraftCause,
     Origin,
     RestartCause,
+    RetryCause,
     Status,
     Step,
     StoredCause,
@@ -34,12 +35,18 @@ def _ended_frac(paths: Sequence[Trajectory], status: Status) -> float:
     return _mean(path.status is status for path in paths)
 
 
+def _own_rewards(tree: Tree) -> list[float]:
+    paths = (path for path in tree.trajectories() if not path.is_stored)
+    return [path.reward for path in paths if path.reward is not None]
+
+
 def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
-    """Returns the reward/*, rollout/*, branch/* and graft/* metrics of an update's trees."""
+    """Returns the reward/*, rollout/*, branch/* and graft/* metrics of an update's trees; means and
+    shares are the agent's, without whole stored trajectories."""
     paths = [path for tree in trees for path in tree.trajectories()]
-    scored = [path.leaf for path in paths if path.reward is not None]
-    rewards = [[leaf.reward for leaf in tree.leaves if leaf.reward is not None] for tree in trees]
-    groups = [group for group in rewards if group]
+    own = [path for path in paths if not path.is_stored]
+    scored = [path.leaf for path in own if path.reward is not None]
+    groups = [group for tree in trees if (group := _own_rewards(tree))]
     after_prompt = [step for tree in trees for step in tree.steps[1:]]
     num_tokens = sum(len(step.token_ids) for step in after_prompt)
     metrics = {
@@ -49,17 +56,17 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         "rollout/num_trajectories": float(len(paths)),
         "rollout/num_sampled_tokens": float(sum(tree.budget.num_sampled_tokens for tree in trees)),
         "rollout/num_tool_calls": float(sum(tree.budget.num_tool_calls for tree in trees)),
-        "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in paths),
-        "rollout/steps_mean": _mean(len(path.steps) - 1 for path in paths),
+        "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in own),
+        "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
         "rollout/retrieved_frac": (
             sum(step.origins.count(Origin.RETRIEVED) for step in after_prompt if step.is_graft)
             / max(1, num_tokens)
         ),
-        "rollout/completed_frac": _ended_frac(paths, Status.COMPLETED),
-        "rollout/truncated_frac": _ended_frac(paths, Status.TRUNCATED),
-        "rollout/violation_frac": _ended_frac(paths, Status.FORMAT_VIOLATION),
-        "rollout/failed_frac": _ended_frac(paths, Status.FAILED),
+        "rollout/completed_frac": _ended_frac(own, Status.COMPLETED),
+        "rollout/truncated_frac": _ended_frac(own, Status.TRUNCATED),
+        "rollout/violation_frac": _ended_frac(own, Status.FORMAT_VIOLATION),
+        "rollout/failed_frac": _ended_frac(own, Status.FAILED),
         "rollout/accuracy": _mean(bool(leaf.is_correct) for leaf in scored),
         # What the agent was shown: a stored step's results too, which cost no call here.
         "rollout/num_shown_calls": float(
@@ -67,7 +74,8 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         ),
         "branch/num_starts": float(
             sum(
-                step.depth == 1 and not isinstance(step.cause, StoredCause) for step in after_prompt
+                step.depth == 1 and not isinstance(step.cause, StoredCause | RetryCause)
+                for step in after_prompt
             )
         ),
         "branch/num_branches": float(
@@ -75,6 +83,7 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         ),
     }
     metrics |= _graft_metrics(trees, paths) | _restart_metrics(trees, paths)
+    metrics |= _retry_metrics(paths)
     metrics |= found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
     for name in sorted({name for leaf in scored for name in leaf.reward_parts}):
@@ -115,7 +124,7 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
 def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
     """The restart/* metrics; none where nothing began below stored steps."""
     stored = [path for path in paths if path.is_stored]
-    below = [path for path in paths if path.start_id != ROOT_ID]
+    below = [path for path in paths if path.start_id != ROOT_ID and not path.is_retry]
     if not stored and not below:
         return {}
     own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
@@ -133,6 +142,23 @@ def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict
     return metrics
 
 
+def _retry_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
+    """The retry/* metrics; none where nothing was tried again."""
+    rewards: dict[tuple[str, str], list[float]] = {}
+    for path in paths:
+        if path.is_retry and path.reward is not None:
+            rewards.setdefault((path.task.id, path.start_id), []).append(path.reward)
+    if not rewards:
+        return {}
+    groups = list(rewards.values())
+    return {
+        "retry/num_retries": float(sum(map(len, groups))),
+        "retry/num_places": float(len(groups)),
+        "retry/mixed_frac": _mean(len(set(group)) > 1 for group in groups),
+        "retry/reward": _mean(reward for group in groups for reward in group),
+    }
+
+
 def _is_hybrid(steps: Sequence[Step]) -> bool:
     return any(step.is_graft for step in steps)
 
@@ -147,11 +173,12 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     """
     metrics: dict[str, float] = {}
     num_starts = explorer.starts(num_leaves).num
-    if trees and getattr(explorer, "wants_rewards", False):
+    if trees and getattr(explorer, "has_stages", False):
         metrics["rollout/second_stage_frac"] = _mean(len(t.leaves) > num_starts for t in trees)
     elif (
         trees
         and num_starts < num_leaves
+        and not getattr(explorer, "wants_rewards", False)
         and getattr(explorer, "plans_starts", True)
         and not isinstance(explorer, Restarting)
     ):

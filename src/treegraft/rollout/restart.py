@@ -3,12 +3,15 @@ tree, and the environment in the state after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from treegraft.core.errors import ToolUnavailable
-from treegraft.core.interfaces import Format
+from treegraft.core.interfaces import Format, Retriever
 from treegraft.core.sessions import Point, Session, Sessions, Untrue
 from treegraft.core.types import (
     Below,
@@ -21,11 +24,12 @@ from treegraft.core.types import (
     StoredCause,
     Trace,
 )
-from treegraft.rollout.limits import Limits
+from treegraft.rollout.limits import MIN_ROOM, Limits
 from treegraft.rollout.tree import OpenPath, OpenTree
 
-MIN_ROOM = 16
-"""Fewest tokens that a rollout must have left below stored steps."""
+_Found = TypeVar("_Found")
+_log = logging.getLogger(__name__)
+
 _NOTHING = Stored(num_steps=0, has_answer=False, reward=0.0, source="")
 
 
@@ -39,25 +43,44 @@ class _Step:
     """Those of them that its agent wrote."""
 
 
+async def find_stored(
+    retriever: Retriever | None,
+    tree: OpenTree,
+    sessions: Sessions,
+    format: Format,
+    limits: Limits,
+) -> StoredSteps:
+    """Returns the stored trajectories of a tree's task; none without a retriever, or where it fails
+    or takes longer than the deadline of a rollout."""
+    found = StoredSteps(tree, sessions, format, limits)
+    if retriever is not None:
+        found.take(await found.in_time(retriever.trajectories(tree.task)) or ())
+    return found
+
+
 class StoredSteps:
     """The stored trajectories of one tree's task."""
 
     def __init__(
         self,
-        found: Sequence[Sequence[Trace]],
         tree: OpenTree,
         sessions: Sessions,
         format: Format,
         limits: Limits,
     ) -> None:
-        """Args: found: trajectories of the tree's task, whole and in order."""
+        """Begins without any."""
         self._tree, self._sessions, self._format, self._limits = tree, sessions, format, limits
-        steps = [list(self._rendered([trace.value for trace in traces])) for traces in found]
-        self._usable = [
-            (traces, own, self._size(traces, own)) for traces, own in zip(found, steps, strict=True)
-        ]
+        self._usable: list[tuple[Sequence[Trace], list[_Step], Stored]] = []
         self.num_untrue = 0
         """Stored trajectories that the environment contradicted."""
+        self.num_failed = 0
+        """Look-ups and openings that failed."""
+
+    def take(self, found: Sequence[Sequence[Trace]]) -> None:
+        """Takes trajectories of the tree's task, whole and in order."""
+        for traces in found:
+            own = list(self._rendered([trace.value for trace in traces]))
+            self._usable.append((traces, own, self._size(traces, own)))
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -97,8 +120,29 @@ class StoredSteps:
 
     async def open(self, below: Below, num: int) -> list[tuple[OpenPath, Cause]] | None:
         """Returns `num` paths that stand below stored steps, and why; none of them for a whole
-        stored trajectory, which becomes a leaf. None where there are no such steps, or where the
-        environment contradicts them."""
+        stored trajectory, which becomes a leaf. None where there are no such steps, where the
+        environment contradicts them, or where that failed or took longer than the deadline."""
+        return await self.in_time(self._opened(below, num))
+
+    async def in_time(self, work: Awaitable[_Found]) -> _Found | None:
+        """Returns what comes of it within the deadline of a rollout; None for a failure, which is
+        counted: the tree then grows from the prompt."""
+        deadline_s = self._limits.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await work
+        except Exception as error:
+            self.num_failed += 1
+            reason = str(error) or f"no end within rollout.deadline_s = {deadline_s} s"
+            _log.warning(
+                "task '%s': stored trajectories are left out: %s: %s",
+                self._tree.task.id,
+                type(error).__name__,
+                reason,
+            )
+            return None
+
+    async def _opened(self, below: Below, num: int) -> list[tuple[OpenPath, Cause]] | None:
         _, steps, size = self._usable[below.stored]
         count = below.num_steps
         if count is None:
@@ -164,6 +208,10 @@ class StoredSteps:
             if isinstance(error, Untrue):
                 self._drop(number)
             return None
+        # A deadline too, which cancels the wait.
+        except BaseException:
+            session.release()
+            raise
         shown = list(steps) if list(came) == contents else list(self._rendered(came))
         num_tokens = sum(len(step.token_ids) for step in shown)
         # Results that say the same in more words may leave no room.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from treegraft.core.types import LEARNING_RULES, Task, Tree
-
-_SAME = 1e-9
-"""Rewards that differ by at most this count as equal."""
+from treegraft.core.types import Task, Tree
+from treegraft.explore.independent import rewards_vary
 
 
 @dataclass(slots=True)
@@ -51,8 +49,7 @@ async def sample_rounds(
     Args:
         draw: returns the tasks after so many drawn ones, without those of the given ids.
         grow: returns a scored tree for each task.
-        penalty: weight of the reward "overlong", which is not counted as variance: it would let
-            groups in whose answers are equally right.
+        penalty: weight of the reward "overlong", see `independent.rewards_vary`.
     """
     found, every = Sampled(), list[Tree]()
     while found.num_rounds < max_rounds and len(found.kept) < size:
@@ -63,22 +60,9 @@ async def sample_rounds(
         every += trees
         found.num_drawn += size
         found.num_rounds += 1
-        wanted = [tree for tree in trees if max_rounds == 1 or _varies(tree, penalty)]
+        wanted = [tree for tree in trees if max_rounds == 1 or rewards_vary(tree, penalty=penalty)]
         found.kept += wanted[: size - len(found.kept)]
     found.kept = found.kept or every[:size]
     kept = {tree.group_id for tree in found.kept}
     found.dropped = [tree for tree in every if tree.group_id not in kept]
     return found
-
-
-def _varies(tree: Tree, penalty: float) -> bool:
-    first: dict[str, float] = {}
-    for path in tree.trajectories():
-        leaf = path.leaf
-        if LEARNING_RULES[leaf.status].in_group:
-            outcome = (leaf.reward or 0.0) - penalty * leaf.reward_parts.get("overlong", 0.0)
-            # Each place where rollouts began is a group of its own; the difference leaves rounding
-            # errors of the penalty behind.
-            if abs(outcome - first.setdefault(path.start_id, outcome)) > _SAME:
-                return True
-    return False

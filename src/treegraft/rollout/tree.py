@@ -51,6 +51,8 @@ class OpenPath:
     """Who wrote its last step."""
     is_over: bool = False
     """Its leaf has ended; later reports of the engine about it are ignored."""
+    opening: tuple[int, ...] = ()
+    """Forced tokens that its next step begins with."""
     point: Point | None = None
     """Where its session comes from; None once it has one."""
     session: Session | None = None
@@ -58,8 +60,8 @@ class OpenPath:
 
     @property
     def num_used(self) -> int:
-        """Tokens after the prompt."""
-        return len(self.prefix_ids) - self.num_prompt
+        """Tokens after the prompt, the opening of its next step included."""
+        return len(self.prefix_ids) + len(self.opening) - self.num_prompt
 
     @property
     def tools(self) -> Session:
@@ -130,15 +132,20 @@ class OpenTree:
         violation: str | None = None,
         cause: Cause | None = None,
     ) -> None:
-        """Appends a sampled step with its results and moves the path below it."""
-        num_sampled, unscored = len(completion.token_ids), (0.0,) * len(observation_ids)
+        """Appends a sampled step with its results, behind the path's opening, and moves the path
+        below it."""
+        opening, path.opening = path.opening, ()
+        num_sampled, forced = len(completion.token_ids), (0.0,) * len(opening)
+        unscored = (0.0,) * len(observation_ids)
         self._append(
             step_id,
             path,
-            (*completion.token_ids, *observation_ids),
-            (Origin.POLICY,) * num_sampled + (Origin.TOOL,) * len(observation_ids),
-            sampling_logprobs=completion.sampling_logprobs + unscored,
-            entropies=completion.entropies + unscored,
+            (*opening, *completion.token_ids, *observation_ids),
+            (Origin.FORCED,) * len(opening)
+            + (Origin.POLICY,) * num_sampled
+            + (Origin.TOOL,) * len(observation_ids),
+            sampling_logprobs=forced + completion.sampling_logprobs + unscored,
+            entropies=forced + completion.entropies + unscored,
             entropy_kind=completion.entropy_kind,
             temperature=temperature,
             content=content,

@@ -1,5 +1,5 @@
 """What lies beside a checkpoint and a resumed run depends on: metrics so far, the evaluation before
-the first update, the reference of the KL term, the Step-Trace Buffer.
+the first update, trees to be replayed, the reference of the KL term, the Step-Trace Buffer.
 
 A checkpoint holds a checksum of each, by its path in the run folder, so that nothing of it changes
 unseen between the end of one process and the start of the next.
@@ -7,7 +7,7 @@ unseen between the end of one process and the start of the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from treegraft.core.errors import CheckpointError, SettingError
@@ -18,6 +18,7 @@ from treegraft.settings.load import differences, load_config
 
 METRICS = "metrics.jsonl"
 _FILES = ("trees/eval-000000-*.jsonl", "reference/*.safetensors")
+_REPLAYED = "trees/update-"
 ACCEPT = "--accept-changes"
 """The option with which a resumed run takes as they are the things that have changed."""
 
@@ -29,12 +30,17 @@ class Beside:
         self._run_dir = run_dir
         self._known: dict[Path, tuple[tuple[int, int], str]] = {}
 
-    def checksums(self, state: TrainState) -> dict[str, str]:
+    def checksums(self, state: TrainState, replayed: Iterable[Path] = ()) -> dict[str, str]:
         """Returns the checksum of each thing but the buffer; of metrics.jsonl that of the beginning
-        that the state has seen."""
+        that the state has seen.
+
+        Args:
+            replayed: the files of `Replay.files`.
+        """
         # Before, what is there was left by a process that was killed, and is written again.
         is_begun = state.is_closed or state.update > 0
         files = [one for pattern in _FILES for one in self._run_dir.glob(pattern) if is_begun]
+        files += [one for one in replayed if one.is_file()]
         found = {one.relative_to(self._run_dir).as_posix(): self._checksum(one) for one in files}
         if state.metrics_size:
             found[METRICS] = file_checksum(self._run_dir / METRICS, state.metrics_size)
@@ -95,7 +101,8 @@ def refuse_changes(
             f"{checkpoint.name} was written by version 0.6 or older, which kept no checksums of"
             " metrics, evaluations and buffer; they are taken as they are"
         ]
-    changed = _changes(state.beside, Beside(run_dir).checksums(state))
+    replayed = [run_dir / name for name in state.beside if name.startswith(_REPLAYED)]
+    changed = _changes(state.beside, Beside(run_dir).checksums(state, replayed))
     if changed and not accepts:
         raise CheckpointError(
             f"run folder '{run_dir}': {'; '.join(changed)} since {checkpoint.name} was written, so"

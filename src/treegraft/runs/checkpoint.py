@@ -41,6 +41,8 @@ class TrainState:
     """learn/engine_gap of the first update that learned."""
     num_breaches: int = 0
     """Updates in a row whose gap was too large."""
+    first_canary_gap: float | None = None
+    """learn/canary_gap of the first publish; None before it, and for engines without canaries."""
     num_drawn: int | None = None
     """Training tasks drawn so far; None in checkpoints of before sampling in rounds, where it is
     the updates' share."""

@@ -15,7 +15,8 @@ from treegraft.core.errors import nearest
 METRICS: Mapping[str, str] = {
     "update": "number of the update, from 1; 0 is the state before the first",
     "policy_version": "number of the last publish, which is that of the update",
-    "reward/mean": "mean reward of scored leaves, with equal weight for each group",
+    "reward/mean": "mean reward of scored rollouts, with equal weight for each group; whole stored"
+    " trajectories are left out here and in all means and shares of rollout/",
     "reward/std": "mean over groups of the standard deviation of rewards within the group",
     "reward/{func}": "mean unweighted reward by this function over scored leaves",
     "eval/accuracy": "share of held-out tasks that one greedy trajectory answers correctly, 0..1",
@@ -62,7 +63,12 @@ METRICS: Mapping[str, str] = {
     "restart/num_whole": "stored trajectories that are leaves of their group",
     "restart/num_places": "places below which rollouts began; each is a group of its own",
     "restart/steps_mean": "mean number of stored steps above a rollout that began below some",
+    "retry/num_retries": "rollouts behind a forced tool-call opening",
+    "retry/num_places": "steps that were tried again; each is a group of its own",
+    "retry/mixed_frac": "share of these groups whose rewards differ",
+    "retry/reward": "mean reward of the retries",
     "restart/num_untrue": "stored trajectories left out because the environment contradicted them",
+    "restart/num_failed": "trees and places without stored steps because of an error or deadline",
     "restart/reward_below": "mean reward of rollouts below stored steps",
     "restart/reward_prompt": "mean reward of rollouts from the prompt, where others began below"
     " stored steps",
@@ -96,8 +102,11 @@ METRICS: Mapping[str, str] = {
     "learn/skipped_groups_frac": "share of groups without variance of reward, which are skipped",
     "learn/engine_gap": "mean |engine's - learner's log-probability| over learned tokens, in nats",
     "learn/engine_gap_limit": "largest accepted learn/engine_gap, in nats",
+    "learn/canary_gap": "largest mean |server's - learner's log-probability| over the canary tokens"
+    " of a server after the publish, in nats",
     "learn/success_logprob_change": "mean change of the log-probability of successful trajectories'"
-    " own tokens by the update, in nats a token (health.symptoms_every)",
+    " own tokens by the update, in nats a token (health.symptoms_every; not with"
+    " loss.old_logprobs = engine)",
     "learn/question_information": "share of the question's identity that first steps show: 0 where"
     " they are as likely for any other question, at most 1 (health.symptoms_every)",
     "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",

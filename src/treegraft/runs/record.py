@@ -508,6 +508,11 @@ class RunFolder:
         name = f"eval-{update:06d}-{kind}" if kind else f"update-{update:06d}"
         return self.trees_dir / f"{name}.jsonl"
 
+    def update_files(self) -> list[tuple[int, Path]]:
+        """Returns (update, its trees) for each one recorded, in order."""
+        files = self.trees_dir.glob("update-*.jsonl")
+        return sorted((int(one.stem.removeprefix("update-")), one) for one in files)
+
     def cut_to(self, update: int, metrics_size: int) -> None:
         """Removes all metrics and trees written after the checkpoint of `update`."""
         if self.metrics_path.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from treegraft.core.keyed import keyed_unit
@@ -24,9 +25,9 @@ class Replay:
     def __init__(self, config: Config, folder: RunFolder, update: int) -> None:
         """Takes up the groups of the run's files up to `update`: a resumed run draws what an
         uninterrupted one would have drawn."""
+        self._folder = folder
         self._settings, self._seed = config.replay, config.run.seed
-        size = config.run.tasks_per_update
-        self._num_wanted = size - max(1, round(self._settings.fresh_frac * size))
+        self._num_wanted = self._settings.num_replayed(config.run.tasks_per_update)
         self._drawn: list[int] = []
         self._groups: dict[str, Tree] = {}
         """By task, the oldest first."""
@@ -46,6 +47,15 @@ class Replay:
                     seen.add(tree.task.id)
                     yield tree
 
+    def files(self) -> Sequence[Path]:
+        """Returns the files that a resume from the present state reads its groups from."""
+        if not self._num_wanted:
+            return ()
+        oldest = 1
+        if len(self._groups) == self._settings.capacity:
+            oldest = min(map(_update_of, self._groups.values()))
+        return [path for number, path in self._folder.update_files() if number >= oldest]
+
     @property
     def num_due(self) -> int:
         """Groups that the next update replays."""
@@ -58,7 +68,7 @@ class Replay:
             self._groups.values(),
             key=lambda tree: keyed_unit(self._seed, "replay", update, tree.task.id),
         )[: self.num_due]
-        self._drawn = [update - int(tree.group_id.partition("/")[0]) for tree in replayed]
+        self._drawn = [update - _update_of(tree) for tree in replayed]
         placed = [
             ((index + 0.5) / len(trees), tree)
             for trees in (fresh, replayed)
@@ -89,5 +99,13 @@ class Replay:
         } | ({"replay/age_mean": fmean(ages)} if ages else {})
 
 
+def _update_of(tree: Tree) -> int:
+    return int(tree.group_id.partition("/")[0])
+
+
 def _teaches(tree: Tree) -> bool:
-    return any(leaf.advantage for leaf in tree.leaves if leaf.has_loss)
+    # An update's file also has the groups that its rounds dropped; only what was learned from has
+    # scores of the learner. With a KL term that is every group.
+    is_learned = any(step.old_logprobs is not None for step in tree.steps)
+    has_advantage = any(leaf.advantage for leaf in tree.leaves if leaf.has_loss)
+    return is_learned and (has_advantage or any(step.advantage for step in tree.steps))

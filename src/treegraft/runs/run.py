@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treegraft.core.errors import EngineError, StorageError, TreegraftError
+from treegraft.core.errors import CheckpointError, EngineError, StorageError, TreegraftError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
 from treegraft.core.types import Status, Tree
 from treegraft.runs.background import BackgroundWriter
-from treegraft.runs.beside import Beside
+from treegraft.runs.beside import Beside, ways_out
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import read_metrics, write_trees
@@ -70,6 +70,9 @@ class Run:
         self.stop = Stop()
         self.more_beside: Callable[[], dict[str, str]] = dict
         """Gives the checksums of what else a resume depends on, see `runs.beside`."""
+        self.replayed: Callable[[], Sequence[Path]] = tuple
+        """Gives the files of the trees that a resume replays."""
+        self._imitated: dict[str, str] = {}
         self._beside = Beside(start.path)
         self._writer = BackgroundWriter()
         self.latest: dict[str, float] = {}
@@ -260,6 +263,22 @@ class Run:
         own = {"warmup/num_steps": float(num_steps), **metrics, **sums}
         self.state = replace(self.state, warmup_steps=num_steps, pending={**before, **own})
 
+    def imitates(self, path: Path, checksum: str) -> None:
+        """Has the checkpoints of the warm-up hold the checksum of its demonstrations.
+
+        Raises:
+            CheckpointError: it is not that of the checkpoint to go on from.
+        """
+        start, name = self.start, "demonstrations"
+        noted = (start.state.beside or {}).get(name, checksum)
+        if noted != checksum and start.checkpoint is not None and not start.accepts_changes:
+            raise CheckpointError(
+                f"run folder '{self.path}': the demonstrations in '{path}' have changed since"
+                f" {start.checkpoint.name} was written, so the resumed run would not equal an"
+                f" undisturbed one. {ways_out(self.path, start.checkpoint)}"
+            )
+        self._imitated = {name: checksum}
+
     def is_warmup_evaluated(self) -> bool:
         """Returns whether the evaluation after the present warm-up step is in warmup.jsonl."""
         if not self.folder.warmup_path.exists():
@@ -365,7 +384,9 @@ class Run:
         self.written()
         # A resume cuts the metrics to this length.
         state = replace(self.state, metrics_size=self.folder.metrics_size())
-        beside = self._beside.checksums(state) | self.more_beside()
+        beside = self._beside.checksums(state, self.replayed()) | self.more_beside()
+        if state.warmup_steps < self.config.warmup.num_steps:
+            beside |= self._imitated
         self.state = replace(state, beside=beside)
         with self.stop.shielded():
             self._write_checkpoint(place, self.state)

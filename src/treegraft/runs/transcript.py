@@ -71,7 +71,7 @@ def unread(step: Step, tokenizer: Decoder | None) -> str:
     content = step.content
     is_empty = not content.thought.strip() and not content.calls and content.answer is None
     if tokenizer is not None and (step.violation is not None or is_empty):
-        return tokenizer.decode(list(compress(step.token_ids, step.sampled_mask)))
+        return tokenizer.decode(list(step.written_ids))
     is_told = not is_empty or step.violation is not None
     return "" if is_told else f"{len(step.token_ids)} tokens that the format cannot read"
 

@@ -76,6 +76,10 @@ class ReplaySettings(Settings):
     )
     """Groups that are kept, one for each task, the latest."""
 
+    def num_replayed(self, size: int) -> int:
+        """Returns how many of an update's `size` groups are of earlier updates."""
+        return size - max(1, round(self.fresh_frac * size))
+
 
 class EvalSettings(Settings):
     every: int = setting(5, ge=0, resumable=True, ignored_by_eval=True)

@@ -131,6 +131,30 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
             )
 
 
+def _engine_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.engine.kind != "vllm":
+        return
+    if config.publish.kind == "adapter" and not config.model.lora.rank:
+        yield Contradiction(
+            ("publish.kind", "model.lora.rank"),
+            "publish.kind: got 'adapter', but model.lora.rank = 0 trains all weights; set a rank,"
+            " or take 'auto'.",
+        )
+    if config.engine.vllm.entropies == "exact":
+        return
+    plain = {"repetition_penalty": 1.0}
+    if config.eval.num_samples:
+        plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for name, value in plain.items():
+        if getattr(config.eval, name) != value:
+            yield Contradiction(
+                (f"eval.{name}", "engine.vllm.entropies"),
+                f"eval.{name}: got {getattr(config.eval, name)}, expected {value} with"
+                ' engine.vllm.entropies = "top_k": servers without Treegraft\'s plugin filter'
+                " tokens in another order.",
+            )
+
+
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
     if config.tasks.kind in ("search_world", "sokoban", "arithmetic"):
@@ -251,7 +275,7 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix")
+    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix", "axpo")
     leading = [name for name in known if name in explore.explorers]
     for name in leading:
         # A balanced budget has no number to compare.
@@ -285,17 +309,59 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             " no paper says how a stored step that is history and one that is a graft share their"
             " credit.",
         )
+    axpo, num_left = explore.axpo, explore.num_leaves - explore.axpo.num_starts
+    if "axpo" in leading and 0 <= num_left < axpo.num_retries:
+        yield Contradiction(
+            ("explore.axpo.num_retries", "explore.axpo.num_starts", "explore.num_leaves"),
+            f"explore.axpo.num_retries: got {axpo.num_retries}, expected at most {num_left}, which"
+            f" explore.axpo.num_starts = {axpo.num_starts} leaves of explore.num_leaves ="
+            f" {explore.num_leaves}; lower one of the first two, or raise num_leaves.",
+        )
     if explore.num_first is not None:
         yield from _above(config, "explore.num_first", "explore.num_leaves")
+        if explore.num_first == explore.num_leaves:
+            yield Contradiction(
+                ("explore.num_first", "explore.num_leaves"),
+                f"explore.num_first: got {explore.num_first}, expected less than"
+                " explore.num_leaves, which is as many, so that a second stage has leaves left;"
+                " leave it out for one stage.",
+            )
+    if "prefix" in explore.explorers:
+        yield from _prefix_wrong(config)
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
     if retrieves(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
         yield from _buffer_wrong(config)
 
 
+def _prefix_wrong(config: Config) -> Iterator[Contradiction]:
+    own, num_leaves = config.explore.prefix, config.explore.num_leaves
+    if own.rule == "bread" and own.num_restarts == num_leaves:
+        yield Contradiction(
+            ("explore.prefix.num_restarts", "explore.num_leaves"),
+            f"explore.prefix.num_restarts: got {own.num_restarts}, expected less than"
+            f' explore.num_leaves, which is {num_leaves}: "bread" needs rollouts from the prompt,'
+            " which show whether the agent solves the task.",
+        )
+    if not config.buffer.allow_same_task:
+        yield Contradiction(
+            ("buffer.allow_same_task", "explore.explorers"),
+            'buffer.allow_same_task: got false, but explore.explorers has "prefix", whose rollouts'
+            " begin below stored trajectories of the very same task; expected true.",
+        )
+
+
 def _replay_wrong(config: Config) -> Iterator[Contradiction]:
     if config.replay.fresh_frac == 1:
         return
+    size = config.run.tasks_per_update
+    if config.replay.num_replayed(size) == 0:
+        yield Contradiction(
+            ("replay.fresh_frac", "run.tasks_per_update"),
+            f"replay.fresh_frac: got {config.replay.fresh_frac:g}, which leaves no group to replay"
+            f" with run.tasks_per_update = {size}; expected 1 for none, a smaller share, or more"
+            " tasks.",
+        )
     if not config.track.record_trees:
         yield Contradiction(
             ("replay.fresh_frac", "track.record_trees"),
@@ -351,6 +417,7 @@ def contradictions(config: Config) -> list[Contradiction]:
         _names_wrong,
         _rule_wrong,
         _model_wrong,
+        _engine_wrong,
         _tasks_wrong,
         _run_wrong,
         _replay_wrong,

@@ -18,6 +18,7 @@ with_graft = has("explore.explorers", "graft", or_own=True)
 with_peaks = has("explore.explorers", "entropy_peaks")
 with_tree_search = has("explore.explorers", "tree_search")
 with_prefix = has("explore.explorers", "prefix")
+with_axpo = has("explore.explorers", "axpo")
 RETRIEVING = ("graft", "prefix")
 """Explorers that need a Step-Trace Buffer."""
 
@@ -133,7 +134,7 @@ class EntropySettings(Settings):
 class GraftSettings(Settings):
     num_hybrid: int = setting(8, ge=0, default_of=_half_the_leaves)
     """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid), half of them by
-    default; the first starts never do."""
+    default: the last starts, or evenly spread ones where starts come in stages."""
     probability: float = setting(0.5, ge=0, le=1)
     """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and
     not after a graft."""
@@ -199,19 +200,41 @@ class PeaksSettings(Settings):
     branches."""
 
 
+def _at_answers(config: Settings) -> str:
+    if value_of(config, "format.kind") == "chat":
+        return "format.kind is 'chat', in which a call begins before the tool is named"
+    return when("explore.axpo.places", "answers")(config)
+
+
+class AxpoSettings(Settings):
+    num_starts: int = setting(8, ge=1, default_of=_half_the_leaves)
+    """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest are
+    retries, where they are called for."""
+    num_retries: int = setting(4, ge=1)
+    """Retries of one step (AXPO's K); each such place is a group of its own."""
+    places: Literal["calls", "answers"] = "calls"
+    """Steps that are retried: "calls" (the paper) those that called a tool, where every rollout
+    that called one failed; "answers" (ours) those that answered, where every rollout failed."""
+    tool: str = setting("", idle_unless=(_at_answers,))
+    """The tool whose call is opened in place of an answer; empty for the first."""
+    min_reward: float = 1.0
+    """Reward from which a rollout did not fail."""
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
         ["independent"],
         min_length=1,
         built_in=(
             *("independent", "entropy", "graft", "tree_search", "balanced", "entropy_peaks"),
-            "prefix",
+            *("prefix", "axpo"),
         ),
     )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), "tree_search" (Tree-GRPO), "balanced" (AEPO), "entropy_peaks" (APPO), "prefix"
-    (rollouts below steps of stored trajectories), or import paths "package.module:Explorer". Starts
-    come from the first, grafts from the first that wants one, branches from all."""
+    (rollouts below steps of stored trajectories), "axpo" (AXPO), or import paths
+    "package.module:Explorer". Starts come from the first, grafts from the first that wants one,
+    branches from all."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
@@ -229,6 +252,8 @@ class ExploreSettings(Settings):
     [explore.entropy]."""
     entropy_peaks: PeaksSettings = setting(PeaksSettings(), idle_unless=with_peaks)
     """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
+    axpo: AxpoSettings = setting(AxpoSettings(), idle_unless=with_axpo)
+    """Retries of failed rollouts behind a forced tool-call opening (AXPO, arXiv 2605.28774)."""
     tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)
     """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
     graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)
@@ -279,7 +304,7 @@ class BufferSettings(Settings):
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that
     it was built with."""
-    terminal: Literal["skip", "exclude", "allow"] = "skip"
+    terminal: Literal["skip", "exclude", "allow"] = setting("skip", idle_unless=with_graft)
     """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest,
     "exclude" takes the nearest of the others, "allow" takes it (a reading of the paper; it leaks
     answers of the training tasks)."""
@@ -289,14 +314,17 @@ class BufferSettings(Settings):
         -1.0,
         ge=-1,
         le=1,
-        idle_unless=Condition(
-            "buffer.random_prob", lambda probability: probability < 1, ", so nothing is sought"
+        idle_unless=(
+            with_graft,
+            Condition(
+                "buffer.random_prob", lambda probability: probability < 1, ", so nothing is sought"
+            ),
         ),
     )
     """Cosine under which nothing is retrieved."""
-    random_prob: float = setting(0.0, ge=0, le=1)
+    random_prob: float = setting(0.0, ge=0, le=1, idle_unless=with_graft)
     """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""
-    num_tries: int = setting(4, ge=1, idle_unless=when("environment.kind"))
+    num_tries: int = setting(4, ge=1, idle_unless=(with_graft, when("environment.kind")))
     """Nearest steps that are tried in the trajectory's environment, one after another; the first
     whose results come true there is attached."""
     sources: list[str] = []

@@ -4,6 +4,7 @@ limits that every setting shares."""
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,14 +65,18 @@ def is_text(value: str) -> bool:
     return True
 
 
+_BARE = re.compile(r"(?<![\w.])\.(?=\d+$)")
+"""The point of a number without a digit before it, which TOML does not allow."""
+
+
 def parse_value(text: str) -> Any:
-    """Returns the value of a TOML literal, or the text itself where it is none.
+    """Returns the value of a TOML literal or of a number such as .5, else the text itself.
 
     Raises:
         SettingError: numbers too long or lists too deep to be read.
     """
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {_BARE.sub('0.', text.strip())}")
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from treegraft.settings.explore import (
     teaches,
+    with_axpo,
     with_entropy,
     with_graft,
     with_peaks,
@@ -50,9 +51,13 @@ def _by_objective(**values: float) -> Callable[[Any], float]:
 
 
 def _branches(config: Settings) -> str:
-    if not all(one(config) for one in (with_entropy, with_tree_search, with_peaks)):
+    if not all(one(config) for one in (with_entropy, with_tree_search, with_peaks, with_axpo)):
         return ""
     return "explore.explorers is without 'entropy' and 'tree_search', so no step has two children"
+
+
+def _restarts(config: Settings) -> str:
+    return with_prefix(config) if with_axpo(config) else ""
 
 
 def _shares_steps(config: Settings) -> str:
@@ -174,6 +179,10 @@ class VllmSettings(Settings):
     cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
     """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
     takes 1 on a CPU."""
+    entropies: Literal["exact", "top_k"] = setting("exact")
+    """"exact": servers run Treegraft's plugin, which draws tokens by their noise keys and reports
+    exact entropies. "top_k": servers without it, which draw by their own generator, seeded for each
+    request, and whose entropies are sums over the 20 most likely tokens, a lower bound."""
     max_restarts: int = setting(3, ge=0, same_answers=True)
     """How often each server is started again, or waited for, after it has died; then it is left
     out."""
@@ -185,10 +194,11 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: Literal["auto", "shared", "disk"] = setting("auto", same_answers=True)
+    kind: Literal["auto", "shared", "disk", "adapter"] = setting("auto", same_answers=True)
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same
-    path; "auto" takes "shared" where it has room for two copies."""
+    path; "auto" takes "shared" where it has room for two copies. "adapter" gives LoRA's adapters
+    alone, for servers on this machine; the others give the weights that they are merged into."""
     folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
     """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
 
@@ -260,11 +270,16 @@ class CreditSettings(Settings):
     token_entropy_weight: float = setting(0.0, ge=0)
     """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
     1 + this times the standardised entropy of its token; 0 for none."""
-    restarts: Literal["apart", "together"] = setting("apart", idle_unless=(with_prefix,))
-    """Rollouts that begin below stored steps are compared with those of the same place ("apart"),
-    or with all of the tree ("together", an ablation)."""
+    restarts: Literal["apart", "together"] = setting("apart", idle_unless=(_restarts,))
+    """Rollouts that begin below stored steps, and retries, are compared with those of the same
+    place ("apart"), or with all of the tree ("together", an ablation)."""
     stored: Literal["joint", "own"] = setting(
-        "joint", idle_unless=(with_prefix, when("explore.prefix.rule", "whole"))
+        "joint",
+        idle_unless=(
+            with_prefix,
+            when("explore.prefix.rule", "whole"),
+            when("credit.advantage", "grpo", "dr_grpo", "rloo"),
+        ),
     )
     """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
     "own" of the rollouts alone (its split estimator)."""

@@ -143,6 +143,12 @@ class RewardSettings(Settings):
     "package.module:function"."""
     weights: list[float] | None = setting(None)
     """One factor per function; None means 1 each. The reward is the weighted sum."""
+
+    @property
+    def penalty(self) -> float:
+        """The weight of "overlong"; 1 without it."""
+        return dict(zip(self.funcs, self.weights or (), strict=False)).get("overlong", 1.0)
+
     accuracy: Literal["auto", "f1", "exact_match", "math"] = setting(
         "auto", idle_unless=has("reward.funcs", "hierarchical")
     )

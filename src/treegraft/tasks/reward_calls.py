@@ -122,9 +122,9 @@ def _sampled(step: Step) -> list[int]:
 
 
 def _own_texts(trajectory: Trajectory, written_text: WrittenText) -> dict[str, str]:
-    """The text of each step that the policy sampled, by the step's id."""
-    sampled = ((step.id, _sampled(step)) for step in trajectory.steps)
-    return {step_id: written_text(ids) for step_id, ids in sampled if ids}
+    """The text of each step that the policy sampled, by the step's id, with a forced opening."""
+    own = (step for step in trajectory.steps if step.origin is Origin.POLICY)
+    return {step.id: written_text(step.written_ids) for step in own}
 
 
 def _call(name: str, body: str) -> dict[str, Any]:

@@ -391,6 +391,13 @@ class TraceBuffer:
         for _, group in groupby(rows, key=lambda row: (row[3], row[4], row[7])):
             yield tuple(map(self._file.to_trace, group))
 
+    def best_rewards(self) -> list[tuple[str, str, float]]:
+        """Returns (source, task, best reward of a trajectory) for each pair."""
+        return self._file.query(
+            "SELECT m.source, m.task_id, max(m.reward) FROM members m JOIN traces t ON"
+            " t.id = m.trace WHERE t.evicted_at IS NULL GROUP BY m.source, m.task_id"
+        )
+
     @property
     def num_keys_cut(self) -> int:
         """Keys given to `add` and `search` so far that were longer than the encoder reads, and lost

@@ -3,6 +3,7 @@ file, all of them or the best rewarded."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -11,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from treegraft.assemble import TrainingParts
 from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Format
 from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.policy.learn.lessons import Lesson, LessonBook
@@ -22,7 +23,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import OTHER_TASKS, read_trajectory
-from treegraft.traces.run_buffer import OWN
+from treegraft.traces.run_buffer import OWN, RunBuffer
 
 SQLITE = b"SQLite format 3\x00"
 """The first bytes of a Step-Trace Buffer."""
@@ -45,6 +46,13 @@ class Chosen:
     demonstrations: list[Demonstration]
     left_out: str
     """How many were left out and why, as the end of a sentence; empty for none."""
+
+    def checksum(self) -> str:
+        """Returns a checksum of the demonstrations in their order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for one in self.demonstrations:
+            digest.update(repr(one).encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
 
 def read_demonstrations(
@@ -142,27 +150,24 @@ def _of_buffer(
         yield from _of_traces(buffer.trajectories(), tasks, has_environment, reasons)
 
 
-def lesson_book(
-    config: Config,
-    buffer: TraceBuffer | None,
-    tasks: Sequence[Task],
-    format: Format,
-    has_environment: bool,
-) -> LessonBook | None:
-    """Returns the lessons of a run, None where it has none: for each task the trajectory with the
-    best reward above 0, of these the one with the fewest steps, of these the first.
+def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> LessonBook | None:
+    """Returns the lessons of a run: for each task the trajectory with the best reward above 0, of
+    these the one with the fewest steps, of these the first. None where the run has none, or its
+    buffer is not built yet.
 
     The agent's own traces are left out, since they change as it learns.
 
     Raises:
         DataError: there is none.
     """
-    if not config.loss.lesson_coef or buffer is None:
+    path = run_buffer.file
+    if not config.loss.lesson_coef or (run_buffer.is_due and not path.exists()):
         return None
     best: dict[str, Lesson] = {}
     reasons: Counter[str] = Counter()
-    others = (traces for traces in buffer.trajectories() if traces[0].source != OWN)
-    for one in _of_traces(others, tasks, has_environment, reasons):
+    with TraceBuffer.open_as_built(path) as buffer:
+        others = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
+    for one in _of_traces(others, parts.train_tasks, parts.kind is not None, reasons):
         reward, rival = one.reward or 0.0, best.get(one.task.id)
         if reward <= 0:
             reasons["with a reward not above 0"] += 1
@@ -171,11 +176,13 @@ def lesson_book(
         if rival is None or rank < (-rival.reward, len(rival.tree.steps) - 1):
             # A step of another agent may be nothing that this format can say.
             with suppress(ValueError):
-                best[one.task.id] = Lesson(demonstration_tree(format, one.task, one.steps), reward)
+                best[one.task.id] = Lesson(
+                    demonstration_tree(parts.format, one.task, one.steps), reward
+                )
     if not best:
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise DataError(
-            f"loss.lesson_coef: the buffer '{buffer.path}' has no success at the training tasks"
+            f"loss.lesson_coef: the buffer '{path}' has no success at the training tasks"
             f" ({left_out or 'none that this format can say'}); name another buffer."
         )
     return LessonBook(best, num_earlier=config.learn.num_lessons, seed=config.run.seed)

@@ -4,9 +4,10 @@ from the event loop."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from treegraft.core.batches import Batcher
@@ -14,6 +15,7 @@ from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
+from treegraft.settings.config import Config
 from treegraft.settings.explore import BufferSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
@@ -26,6 +28,28 @@ class _Question:
     whole: bool
     draw: int | None
     """Seed of a random draw; None for the nearest trace."""
+
+
+def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) -> str:
+    """Returns why rollouts below stored trajectories of these tasks are impossible, "" where they
+    are possible or not asked for."""
+    if buffer is None or "prefix" not in config.explore.explorers:
+        return ""
+    least, sources = config.explore.prefix.min_reward, config.buffer.sources
+    ids = {task.id for task in tasks}
+    known = [
+        reward
+        for source, task, reward in buffer.best_rewards()
+        if task in ids and (not sources or source in sources)
+    ]
+    if max(known, default=-math.inf) >= least:
+        return ""
+    found = f"their best reward there is {max(known):g}" if known else "there are none of them"
+    return (
+        "explore.prefix: no training task has a stored trajectory with a reward from"
+        f" explore.prefix.min_reward = {least:g} on; {found} ({buffer.path}). All rollouts begin at"
+        " the prompt; lower explore.prefix.min_reward, or name a buffer of these tasks."
+    )
 
 
 class BufferRetriever:

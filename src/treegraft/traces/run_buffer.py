@@ -98,22 +98,26 @@ class RunBuffer:
         self.is_imitated = takes_warmup_of_buffer(config)
         """Whether the warm-up takes its demonstrations from it."""
         # Loaded before the run folder is made: an encoder that cannot be loaded is bad input.
-        is_built_for_warmup = self.is_imitated and config.buffer.path == EXPERT
-        self._encoder = self._checked_encoder() if self.is_used or is_built_for_warmup else None
+        is_built_for_warmup = self.is_imitated and (self._is_expert or self._is_imported)
+        self.is_due = self.is_used or is_built_for_warmup
+        """Whether the run needs it, for grafts, lessons or the warm-up."""
+        # Lessons are read by task, without a search.
+        is_only_read = not (retrieves(explorers) or is_asked or config.buffer.grow.num_best)
+        self._encoder = self._checked_encoder(is_only_read) if self.is_due else None
 
     @property
     def file(self) -> Path:
-        """Where it lies: the run's copy, or the file that buffer.path names; of an expert's steps,
-        not there before `build`."""
+        """Where it lies: the run's copy, or the file that buffer.path names; of an expert's steps
+        and of a .jsonl file, not there before `build`."""
         own = self._run_dir / OWN_FILE
-        is_own = own.exists() or self._config.buffer.path == EXPERT
+        is_own = own.exists() or self._is_expert or self._is_imported
         return own if is_own else self._path
 
     @property
     def _path(self) -> Path:
         return Path(os.path.expandvars(self._config.buffer.path)).expanduser()
 
-    def _checked_encoder(self) -> Encoder:
+    def _checked_encoder(self, is_only_read: bool) -> Encoder | None:
         settings, own = self._config.buffer, self._run_dir / OWN_FILE
         self._refuse_lost(own)
         if not own.exists() and settings.path == EXPERT:
@@ -142,7 +146,7 @@ class RunBuffer:
         with TraceBuffer(path, settings.encoder) as buffer:
             self._refuse_empty(buffer)
             self._refuse_changed(buffer, own)
-            return buffer.load_encoder()
+            return None if is_only_read else buffer.load_encoder()
 
     async def check_expert(self, environments: SessionOpener | None) -> None:
         """Makes the expert's calls at the first tasks in their environments, where the buffer will
@@ -168,11 +172,6 @@ class RunBuffer:
             await self._make_copy(own, self._encoder, scorer, format, environments)
             with TraceBuffer(own, self._encoder) as buffer:
                 self._refuse_empty(buffer)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the run needs it, for grafts or for the warm-up."""
-        return self._encoder is not None
 
     @property
     def _is_expert(self) -> bool:
@@ -253,13 +252,14 @@ class RunBuffer:
         Raises:
             CheckpointError: somebody has changed the buffer since the run began.
         """
-        if self._encoder is None or not self.is_used:
+        if not self.is_used:
             yield
             return
         own, settings = self._run_dir / OWN_FILE, self._config.buffer
         is_own = self._is_own
         is_new = is_own and not own.exists()
         if is_new:
+            assert self._encoder is not None
             await self._make_copy(own, self._encoder, scorer, format, environments)
         with TraceBuffer(own if is_own else self._path, self._encoder) as buffer:
             if is_own and not is_new:

@@ -14,6 +14,7 @@ from treegraft.core.types import (
     GraftCause,
     Leaf,
     RestartCause,
+    RetryCause,
     Step,
     StoredCause,
     Tree,
@@ -160,6 +161,8 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
         count = step.cause.num_steps
         why = f"{step.cause.rule}, below {count} stored step{'s' * (count != 1)}"
         text.append(f"  begins here: {plain(why, 60)}", style="cyan")
+    if isinstance(step.cause, RetryCause):
+        text.append(f"  a call forced, with the thought of {step.cause.beside}", style="yellow")
     if leaf is not None:
         number, end = leaf
         style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"

@@ -12,7 +12,7 @@ from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.aepo import with_entropy_factors
 from treegraft.algo.groups import Floats
 from treegraft.core.errors import SettingError, about
-from treegraft.core.interfaces import CreditRule
+from treegraft.core.interfaces import CreditRule, LearnerLike
 from treegraft.core.plugins import load_object
 from treegraft.core.types import LEARNING_RULES, Step, Tree
 from treegraft.settings.config import Config
@@ -55,7 +55,11 @@ def credit_trees(
     }
     outcomes: Sequence[Floats | None] = [None] * len(trees)
     if (kind := config.credit.advantage) in ("reinforce++", "reinforce++-baseline"):
-        outcomes = batch_outcomes(trees, has_baseline=kind == "reinforce++-baseline")
+        outcomes = batch_outcomes(
+            trees,
+            has_baseline=kind == "reinforce++-baseline",
+            restarts=config.credit.restarts,
+        )
     credited = [
         assign_credit(tree, outcomes=known, **own)
         for tree, known in zip(trees, outcomes, strict=True)
@@ -65,6 +69,18 @@ def credit_trees(
     if rule is None:
         return credited
     return [_ruled(tree, rule, config.credit.rule) for tree in credited]
+
+
+def credit_by_entropy(
+    learner: LearnerLike, trees: Sequence[Tree], config: Config, rule: CreditRule | None = None
+) -> list[Tree]:
+    """Returns `credit_trees` of the trees, with the entropies that credit reads made exact first,
+    where an engine knows its top-k ones only."""
+    if not trees:
+        return []
+    # The weight compares tokens, whose entropies have to be of one kind.
+    is_weighed = config.credit.token_entropy_weight > 0
+    return credit_trees(learner.with_exact_entropies(trees, everywhere=is_weighed), config, rule)
 
 
 def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:

@@ -68,9 +68,11 @@ class Leader:
         with self._ranks.ordered(name, trees=texts, **arguments):
             return TREE_CALLS[name](self._learner, trees, **arguments)
 
-    def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
+    def with_exact_entropies(
+        self, trees: Sequence[Tree], *, everywhere: bool = False
+    ) -> list[Tree]:
         """As `Learner.with_exact_entropies`."""
-        found: list[Tree] = self._on_trees("with_exact_entropies", trees)
+        found: list[Tree] = self._on_trees("with_exact_entropies", trees, everywhere=everywhere)
         return found
 
     def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
@@ -156,7 +158,9 @@ CALLS: Mapping[str, Callable[..., Any]] = {
 """What rank 0 may order, by name."""
 
 TREE_CALLS: Mapping[str, Callable[..., Any]] = {
-    "with_exact_entropies": lambda learner, trees: learner.with_exact_entropies(trees),
+    "with_exact_entropies": lambda learner, trees, everywhere: learner.with_exact_entropies(
+        trees, everywhere=everywhere
+    ),
     "with_logprobs": lambda learner, trees: learner.with_logprobs(trees),
     "learn": lambda learner, trees, num_lessons: learner.learn(
         trees[: len(trees) - num_lessons], trees[len(trees) - num_lessons :]

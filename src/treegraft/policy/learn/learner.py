@@ -17,7 +17,7 @@ from treegraft.algo.losses import (
     k3_divergence,
     lesson_loss,
 )
-from treegraft.algo.rapo import inexact_neighbours, shaping_factor
+from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
@@ -36,6 +36,7 @@ from treegraft.policy.learn.pack import (
     num_loss_tokens,
     num_tree_tokens,
     pack_trees,
+    without_branches,
 )
 from treegraft.policy.learn.plan import (
     Alone,
@@ -186,14 +187,22 @@ class Learner:
         return best
 
     @torch.no_grad()
-    def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
+    def with_exact_entropies(
+        self, trees: Sequence[Tree], *, everywhere: bool = False
+    ) -> list[Tree]:
         """Returns the trees with exact entropies around grafts, for the retrieval reward.
 
         An engine that knows its top-k entropies only leaves the steps before and after a graft to
         be scored here, at the temperature they were sampled at. Trees without such a step come back
         as they are, at no cost.
+
+        Args:
+            everywhere: where any step is scored, so are all of all trees: a comparison of tokens by
+                entropy, as in `algo.aepo`, needs them of one kind.
         """
         wanted = [inexact_neighbours(tree) for tree in trees]
+        if everywhere and any(wanted):
+            wanted = [inexact_steps(tree) for tree in trees]
         indices = [n for n, names in enumerate(wanted) if names]
         exact = (
             (n, replace(step, entropies=spread(step, values, 0.0), entropy_kind=EntropyKind.EXACT))
@@ -289,8 +298,9 @@ class Learner:
         taught = shared_out(lessons, minibatches)
         is_learned = [self._is_learned(tree) for tree in trees]
         takes_lessons = self._loss.graft_coef > 0
+        shown = [without_branches(tree) for tree in trees]
         plans = {
-            part: self._plan(trees, [n for n in part if is_learned[n]], takes_lessons=takes_lessons)
+            part: self._plan(shown, [n for n in part if is_learned[n]], takes_lessons=takes_lessons)
             for part in dict.fromkeys(passes)
         }
         # Every other minibatch is scored before the first optimiser step, by the weights that its
@@ -510,7 +520,8 @@ class Learner:
 
     def weights(self) -> ModelWeights:
         """Returns the plain model's weights, adapters merged into them, detached."""
-        return ModelWeights(plain_weights(self.model))
+        adapted = None if base_model(self.model) is self.model else self.model
+        return ModelWeights(plain_weights(self.model), adapted)
 
     def keep_reference(self, folder: Path, *, is_new: bool) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the

@@ -71,14 +71,16 @@ class LessonBook:
 
         Args:
             trees: scored, of this update.
-            earlier: tasks of the updates before.
+            earlier: tasks of the updates before; they may repeat.
             value: after the update before.
         """
         means = _own_means(trees)
         total, count = (DECAY * part for part in value)
         total, count = total + sum(means.values()), count + len(means)
         own = [tree.task.id for tree in trees if tree.task.id in self._stored]
-        pool = [name for name in earlier if name in self._stored and name not in own]
+        # Once each: after the first epoch every task comes again.
+        known = dict.fromkeys(earlier)
+        pool = [name for name in known if name in self._stored and name not in own]
         draws = range(self._num_earlier if pool else 0)
         drawn = {pool[keyed_int(self._seed, "lesson", number, n) % len(pool)] for n in draws}
         mean = total / count if count else 0.0

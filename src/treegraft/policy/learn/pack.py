@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treegraft.core.types import Leaf, Origin, Step, Trajectory, Tree
+from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Step, Trajectory, Tree, ids_to
 
 
 class Node(NamedTuple):
@@ -481,6 +481,24 @@ def num_tree_tokens(tree: Tree) -> int:
 def num_lesson_tokens(tree: Tree) -> int:
     """Returns the tokens that learning from grafts adds to a tree."""
     return sum(len(lesson.token_ids) for lesson in lesson_steps(tree).values())
+
+
+def without_branches(tree: Tree) -> Tree:
+    """Returns the tree without the leaves that count in their group but have no weight in the loss,
+    APPO's branches, and without the steps that are theirs alone: no gradient comes from them.
+
+    Failed and truncated leaves stay, for the record of their log-probabilities.
+    """
+    leaves = tuple(
+        leaf
+        for leaf in tree.leaves
+        if leaf.has_loss or leaf.weight or not LEARNING_RULES[leaf.status].in_group
+    )
+    if len(leaves) == len(tree.leaves) or not leaves:
+        return tree
+    names = {name for leaf in leaves for name in ids_to(leaf.step_id)}
+    steps = tuple(step for step in tree.steps if step.id in names)
+    return replace(tree, steps=steps, leaves=leaves)
 
 
 def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> list[Tree]:

@@ -22,10 +22,18 @@ NUM_QUESTIONS = 6
 """Questions whose first steps are compared, each with each."""
 
 
-def symptoms(learner: LearnerLike, trees: Sequence[Tree]) -> dict[str, float]:
+def symptoms(
+    learner: LearnerLike, trees: Sequence[Tree], *, has_own_scores: bool = True
+) -> dict[str, float]:
     """Returns learn/success_logprob_change and learn/question_information of an update's trees as
-    `LearnerLike.learn` has returned them, each only where there is something to measure."""
-    return success_change(learner, trees) | question_information(learner, trees)
+    `LearnerLike.learn` has returned them, each only where there is something to measure.
+
+    Args:
+        has_own_scores: whether old log-probabilities are the learner's. Those of an engine differ
+            from it without any learning, so no change is measured against them.
+    """
+    change = success_change(learner, trees) if has_own_scores else {}
+    return change | question_information(learner, trees)
 
 
 def success_change(learner: LearnerLike, trees: Sequence[Tree]) -> dict[str, float]:

@@ -84,6 +84,9 @@ class Tally:
         """
         self._read()
         means = {key: total / max(1, self._counts[key]) for key, total in self._sums.items()}
+        # Where all fresh groups were skipped nothing was compared: 0 would count as agreement.
+        if not self._counts.get("learn/engine_gap"):
+            means.pop("learn/engine_gap", None)
         steps = max(1, num_steps)
         sizes = self._sizes
         found = means | {

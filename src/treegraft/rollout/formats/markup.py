@@ -223,6 +223,16 @@ class MarkedFormat(ABC):
             ids.pop()
         return ids, len(ids) < len(token_ids)
 
+    def _continued(self, ids: Sequence[int], text: str, more: str) -> tuple[int, ...]:
+        """The tokens of `text`, with which the text of `ids` begins, and of `more` behind it: the
+        given ones as far as they reach."""
+        num = shortest_prefix(self._decode, ids, text)
+        # A token may reach over the end of the text.
+        while not text.startswith(self._decode(ids[:num])):
+            num -= 1
+        rest = text[len(self._decode(ids[:num])) :]
+        return (*ids[:num], *self._encode(rest + more))
+
     def _spans(self, ids: Sequence[int], seen: Sequence[Observation]) -> tuple[Span, ...]:
         """A step's tokens, then those of its results."""
         own: Span = (tuple(ids), Origin.POLICY)

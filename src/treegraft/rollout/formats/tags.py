@@ -202,6 +202,17 @@ class TagsFormat(MarkedFormat):
             else:
                 reading.name, reading.body, reading.end = name, body, position
 
+    def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
+        """Returns the step up to its call or answer, and the opening tag of a tool: of `tool`, or
+        of the one that it called, or else of the first."""
+        ids, _ = self._before_end(token_ids)
+        text = self._decode(ids)
+        tags = (tag for tag in self._tag.finditer(text) if not tag[1] and tag[2] != THINK)
+        action = next(tags, None)
+        called = action[2] if action and action[2] in self._tool_names else self._tool_names[0]
+        kept = text[: action.start()] if action else ""
+        return self._continued(ids, kept, f"<{tool or called}>")
+
     # Results, foreign steps, and steps as the agent would have written them
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:

@@ -39,6 +39,8 @@ from treegraft.settings.policy import VllmSettings
 
 MODEL_NAME = "policy"
 _WEIGHTS = "treegraft-weights-"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM makes room for."""
 _OF_TORCHRUN = re.compile(
     r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
 )
@@ -108,6 +110,7 @@ def build_engine(
         weights=weights,
         folders=folders,
         initial=ModelWeights(plain_weights(model)) if urls else None,
+        publishes_adapters=config.publish.kind == "adapter",
     )
 
 
@@ -266,11 +269,17 @@ def options(config: Config, port: int) -> list[str]:
     settings = config.engine.vllm
     found = ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
-    found += ["--enable-scale-out", "--logprobs-mode", "processed_logits"]
-    found += ["--logits-processors", f"{PLUGIN}:Draw", "--worker-extension-cls"]
-    found += [f"{PLUGIN}.Extension", "--enable-prompt-tokens-details"]
-    # With it a row's position might be counted before its last token is known.
-    found += ["--no-async-scheduling"]
+    found += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    if settings.entropies == "top_k":
+        found += ["--logprobs-mode", "processed_logprobs"]
+    else:
+        found += ["--logprobs-mode", "processed_logits"]
+        found += ["--logits-processors", f"{PLUGIN}:Draw", "--worker-extension-cls"]
+        # With scheduling ahead a row's position might be counted before its last token is known.
+        found += [f"{PLUGIN}.Extension", "--no-async-scheduling"]
+    if config.publish.kind == "adapter":
+        rank = min(one for one in _RANKS if one >= config.model.lora.rank)
+        found += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
     if config.model.trust_remote_code:
         found += ["--trust-remote-code"]
     if not torch.cuda.is_available():
@@ -294,6 +303,7 @@ def _environment(
         "PYTHONDONTWRITEBYTECODE": "1",
         # The routes for publishing; the server listens on loopback alone.
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         # The other one passes logits processors by another interface, and none on a CPU.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",

@@ -97,7 +97,8 @@ async def _identity(server: Server) -> dict[str, Any]:
     raise SettingError(
         f"engine.vllm: {server} ({version}) does not know Treegraft's plugin ({fault}); expected"
         f" vLLM {TESTED} or later with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and"
-        f" --worker-extension-cls {PLUGIN}.Extension: {_HOW}."
+        f" --worker-extension-cls {PLUGIN}.Extension: {_HOW}. Servers without it serve where the"
+        ' recipe sets engine.vllm.entropies = "top_k".'
     )
 
 

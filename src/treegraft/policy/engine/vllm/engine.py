@@ -18,21 +18,24 @@ from safetensors import SafetensorError
 from treegraft.core.errors import DeadlineExceeded, EngineError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
-from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
+from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, Sampling, StopReason
+from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.stops import StopFinder
-from treegraft.policy.engine.vllm.fleet import Due, Fleet
-from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
+from treegraft.policy.engine.vllm.fleet import Fleet, Member
+from treegraft.policy.engine.vllm.folder import (
+    WeightsFolder,
+    held_folder,
+    write_adapter,
+    write_folder,
+)
+from treegraft.policy.engine.vllm.loading import Due
+from treegraft.policy.engine.vllm.plain import plain_entries, plain_parameters
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
 from treegraft.policy.noise import NoiseKind
 from treegraft.settings.policy import EngineSettings
 
 _log = logging.getLogger(__name__)
-
-CANARY = ("canary",)
-"""Noise key of the request that every server answers after a publish."""
-CANARY_LIMIT = {"float32": 1e-4, "bfloat16": 0.5}
-"""Largest difference between the servers' log-probabilities of one completion, in nats."""
 
 
 class VllmEngine:
@@ -51,6 +54,7 @@ class VllmEngine:
         weights: Path,
         folders: Sequence[Path],
         initial: WeightSource | None,
+        publishes_adapters: bool = False,
     ) -> None:
         """Starts nothing; `open` does.
 
@@ -59,10 +63,11 @@ class VllmEngine:
             weights: a folder of its own for published weights.
             folders: removed at the end.
             initial: the weights to begin with; None for those that servers of ours start with.
+            publishes_adapters: give servers adapters alone, over the weights they begin with.
         """
         self.settings, self.max_context = settings, max_context
         self.policy_version, self.fingerprint = 0, ""
-        self._expected, self._initial = expected, initial
+        self._initial, self._publishes_adapters = initial, publishes_adapters
         self._http, self._weights, self._folders = http, weights, folders
         self._fleet = Fleet(servers, settings, expected)
         self._end_ids, self._stops = frozenset(end_ids), StopFinder(tokenizer)
@@ -87,6 +92,7 @@ class VllmEngine:
         if self._initial is not None:
             self._fleet.due = await self._written(self._initial, 0)
             self.fingerprint = self._fleet.due.fingerprint
+            self._fleet.base = self._fleet.due.folder
         await self._fleet.open()
         self._initial = None
         limits = [member.identity["max_context"] for member in self._fleet.members]
@@ -129,7 +135,7 @@ class VllmEngine:
                 self._is_idle.clear()
                 try:
                     while draft.finish is None:
-                        body = draft.request(prefix_ids, noise_key, self._fleet.due.label)
+                        body = draft.request(prefix_ids, noise_key, self._fleet.due)
                         draft.take(await self._fleet.ask(noise_key[:-1], body))
                 finally:
                     self._num_running -= 1
@@ -151,7 +157,8 @@ class VllmEngine:
         on_probe: Callable[[Sequence[float]], None] | None = None,
     ) -> _Draft:
         probe = None if on_probe is None or probe_tokens is None else (probe_tokens, on_probe)
-        return _Draft(self._stops, self._end_ids, sampling, limit, self.settings.noise, probe)
+        noise = None if self._fleet.is_plain else self.settings.noise
+        return _Draft(self._stops, self._end_ids, sampling, limit, noise, probe)
 
     def _limit(self, prefix_ids: Sequence[int], sampling: Sampling) -> int:
         if not prefix_ids:
@@ -181,7 +188,7 @@ class VllmEngine:
         """Gives all servers new weights once running completions are done.
 
         Raises:
-            EngineError: no server took them, or servers answer differently with them.
+            EngineError: no server took them.
             DeadlineExceeded: completions took longer than engine.deadline_s.
         """
         deadline_s = self.settings.deadline_s
@@ -195,27 +202,29 @@ class VllmEngine:
                     f" {deadline_s} s; {self._num_running} completions were still running"
                 ) from error
             before = self._fleet.due.folder
-            due = await self._written(source, version)
+            due = await self._written(source, version, is_adapter=self._publishes_adapters)
             await self._fleet.publish(due, self.settings.vllm.start_timeout_s)
-            self._former += [before] if before is not None else []
+            self._former += [] if before in (None, self._fleet.base) else [before]
             # A server that is being started anew may still read one; the next publish removes it.
             if not any(member.loading.locked() for member in self._fleet.members):
                 for former in self._former:
                     former.remove()
                 self._former.clear()
-            await self._compare_servers()
             self.policy_version, self.fingerprint = version, due.fingerprint
             assert due.folder is not None
             self._num_bytes += due.folder.num_bytes()
         finally:
             self._is_open.set()
 
-    async def _written(self, source: WeightSource, version: int) -> Due:
+    async def _written(
+        self, source: WeightSource, version: int, *, is_adapter: bool = False
+    ) -> Due:
         self._num_published += 1
         label = f"{self._fleet.owner}-{version}.{self._num_published}"
         path = self._weights / f"weights-{self._num_published}"
         try:
-            folder = await asyncio.to_thread(write_folder, path, source)
+            write = write_adapter if is_adapter else write_folder
+            folder = await asyncio.to_thread(write, path, source)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(path, ignore_errors=True)
             raise EngineError(
@@ -224,33 +233,40 @@ class VllmEngine:
                 ' the former one and this. Free some, or set publish.kind = "disk" and'
                 " publish.folder."
             ) from error
-        return Due(label, folder, source.fingerprint)
+        # Servers report no checksum of an adapter: the canary is the proof.
+        fingerprint = "" if is_adapter else source.fingerprint
+        return Due(label, folder, fingerprint, is_adapter)
 
-    async def _compare_servers(self) -> None:
-        """Asks every live server for one completion with one key, and refuses different ones."""
-        answers: list[tuple[Server, _Draft]] = []
-        for member in self._fleet.live:
-            draft = self._draft(Sampling(max_new_tokens=1), 1)
-            body = draft.request((1, 2, 3), CANARY, self._fleet.due.label)
-            try:
+    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
+        """Returns the completion of each canary prompt by each live server, by its address."""
+        asked = {str(one.server): one for one in self._fleet.live}
+
+        async def answer(member: Member, number: int) -> Completion:
+            draft = self._draft(CANARY_SAMPLING, self._limit(PROMPTS[number], CANARY_SAMPLING))
+            while draft.finish is None:
+                body = draft.request(PROMPTS[number], canary_key(number), self._fleet.due)
                 draft.take(await self._fleet.ask_member(member, body))
+            return draft.completion(self.policy_version)
+
+        found: dict[str, Sequence[Completion]] = {}
+        for name, member in asked.items():
+            try:
+                async with asyncio.timeout(self.settings.deadline_s):
+                    found[name] = await asyncio.gather(
+                        *(answer(member, number) for number in range(len(PROMPTS)))
+                    )
+            except TimeoutError:
+                member.hangs = True
+                self._fleet.lost(member, "it did not answer within engine.deadline_s")
             except Unreachable as fault:
                 self._fleet.lost(member, str(fault))
-            else:
-                answers.append((member.server, draft))
-        # Log-probabilities of two tokens cannot be compared: in bfloat16 rounding may decide.
-        limit = CANARY_LIMIT[self._expected["dtype"]]
-        for server, draft in answers[1:]:
-            first, other = answers[0][1], draft
-            is_same = first.ids == other.ids
-            gap = abs(first.logprobs[0] - other.logprobs[0]) if is_same else limit
-            if gap > limit or (not is_same and self._expected["dtype"] == "float32"):
-                raise EngineError(
-                    f"engine: {answers[0][0]} and {server} answer differently with the weights that"
-                    f" were just published (tokens {first.ids[0]} and {other.ids[0]},"
-                    f" log-probabilities {first.logprobs[0]:.6g} and {other.logprobs[0]:.6g});"
-                    " expected the same of all servers. Restart them."
-                )
+        return found
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Samples from other servers until the next publish, as long as one is left."""
+        for member in self._fleet.live:
+            if str(member.server) == name:
+                self._fleet.drain(member, why)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns counts of requests and the cost of publishing since the last call."""
@@ -301,9 +317,13 @@ class _Draft:
         end_ids: frozenset[int],
         sampling: Sampling,
         limit: int,
-        noise: NoiseKind,
+        noise: NoiseKind | None,
         probe: tuple[int, Callable[[Sequence[float]], None]] | None,
     ) -> None:
+        """Args:
+        noise: of our own draw; None where servers draw by theirs.
+        probe: tokens after which a function is called with their entropies.
+        """
         self._noise, self._probe = noise, probe
         self._stops, self._end_ids, self._sampling, self._limit = stops, end_ids, sampling, limit
         self.ids: list[int] = []
@@ -311,27 +331,16 @@ class _Draft:
         self.entropies: list[float] = []
         self.finish: StopReason | None = None
 
-    def request(self, prefix_ids: Sequence[int], key: NoiseKey, label: str) -> dict[str, Any]:
+    def request(self, prefix_ids: Sequence[int], key: NoiseKey, due: Due) -> dict[str, Any]:
         """Returns the body of the next request: up to the probe first, then for the rest."""
         sampling, count = self._sampling, len(self.ids)
         room = self._limit - count
         if self._probe is not None and count < self._probe[0]:
             room = min(room, self._probe[0] - count)
         in_grace = self._stops.is_in_grace(self.ids, sampling)
-        draw: dict[str, Any] = {
-            "key": list(key),
-            "offset": count,
-            "temperature": sampling.temperature,
-            "noise": self._noise,
-        }
-        if sampling.filters != NO_FILTERS:
-            draw["filters"] = asdict(sampling.filters)
         parameters = {
             "max_tokens": 1 if in_grace else room,
-            # The server chooses greedily among what our draw has left.
-            "temperature": 0.0,
-            "logprobs": 2,
-            "extra_args": {DRAW: draw},
+            **self._drawing(key),
             "ignore_eos": True,
             "stop_token_ids": sorted(self._end_ids),
             # Only so that the server does not write on in vain: `take` decides.
@@ -340,11 +349,28 @@ class _Draft:
             "skip_special_tokens": False,
         }
         # Salted by the weights, so that a cache which outlived a publish would not be used.
-        return {
+        body = {
             "token_ids": [*prefix_ids, *self.ids],
             "sampling_params": parameters,
-            "cache_salt": label,
+            "cache_salt": due.label,
         }
+        return body | ({"model": due.label} if due.is_adapter else {})
+
+    def _drawing(self, key: NoiseKey) -> dict[str, Any]:
+        """The parameters that say how tokens are drawn and what is reported of them."""
+        sampling, count = self._sampling, len(self.ids)
+        if self._noise is None:
+            return plain_parameters(sampling, key, count)
+        draw: dict[str, Any] = {
+            "key": list(key),
+            "offset": count,
+            "temperature": sampling.temperature,
+            "noise": self._noise,
+        }
+        if sampling.filters != NO_FILTERS:
+            draw["filters"] = asdict(sampling.filters)
+        # The server chooses greedily among what our draw has left.
+        return {"temperature": 0.0, "logprobs": 2, "extra_args": {DRAW: draw}}
 
     def take(self, reply: Mapping[str, Any]) -> None:
         """Appends a reply's tokens, as far as the completion goes.
@@ -352,17 +378,19 @@ class _Draft:
         Raises:
             EngineError: a reply without tokens or without their two entries.
         """
+        is_plain = self._noise is None
+        read = plain_entries if is_plain else entries_of
         try:
             choice = reply["choices"][0]
             content = choice["logprobs"]["content"]
             found = [
-                (token, *entries_of(one))
-                for token, one in zip(choice["token_ids"], content, strict=True)
+                (token, *read(one)) for token, one in zip(choice["token_ids"], content, strict=True)
             ]
         except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
             raise EngineError(
-                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected the"
-                " draw of Treegraft's plugin. See docs/serving.md."
+                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
+                f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
+                " See docs/serving.md."
             ) from error
         if not found:
             raise EngineError("engine: a server replied without a token; expected at least one")
@@ -383,6 +411,7 @@ class _Draft:
             token_ids=tuple(self.ids),
             sampling_logprobs=tuple(self.logprobs),
             entropies=tuple(self.entropies),
+            entropy_kind=EntropyKind.TOP_K if self._noise is None else EntropyKind.EXACT,
             finish=self.finish,
             policy_version=version,
         )

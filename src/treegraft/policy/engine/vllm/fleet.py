@@ -15,13 +15,14 @@ import socket
 import statistics
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.loading import Due, Held, give_weights
+from treegraft.policy.engine.vllm.plain import check_plain
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 from treegraft.settings.policy import EngineSettings
 
@@ -52,19 +53,10 @@ class State(StrEnum):
     LIVE = "live"
     """It answers, with the weights that are due."""
     DRAINED = "drained"
-    """It is slow: it gets no request until the next publish, unless no other is left."""
+    """It is slow or off the learner's policy: it gets no request until the next publish, unless no
+    other is left."""
     LEFT_OUT = "left out"
     """It has died too often."""
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """The weights that servers have to hold."""
-
-    label: str
-    folder: WeightsFolder | None
-    """None for those that a server of ours is started with."""
-    fingerprint: str
 
 
 class Member:
@@ -87,6 +79,7 @@ class Member:
         self.num_slow = 0
         """Looks in a row at which it was slow."""
         self.identity: Mapping[str, Any] = {}
+        self.held = Held()
 
     @property
     def load(self) -> int:
@@ -111,12 +104,19 @@ class Fleet:
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.members = [Member(one, settings.max_rows) for one in servers]
         self.due = Due(f"{self.owner}-start", None, "")
+        self.base: WeightsFolder | None = None
+        """The weights that a server from elsewhere needs below an adapter."""
         self._homes: dict[object, Member] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_requests = self.num_moved = self.num_repeated = self.num_revivals = 0
         self.num_drained = 0
         self.num_prompt = self.num_cached = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the servers are without Treegraft's plugin."""
+        return self.settings.vllm.entropies == "top_k"
 
     # ------------------------------------------------------------------ requests
 
@@ -269,7 +269,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for member in self.members:
-            if member.server.process is not None:
+            if member.server.process is not None or self.is_plain:
                 continue
             with suppress(Unreachable, EngineError, *_UNREADABLE):
                 await member.server.call("treegraft_release", self.owner, timeout_s=5.0)
@@ -289,15 +289,11 @@ class Fleet:
         member.state, member.fault = State.DOWN, fault
         self._spawn(self._revive(member))
 
-    def _drain(self, member: Member) -> None:
-        """Moves a slow server's requests to the others."""
-        member.state, member.fault = State.DRAINED, f"{member.server} is slow"
+    def drain(self, member: Member, why: str) -> None:
+        """Moves a live server's requests to the others until the next publish."""
+        member.state, member.fault = State.DRAINED, why
         self.num_drained += 1
-        _log.warning(
-            "%s computes less than a quarter of the other servers' tokens a second; its requests"
-            " go to them until the next publish",
-            member.server,
-        )
+        _log.warning("%s; its requests go to other servers until the next publish", why)
         for task in member.asking:
             task.cancel()
 
@@ -356,6 +352,7 @@ class Fleet:
             # Not asked for its health first: a process that hangs may still say that it is well.
             is_well = not is_first and process.exit_status is None and await server.is_healthy()
             if not is_well or member.hangs:
+                member.held.adapter = ""
                 await asyncio.to_thread(process.stop, for_good=False)
                 process.start()
         while not await server.is_healthy():
@@ -368,13 +365,22 @@ class Fleet:
                     " Start it, or correct the address."
                 )
             await asyncio.sleep(1.0)
-        member.identity = await check_identity(server, self._expected)
+        if self.is_plain:
+            member.identity = await check_plain(server, self._expected)
+        else:
+            member.identity = await check_identity(server, self._expected)
         await self._claim(server)
+        if process is None:
+            # Somebody may have started it anew.
+            member.held = Held()
         # What is due may change while it is being loaded.
         while await server.version() != self.due.label:
             await self.load(member)
 
     async def _claim(self, server: Server, instead_of: str = "") -> None:
+        if self.is_plain:
+            # Nothing there keeps an owner: another run shows by the label of its weights.
+            return
         results = await server.call(
             *("treegraft_claim", self.owner, LEASE_S, instead_of), timeout_s=CONTROL_TIMEOUT_S
         )
@@ -430,7 +436,8 @@ class Fleet:
             )
             member.num_slow = member.num_slow + 1 if is_slow else 0
             if member.num_slow >= SLOW_LOOKS:
-                self._drain(member)
+                share = "less than a quarter of the other servers' tokens a second"
+                self.drain(member, f"{member.server} computes {share}")
 
     def _log_of(self, member: Member) -> str:
         process = member.server.process
@@ -484,16 +491,9 @@ class Fleet:
             # Drained first: a running request would get the label of weights that it does not have.
             await server.request("POST", "/pause?mode=wait", timeout_s=timeout_s)
             await server.set_version(_LOADING)
-            seconds = 0.0
-            if due.folder is not None:
-                path = str(due.folder.path)
-                for one in await server.call("treegraft_load", path, timeout_s=timeout_s):
-                    seconds = max(seconds, one["seconds"])
-                    if one["fingerprint"] != due.fingerprint:
-                        raise Unreachable(
-                            f"{server} read weights with checksum {one['fingerprint']} from"
-                            f" {path}, expected {due.fingerprint}"
-                        )
+            seconds = await give_weights(
+                *(server, member.held, due, self.base), is_plain=self.is_plain, timeout_s=timeout_s
+            )
             response = await server.request(
                 "POST", "/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S
             )

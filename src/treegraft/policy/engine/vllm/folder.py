@@ -15,6 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from treegraft.core.errors import EngineError
+
 if TYPE_CHECKING:
     from treegraft.core.interfaces import WeightSource
 
@@ -59,6 +61,23 @@ def held_folder(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(held)
+
+
+def write_adapter(path: Path, source: WeightSource) -> WeightsFolder:
+    """Writes LoRA's adapters alone into a new folder, as peft does, and returns it.
+
+    Raises:
+        EngineError: weights without adapters, or of several ranks.
+    """
+    adapted = getattr(source, "adapted", None)
+    if adapted is None:
+        raise EngineError(
+            'publish.kind: got "adapter", but these weights come without adapters of this process;'
+            ' expected model.lora.rank above 0 and one rank. Use "auto", which merges them.'
+        )
+    # Embeddings are not trained, and peft would ask a hub whether they have changed.
+    adapted.save_pretrained(path, save_embedding_layers=False)
+    return WeightsFolder(path)
 
 
 def write_folder(path: Path, source: WeightSource) -> WeightsFolder:

@@ -1,0 +1,116 @@
+"""Servers without Treegraft's plugin: tokens by vLLM's own draw, entropies of the most likely
+tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from treegraft.core.errors import EngineError, SettingError
+from treegraft.core.interfaces import NoiseKey
+from treegraft.core.keyed import keyed_int
+from treegraft.core.types import NO_FILTERS, Sampling
+from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
+
+TOP_K = 20
+"""Log-probabilities of each token that are asked for: vLLM's own limit, unless --max-logprobs
+raises it."""
+_MODE = "processed_logprobs"
+
+
+def plain_parameters(sampling: Sampling, key: NoiseKey, offset: int) -> dict[str, Any]:
+    """Returns the part of a request's parameters that says how to draw.
+
+    The seed is a function of the key and the position, so that the same request gives the same
+    tokens as long as rounding decides no near-tie otherwise.
+
+    Raises:
+        EngineError: filters, which vLLM applies in another order.
+    """
+    if sampling.filters != NO_FILTERS:
+        raise EngineError(
+            f'engine.vllm.entropies = "top_k": got {sampling.filters}, which servers without'
+            " Treegraft's plugin apply in another order; expected none. Leave them out, or use"
+            ' "exact".'
+        )
+    return {
+        "temperature": sampling.temperature,
+        "seed": keyed_int("seed", offset, *key) >> 1,
+        "logprobs": TOP_K,
+    }
+
+
+def plain_entries(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns the drawn token's log-probability and Σ -p ln p over the `TOP_K` most likely tokens
+    in nats, from one token of a reply.
+
+    Raises KeyError, TypeError or ValueError for one that has no such entries.
+    """
+    logprobs = sorted((float(top["logprob"]) for top in row["top_logprobs"]), reverse=True)
+    own = float(row["logprob"])
+    if not logprobs or own > 0 or logprobs[0] > 0:
+        raise ValueError("no log-probabilities")
+    return own, sum(-math.exp(one) * one for one in logprobs[:TOP_K])
+
+
+async def check_plain(server: Server, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a server says of itself, as far as it can be asked without the plugin: its data
+    type, limits and kind of log-probabilities.
+
+    Raises:
+        SettingError: something that keeps it from being used.
+        Unreachable: it does not answer.
+    """
+    name = f"engine.vllm: {server}"
+    try:
+        path = "/server_info?config_format=json"
+        # It looks at the whole environment, once.
+        response = await server.request("GET", path, timeout_s=4 * CONTROL_TIMEOUT_S)
+        model = response.json()["vllm_config"]["model_config"]
+        found = {
+            "dtype": str(model["dtype"]).removeprefix("torch."),
+            "max_context": int(model["max_model_len"]),
+            "max_logprobs": int(model["max_logprobs"]),
+            "logprobs_mode": str(model["logprobs_mode"]),
+        }
+    except (EngineError, ValueError, KeyError, TypeError) as error:
+        raise SettingError(
+            f"{name} does not say how it is configured ({error}); expected vLLM with"
+            " VLLM_SERVER_DEV_MODE=1. Start it with the options that docs/serving.md names."
+        ) from error
+    if found["dtype"] != expected["dtype"]:
+        raise SettingError(
+            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
+            f" Start it with --dtype {expected['dtype']}, or change model.dtype."
+        )
+    wanted = expected["max_context"]
+    if wanted is not None and found["max_context"] < wanted:
+        raise SettingError(
+            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
+            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
+            " rollout.max_completion_tokens."
+        )
+    if 0 <= found["max_logprobs"] < TOP_K:
+        raise SettingError(
+            f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
+            f" {TOP_K}, over which entropies are summed. Raise it."
+        )
+    if found["logprobs_mode"] != _MODE:
+        raise SettingError(
+            f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected {_MODE},"
+            " those of the distribution that tokens are drawn from. Restart it with that option."
+        )
+    return found
+
+
+async def load_plain(server: Server, path: str, timeout_s: float) -> None:
+    """Has a server read the weights of a folder by vLLM's own loader, which returns no checksum.
+
+    Raises:
+        Unreachable, EngineError: it did not.
+    """
+    try:
+        await server.call("reload_weights", None, path, timeout_s=timeout_s)
+    except (ValueError, KeyError) as error:
+        raise Unreachable(f"{server} did not read the weights in {path}: {error!r}") from error

@@ -1,0 +1,407 @@
+"""AXPO's retries: which steps are tried again, what the policy is given and what it is taught."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import test_environments as worlds
+from tests.families import build_model, byte_tokenizer, word_tokenizer
+from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
+from tests.test_format_chat import KINDS, end_of, form_of, ids_of, shown
+from tests.test_growth import grow, make
+from tests.test_loop import ANSWER, TASKS, search
+from tests.tiny import differing, tiny
+from tests.trees import Part, build_tree
+from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
+
+from treegraft.algo.advantages import assign_credit
+from treegraft.core.errors import SettingError
+from treegraft.core.types import (
+    Observation,
+    Origin,
+    Retry,
+    RetryCause,
+    Start,
+    Step,
+    StepContent,
+    ToolCall,
+    Tree,
+)
+from treegraft.explore.axpo import Axpo
+from treegraft.explore.compose import Composed
+from treegraft.explore.graft import HybridRollout
+from treegraft.explore.independent import Independent
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.rollout.loop import Grower
+from treegraft.rollout.measure import rollout_metrics
+from treegraft.runs.record import read_trees, tree_from_json, tree_to_json
+from treegraft.settings.explore import AxpoSettings, GraftSettings
+from treegraft.settings.load import load_config
+from treegraft.settings.policy import LossSettings
+from treegraft.tools.function import FunctionTool
+from treegraft.train import train
+
+NO_ANSWER = "w3 w4"
+"""A violation of the format, which earns -1."""
+
+
+def axpo(**fields: Any) -> Axpo:
+    return Axpo(AxpoSettings(**{"num_starts": 2, "num_retries": 2, **fields}))
+
+
+def fails_first(path: str) -> str:
+    """Searches after a thought and then writes nonsense; a forced call it takes up, and answers."""
+    if path.endswith("<search>"):
+        return "w7 </search>"
+    if "w7 w2" in path:
+        return ANSWER
+    return NO_ANSWER if "<result>" in path else "<think> w5 </think> <search> w1 </search>"
+
+
+def retries_of(tree: Tree) -> list[Step]:
+    return [step for step in tree.steps if isinstance(step.cause, RetryCause)]
+
+
+# ---------------------------------------------------------------------- the tree
+
+
+def test_a_retry_keeps_the_thought_and_begins_the_call() -> None:
+    engine = ScriptedEngine(fails_first, word_tokenizer())
+    tree = grow(make(axpo(), engine=engine))
+    assert [step.id for step in tree.steps if step.depth == 1] == ["0.0", "0.1", "0.2", "0.3"]
+    again = retries_of(tree)
+    assert [step.cause for step in again] == [RetryCause(rule="axpo", beside="0.0")] * 2
+    for step in again:
+        text = word_tokenizer().decode(list(step.token_ids))
+        own = "<think> w5 </think> <search> w7 </search>"
+        assert text.split() == f"{own} <result> w7 w2 </result>".split()
+        assert step.origins == (Origin.FORCED,) * 4 + (Origin.POLICY,) * 2 + (Origin.TOOL,) * 4
+        assert step.loss_mask == (False,) * 4 + (True,) * 2 + (False,) * 4
+        assert step.sampling_logprobs == (0.0,) * 4 + (-0.5,) * 2 + (0.0,) * 4
+        assert step.origin is Origin.POLICY and step.violation is None
+        call = ToolCall("search", "w7")
+        assert step.content == StepContent(
+            thought="w5", calls=(call,), observations=(Observation(text="w7 w2"),)
+        )
+    assert [leaf.reward for leaf in tree.leaves] == [-1.0, -1.0, 1.0, 1.0]
+    assert [path.start_id for path in tree.trajectories()] == ["0", "0", "0.0", "0.0"]
+    # Forced tokens are not sampled: 6 + 2 in each start, 2 + an answer in each retry.
+    answer = sum(tree.steps[-1].sampled_mask)
+    assert tree.budget.num_sampled_tokens == 2 * (6 + 2) + 2 * (2 + answer)
+    assert tree.budget.num_tool_calls == 4
+    metrics = rollout_metrics([tree])
+    assert {key: value for key, value in metrics.items() if key.startswith("retry/")} == {
+        "retry/num_retries": 2.0,
+        "retry/num_places": 1.0,
+        "retry/mixed_frac": 0.0,
+        "retry/reward": 1.0,
+    }
+    assert metrics["branch/num_starts"] == 2 and "restart/num_restarts" not in metrics
+    assert tree_from_json(tree_to_json(tree)) == tree
+
+
+def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
+    engine = ScriptedEngine(fails_first, word_tokenizer())
+    tree = grow(make(axpo(), engine=engine))
+    asked = {str(call.noise_key[-1]): call for call in engine.calls}
+    for path in tree.trajectories():
+        before = list(path.steps[0].token_ids)
+        for step in path.steps[1:]:
+            forced = step.origins.count(Origin.FORCED)
+            given_ids = list(asked[step.id].prefix_ids)
+            assert given_ids == before + list(step.token_ids[:forced])
+            # The limit is that of the whole path.
+            used = len(given_ids) - len(path.steps[0].token_ids)
+            assert asked[step.id].sampling.max_new_tokens == 60 - used
+            before += step.token_ids
+
+
+def test_the_most_uncertain_steps_are_tried_again() -> None:
+    """The second call is the least sure; the retries stand below the first one's result."""
+
+    def replies(path: str) -> str:
+        if path.endswith("<search>"):
+            return "w7 </search>"
+        if "w7 w2" in path:
+            return ANSWER
+        return ("<search> w1 </search>", "<search> w2 </search>", NO_ANSWER)[path.count("<result>")]
+
+    def entropy(path: str) -> float:
+        return 2.0 if path.count("<result>") == 1 else 0.5
+
+    tree = grow(make(axpo(num_starts=1), replies, entropy=entropy, num_leaves=3))
+    assert [step.id for step in retries_of(tree)] == ["0.0.1", "0.0.2"]
+    assert [path.start_id for path in tree.trajectories()] == ["0", "0.0.0", "0.0.0"]
+    assert [path.num_tool_calls for path in tree.trajectories()] == [2, 2, 2]
+
+
+def test_in_place_of_an_answer_a_call_is_made() -> None:
+    """Every rollout answers at once, and wrong: an answer earns 1 here, so 2 is asked for."""
+
+    def replies(path: str) -> str:
+        if path.endswith("<search>"):
+            return "w7 </search>"
+        return ANSWER if "w7 w2" in path else "<think> w5 </think> " + ANSWER
+
+    explorer = axpo(places="answers", min_reward=2.0)
+    tree = grow(make(explorer, replies, num_leaves=5))
+    assert [step.cause.beside for step in retries_of(tree)] == ["0.0", "0.0"]  # type: ignore[union-attr]
+    first = retries_of(tree)[0]
+    assert word_tokenizer().decode(list(first.written_ids)).split()[:4] == (
+        ["<think>", "w5", "</think>", "<search>"]
+    )
+    # No step has called a tool, so the paper's rule finds no subgroup.
+    assert len(grow(make(axpo(min_reward=2.0), replies)).leaves) == 2
+
+
+def test_law_12_latencies_do_not_matter() -> None:
+    found = []
+    for seed in range(3):
+        luck = random.Random(seed)
+        grower = make(
+            axpo(num_starts=3),
+            fails_first,
+            latency_s=lambda luck=luck: luck.random() * 0.01,  # type: ignore[misc]
+            num_leaves=7,
+        )
+        found.append([grow(grower, task) for task in TASKS])
+    assert found[0] == found[1] == found[2]
+    assert all(len(retries_of(tree)) == 4 for tree in found[0])
+
+
+def test_no_retry_without_room() -> None:
+    """A start has 13 tokens; the opening has 4, and 16 must be left."""
+    assert len(grow(make(axpo(), fails_first, max_completion_tokens=20)).leaves) == 4
+    assert len(grow(make(axpo(), fails_first, max_completion_tokens=19)).leaves) == 2
+
+
+@pytest.mark.parametrize("made", [CopiedKeyDoor, ReplayedKeyDoor])
+def test_retries_in_an_environment_stand_where_the_step_began(made: type) -> None:
+    """The last of three moves is made again below the second, and the first one at the prompt."""
+
+    class Twice(Axpo):
+        def fill(self, tree: Tree, max_leaves: int) -> Any:
+            is_done = any(path.is_retry for path in tree.trajectories())
+            return Start(0) if is_done else [Retry("0.0.0.0", 1, "mine"), Retry("0.0", 1, "mine")]
+
+    plan = worlds.by_plan(*worlds.WAY_IN)
+
+    def replies(path: str) -> str:
+        opening = path.rpartition("<")[2]
+        if path.endswith(">") and not opening.startswith("/") and path.rstrip().endswith(opening):
+            whole = plan(path.rpartition("<")[0])
+            if whole.startswith(f"<{opening}"):
+                return whole.removeprefix(f"<{opening}")
+        return plan(path)
+
+    explorer = Twice(AxpoSettings(num_starts=1))
+    tree = worlds.grow(worlds.make(made, replies, explorer, num_leaves=3))
+    assert [step.id for step in retries_of(tree)] == ["0.0.0.1", "0.1"]
+    assert worlds.seen(tree) == [["w1 1", "w1 2", "w1 3"]] * 3
+    assert [leaf.reward for leaf in tree.leaves] == [1.0] * 3
+
+
+# ---------------------------------------------------------------------- the rule
+
+
+def finished(*rewards: tuple[float, float | None, float]) -> Tree:
+    """For each rollout its reward, the entropy of its call (None: it answers at once), and of its
+    answer."""
+    parts = [
+        Part("ss", reward=reward, entropies=[last, last])
+        if call is None
+        else Part.of("sst", Part("ss", reward=reward, entropies=[last] * 2), entropies=[call] * 2)
+        for reward, call, last in rewards
+    ]
+    tree = build_tree(Part.of("pp", *parts))
+    leaves = {leaf.step_id for leaf in tree.leaves}
+
+    def said(step: Step) -> Step:
+        if step.id in leaves:
+            return replace(step, content=StepContent(answer="1"))
+        if step.depth:
+            seen = (Observation(text="x"),)
+            content = StepContent(calls=(ToolCall("search", "x"),), observations=seen)
+            return replace(step, content=content)
+        return step
+
+    return replace(tree, steps=tuple(map(said, tree.steps)))
+
+
+def test_which_steps_qualify() -> None:
+    explorer = axpo()
+    tree = finished((0.0, 0.5, 9.0), (0.0, 0.7, 9.0), (1.0, None, 9.0), (0.0, 0.5, 9.0))
+    retry = [Retry(f"0.{number}", 2, "axpo") for number in (1, 0, 3)]
+    # Success without a tool does not count; as many places as pairs fit into the rest.
+    assert explorer.fill(tree, 7) == retry[:1]
+    assert explorer.fill(tree, 9) == retry[:2]
+    assert explorer.fill(tree, 99) == retry
+    assert explorer.fill(tree, 5) == Start(0)
+    # A tool user who succeeded, or none at all.
+    assert explorer.fill(finished((0.0, 0.5, 9.0), (1.0, 0.7, 9.0)), 99) == Start(0)
+    assert explorer.fill(finished((0.0, None, 9.0), (0.0, None, 9.0)), 99) == Start(0)
+    answers = axpo(places="answers", tool="python")
+    assert answers.fill(tree, 99) == Start(0)
+    lost = finished((0.0, 0.5, 0.1), (0.0, None, 0.2))
+    expected = [Retry(one, 2, "axpo", "python") for one in ("0.1", "0.0.0")]
+    assert answers.fill(lost, 99) == expected
+    grafts = HybridRollout(GraftSettings(num_hybrid=1), num_leaves=9)
+    assert Composed([explorer, grafts]).fill(tree, 7) == retry[:1]
+    assert Composed([explorer, grafts]).retries and not Composed([grafts, explorer]).retries
+
+
+def retried(*parts: Part) -> Tree:
+    """A tree whose steps that begin with f are retries of the first step."""
+    tree = build_tree(Part.of("pp", *parts))
+    cause = RetryCause(rule="axpo", beside="0.0")
+    steps = [
+        replace(step, cause=cause) if step.origins[0] is Origin.FORCED else step
+        for step in tree.steps
+    ]
+    return replace(tree, steps=tuple(steps))
+
+
+def example() -> Tree:
+    return retried(
+        Part.of("ssst", Part.of("sst", Part("s", reward=0.0), Part("fffss", reward=1.0))),
+        Part("ss", reward=0.0),
+        Part.of("ffsst", Part("s", reward=1.0)),
+        Part.of("ffst", Part("ss", reward=0.0)),
+        Part("ffs", reward=0.0),
+    )
+
+
+def test_retries_are_a_group_of_their_own() -> None:
+    """Of rewards 1, 1, 0, 0 the mean is 1/2; the starts have 0, 0 and teach nothing."""
+    tree = assign_credit(example(), advantage="dr_grpo")
+    assert [leaf.advantage for leaf in tree.leaves] == [0.0, 0.5, 0.0, 0.5, -0.5, -0.5]
+    # Together: the mean of 0, 1, 0, 1, 0, 0 is 1/3.
+    mixed = assign_credit(example(), advantage="dr_grpo", restarts="together")
+    third = pytest.approx(-1 / 3)
+    assert [leaf.advantage for leaf in mixed.leaves][::2] == [third, third, third]
+    # A retry is our choice, not a branch of the policy's: no leaf weighs less for it.
+    weights = [leaf.weight for leaf in assign_credit(tree, leaf_weight="inverse_branching").leaves]
+    assert weights == pytest.approx([1 / 6] * 6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossSettings(aggregation="sequence-mean"),
+        LossSettings(aggregation="token-mean"),
+        LossSettings(objective="gspo", clip_low=0.01, clip_high=0.02),
+    ],
+    ids=["grpo", "dapo", "gspo"],
+)
+def test_law_1_with_forced_openings(loss: LossSettings) -> None:
+    trees = [assign_credit(example())]
+    model, twin = build_model("llama"), build_model("llama")
+    learner, descent = make_learner(model, loss)
+    _, metrics = learner.learn(trees)
+    expected = slow_loss(twin, trees, loss, 7.0)
+    expected.backward()
+    assert abs(metrics["learn/loss"] - float(expected.detach())) < 1e-6
+    assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
+
+
+# ---------------------------------------------------------------------- formats
+
+TEXT = st.text("ab z.0é", max_size=8).map(str.strip)
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_tokenizer, word_tokenizer])
+@given(thought=TEXT, body=TEXT, asks=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_tags_are_opened_behind_the_thought(
+    make_tokenizer: Any, thought: str, body: str, asks: bool
+) -> None:
+    tokenizer = make_tokenizer()
+    form = TagsFormat(tokenizer, [FunctionTool(search)], system_prompt="")
+    said = StepContent(thought=thought, answer="a")
+    if asks:
+        said = StepContent(thought=thought, calls=(ToolCall("search", body),))
+    (ids, _), *_ = form.render_step(said)
+    opening = form.call_opening(ids, None)
+    text = tokenizer.decode(list(opening))
+    assert text.endswith("<search>") and opening == form.call_opening(ids, "search")
+    if asks:
+        assert tokenizer.decode(list(ids)).startswith(text)
+    rest = tokenizer.encode(" w7 </search>", add_special_tokens=False)
+    parsed = form.parse_step((*opening, *rest))
+    assert parsed.violation is None and parsed.content.calls == (ToolCall("search", "w7"),)
+    assert parsed.content.thought == form.parse_step(ids).content.thought
+
+
+@KINDS
+@pytest.mark.parametrize("thought", ["add them", ""])
+def test_a_chat_template_s_call_is_opened_behind_the_thought(kind: str, thought: str) -> None:
+    form = form_of(kind, require_think=False)
+    if kind == "llama31":
+        thought = ""
+    call = StepContent(thought=thought, calls=(ToolCall("add", '{"a": 1, "b": 2}'),))
+    (wrote, _), *_ = form.render_step(call)
+    opening = form.call_opening(wrote, None)
+    text, whole = shown(kind, opening), shown(kind, wrote)
+    assert whole.startswith(text)
+    assert text.endswith('{"name": "' if kind == "llama31" else "<tool_call>\n")
+    rest = ids_of(kind, whole.removeprefix(text).removesuffix(end_of(kind)) + end_of(kind))
+    assert form.parse_step((*opening, *rest)) == form.parse_step(wrote)
+    # In place of an answer: a thought in tags is kept, plain text is not.
+    (answered, _), *_ = form.render_step(StepContent(thought=thought, answer="3"))
+    instead = form.call_opening(answered, None)
+    parsed = form.parse_step((*instead, *rest))
+    assert parsed.violation is None and parsed.content.calls == form.parse_step(wrote).content.calls
+    is_tagged = "</think>" in shown(kind, answered)
+    assert parsed.content.thought == (thought if is_tagged else "")
+
+
+def test_what_cannot_be_opened_is_said_before_work_begins(tmp_path: Path) -> None:
+    class Mute:
+        """A format without openings."""
+
+    explorer, tools = axpo(), make(Independent()).toolbox
+    parts = make(Independent())
+    with pytest.raises(SettingError, match=r"the format Mute has no method call_opening"):
+        Grower(parts.engine, Mute(), tools, explorer, parts.limits, parts.scorer)  # type: ignore[arg-type]
+    given = tiny(run={"dir": str(tmp_path)}, explore={"explorers": ["axpo"]})
+    with pytest.raises(SettingError, match=r"num_retries: got 4, expected at most 2"):
+        load_config(given)
+    wrong = {"num_retries": 2, "places": "answers", "tool": "sarch"}
+    given["explore"]["axpo"] = wrong
+    with pytest.raises(SettingError, match=r"'sarch', expected one of search.*'search'"):
+        train(given, display=False)
+
+
+# ---------------------------------------------------------------------- a run
+
+
+def test_two_runs_with_one_seed_are_the_same(tmp_path: Path) -> None:
+    runs = [
+        train(
+            tiny(
+                run={"name": name, "dir": str(tmp_path), "num_updates": 2},
+                explore={"explorers": ["axpo"], "num_leaves": 6, "axpo": {"num_retries": 3}},
+                eval={"every": 0, "at_start": False, "at_end": False},
+            ),
+            display=False,
+        )
+        for name in "ab"
+    ]
+    assert differing(*(one.run_dir for one in runs)) == []
+    trees = [
+        tree for n in (1, 2) for tree in read_trees(runs[0].run_dir / f"trees/update-{n:06}.jsonl")
+    ]
+    again = [step for tree in trees for step in retries_of(tree)]
+    assert again and {len(tree.leaves) for tree in trees} <= {3, 6}
+    assert "retry/reward" in runs[0].metrics
+    for step in again:
+        # Ratios are the learner's own: its log-probabilities are those of the engine.
+        assert step.old_logprobs is None or step.old_logprobs[0] == 0.0
+        assert step.origins[0] is Origin.FORCED and not step.loss_mask[0]
