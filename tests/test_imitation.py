@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -261,7 +262,7 @@ def test_a_buffer_is_imitated_then_trained_on(
         numbers.append(number)
         return await evaluate(parts, tasks, number, **options)
 
-    monkeypatch.setattr("treegraft.train.evaluate", counted)
+    monkeypatch.setattr(importlib.import_module("treegraft.train"), "evaluate", counted)
     warmup = {**WARMUP, "traces": "buffer", "min_reward": 0.5}
     buffer = {"path": "expert", "encoder": "hashing"}
     done = run_of(tmp_path, "both", warmup=warmup, buffer=buffer)
