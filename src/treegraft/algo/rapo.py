@@ -178,7 +178,10 @@ def inexact_neighbours(tree: Tree) -> set[str]:
 
 
 def inexact_steps(tree: Tree) -> set[str]:
-    """Returns the ids of all sampled steps whose entropies are of an engine's top-k tokens."""
+    """Returns the ids of all sampled steps whose entropies are of an engine's top-k tokens.
+
+    Ours: AEPO's z (arXiv 2510.14545) is over entropies of one kind only.
+    """
     return {
         step.id
         for step in tree.steps

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 
-import numpy as np
-
 NUM_PRODUCTS, NUM_HASHES = 1500, 300_000
 """About as much matrix arithmetic as plain Python, as in the runs of small models."""
 
@@ -14,6 +12,9 @@ NUM_PRODUCTS, NUM_HASHES = 1500, 300_000
 def calibrate() -> float:
     """Returns the CPU seconds that the computation takes in this process: some tenths. Beside other
     work on the same machine it takes longer, as runs do."""
+    # Here, so that commands that study nothing start without it.
+    import numpy as np
+
     matrix = np.full((128, 128), 1 / 128, dtype=np.float32)
     digest = b""
     began = time.process_time()
