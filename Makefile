@@ -40,7 +40,7 @@ figures: install
 
 # One process for each core; a file stays in one, so that what its tests share is made once.
 test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # One update of each of the papers' recipes, in miniature.
 smoke: install

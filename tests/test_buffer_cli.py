@@ -213,8 +213,10 @@ def test_a_server_that_went_down_is_an_error_after_the_counts(
         assert treegraft("build", recipe, "--out", tmp_path / "b", *options) == 1
     ended = capsys.readouterr()
     assert "32 x HTTP 503" in ended.out
-    assert "agent 'm' was not reached 32 times in a row; the last: HTTP 503" in ended.err
-    assert "Traceback" not in ended.err
+    # The test's own server writes there too where a client leaves it early.
+    told = ended.err[ended.err.index("error: ") :]
+    assert "agent 'm' was not reached 32 times in a row; the last: HTTP 503" in told
+    assert "Traceback" not in told
 
 
 def test_a_checkpoint_answers(
@@ -253,7 +255,7 @@ def test_a_checkpoint_answers(
     )
     assert first["num_kept"] + sum(first["failures"].values()) == 9
     # Keyed noise: the same model gives the same traces.
-    assert {**first, "buffer": ""} == {**second, "buffer": ""}
+    assert {**first, "buffer": "", "cpu_s": 0} == {**second, "buffer": "", "cpu_s": 0}
     with (
         TraceBuffer.open_as_built(tmp_path / "a") as a,
         TraceBuffer.open_as_built(tmp_path / "b") as b,

@@ -338,7 +338,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("treegraft.policy.learn.optimiser:MasterAdamW.step", 5, "warmup-000005"),
         ("treegraft.train:evaluate_update", 1, "warmup-000032"),
         ("treegraft.rollout.loop:Grower.grow", 10, "update-000000"),
-        ("treegraft.train:credit_trees", 2, "update-000002"),
+        ("treegraft.train:credit_by_entropy", 3, "update-000002"),
         ("treegraft.train:evaluate_update", 2, "update-000001"),
     ],
     ids=["warm-up", "evaluation at the start", "sampling", "learning", "evaluation"],

@@ -221,7 +221,7 @@ def _wrapped(recorder: Recorder) -> Iterator[None]:
         (Grower, "grow_all", ROLLOUT),
         (Learner, "learn", LEARNING),
         (Learner, "with_exact_entropies", LEARNING),
-        (story, "credit_trees", LEARNING),
+        (story, "credit_by_entropy", LEARNING),
         (story, "warm_up", "warm-up"),
         (story, "save_checkpoint", "checkpoint"),
         (story, "evaluate", "evaluation"),
