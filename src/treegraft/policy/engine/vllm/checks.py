@@ -52,18 +52,7 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
                 f"{name} has another model: its {field} is {found[field]}, expected"
                 f" {expected[field]}, that of model.path. Start it with the model of the recipe."
             )
-    if found["dtype"] != expected["dtype"]:
-        raise SettingError(
-            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
-            f" Start it with --dtype {expected['dtype']}, or change model.dtype."
-        )
-    wanted = expected["max_context"]
-    if wanted is not None and found["max_context"] < wanted:
-        raise SettingError(
-            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
-            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
-            " rollout.max_completion_tokens."
-        )
+    check_size(name, found, expected)
     if not found["draws_here"]:
         raise SettingError(
             f"{name} runs without Treegraft's logits processor, so its draws would not follow the"
@@ -108,3 +97,23 @@ async def _version(server: Server) -> str:
         return f"vLLM {response.json()['version']}"
     except (Unreachable, EngineError, ValueError, KeyError, TypeError):
         return "not a vLLM server, by its answers"
+
+
+def check_size(name: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compares a server's data type and longest path with the recipe's.
+
+    Raises:
+        SettingError: another type, or too short a context.
+    """
+    if found["dtype"] != expected["dtype"]:
+        raise SettingError(
+            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
+            f" Start it with --dtype {expected['dtype']}, or change model.dtype."
+        )
+    wanted = expected["max_context"]
+    if wanted is not None and found["max_context"] < wanted:
+        raise SettingError(
+            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
+            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
+            " rollout.max_completion_tokens."
+        )

@@ -11,6 +11,7 @@ from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interfaces import NoiseKey
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import NO_FILTERS, Sampling
+from treegraft.policy.engine.vllm.checks import check_size
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 
 TOP_K = 20
@@ -79,18 +80,7 @@ async def check_plain(server: Server, expected: Mapping[str, Any]) -> dict[str, 
             f"{name} does not say how it is configured ({error}); expected vLLM with"
             " VLLM_SERVER_DEV_MODE=1. Start it with the options that docs/serving.md names."
         ) from error
-    if found["dtype"] != expected["dtype"]:
-        raise SettingError(
-            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
-            f" Start it with --dtype {expected['dtype']}, or change model.dtype."
-        )
-    wanted = expected["max_context"]
-    if wanted is not None and found["max_context"] < wanted:
-        raise SettingError(
-            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
-            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
-            " rollout.max_completion_tokens."
-        )
+    check_size(name, found, expected)
     if 0 <= found["max_logprobs"] < TOP_K:
         raise SettingError(
             f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
