@@ -74,6 +74,7 @@ def train(
             have changed since that checkpoint; the run is then another than it would have been.
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
+        site: where engines and growers stand; None for this process.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
@@ -158,11 +159,7 @@ def _start(config: Source, recipe: str | None, resume: Path | None, accepts: boo
 
 
 async def story(
-    run: Run,
-    ranks: Ranks | None = None,
-    site: Site | None = None,
-    *,
-    only_warms_up: bool = False,
+    run: Run, ranks: Ranks | None = None, site: Site | None = None, *, only_warms_up: bool = False
 ) -> RunResult:
     """The whole run; `ranks` are the processes that learn together, None for this one alone, and
     `site` is where engines and growers stand, None for this process."""
@@ -195,10 +192,7 @@ async def story(
             parts.keep_logs(run.path / "servers")
             for text in parts.notes:
                 run.display.note(text)
-            if run.start.checkpoint is None:
-                for one in await Preflight(parts).findings():
-                    if one.is_doubtful or not one.is_good:
-                        run.display.warn(str(one))
+            await warn_of_doubts(run, parts)
             if buffer.is_due and needs_buffer:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
@@ -232,6 +226,14 @@ async def story(
                     await update(run, parts, publisher, buffer, replay, book)
                     await evaluate_and_keep(run, parts)
             return run.result()
+
+
+async def warn_of_doubts(run: Run, parts: TrainingParts) -> None:
+    """Shows what a look at a new run's parts has found."""
+    if run.start.checkpoint is None:
+        for one in await Preflight(parts).findings():
+            if one.is_doubtful or not one.is_good:
+                run.display.warn(str(one))
 
 
 async def update(
