@@ -50,6 +50,7 @@ class _Entry:
     def __init__(self, tool: Tool) -> None:
         self.tool, self.name = tool, tool.name
         self.is_remote = bool(getattr(tool, "is_remote", False))
+        self.deadline_s: float | None = getattr(tool, "deadline_s", None)
         self.usage = _Usage()
         self.next_start = 0.0
 
@@ -237,7 +238,7 @@ class Toolbox:
         self, entry: _Entry, body: str, task: Task, act: Act | None = None
     ) -> Observation:
         """Returns the observation of one run, at the latest when the deadline is over."""
-        deadline_s = self._settings.deadline_s
+        deadline_s = entry.deadline_s or self._settings.deadline_s
         await self._wait_turn(entry)
         # A semaphore belongs to one event loop; a toolbox may serve several, one after another.
         loop = asyncio.get_running_loop()
