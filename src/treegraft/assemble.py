@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -193,8 +193,10 @@ class Parts(Setup):
         return max(1, self.engine.capacity // num_leaves)
 
     def keep_logs(self, folder: Path) -> None:
-        """Moves the logs of an engine that writes any into `folder`."""
-        if self.config.engine.kind == "vllm" and self.site is None:
+        """Moves the logs of an engine that writes any into `folder`, a run folder's own."""
+        if self.site is not None:
+            self.site.show_in(folder.parent)
+        elif self.config.engine.kind == "vllm":
             cast("VllmEngine", self.engine).move_logs(folder)
 
     def take_metrics(self) -> dict[str, float]:
@@ -333,6 +335,7 @@ async def assemble_training(
                     f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the"
                     f" model: {error}"
                 ) from error
+            opening: AbstractAsyncContextManager[Engine]
             if site is None:
                 place = model_path or config.model.path
                 opening = opened_engine(config, own or trained, tokenizer, place)

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -98,7 +98,7 @@ class _Collector(logging.Handler):
 
 def replying(
     method: Callable[Concatenate[A, P], Awaitable[Any]],
-) -> Callable[Concatenate[A, P], Awaitable[str]]:
+) -> Callable[Concatenate[A, P], Coroutine[Any, Any, str]]:
     """Lets a method answer in JSON, errors of ours included; `value_of` reads it."""
 
     @functools.wraps(method)

@@ -31,7 +31,6 @@ class ClusterEngine:
     def __init__(self, settings: EngineSettings, *, max_context: int | None) -> None:
         self.settings, self.max_context = settings, max_context
         self.policy_version, self.fingerprint = 0, ""
-        self.death: BaseException | None = None
         self._route: Mapping[int, Any] = {}
         self._changed = asyncio.Event()
         self._homes: dict[object, int] = {}
@@ -40,6 +39,11 @@ class ClusterEngine:
         """When an engine may be asked again as any other."""
         self.counts: Counter[str] = Counter()
         """Requests, those that moved, and replies from engines without the weights."""
+
+    @property
+    def death(self) -> BaseException | None:
+        """None: an engine that has died comes back."""
+        return None
 
     @property
     def capacity(self) -> int:

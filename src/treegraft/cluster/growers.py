@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 from treegraft.assemble import Parts, assemble
 from treegraft.cluster.actors import Actor, replying
@@ -19,8 +19,9 @@ from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower, Watch
-from treegraft.runs.record import task_from_dict, task_to_dict, tree_from_json, tree_to_json
+from treegraft.runs.record import task_from_json, task_to_json, tree_from_json, tree_to_json
 from treegraft.settings.config import Config
+from treegraft.tools.toolbox import Toolbox
 
 _COUNTS = ("num_grafts_without_room", "num_untrue_stored", "num_failed_stored")
 """What a `Grower` counts."""
@@ -98,7 +99,8 @@ class GrowerActor(Actor):
         if key not in self._growers:
             parts = self._parts
             assert parts is not None
-            config, explorer = self.config, Independent()
+            config = self.config
+            explorer: Explorer = Independent()
             if kind["explores"]:
                 explorer = build_explorer(
                     config.explore,
@@ -117,12 +119,12 @@ class GrowerActor(Actor):
 
     def _task(self, asked: Mapping[str, Any]) -> Task:
         """The task as it was sent or, where that is not all of it, the one of its own data."""
-        task = task_from_dict(asked["task"])
+        task = task_from_json(asked["task"])
         if asked["is_whole"]:
             return task
         assert self._parts is not None
         for known in (*self._parts.train_tasks, *self._parts.eval_tasks):
-            if known.id == task.id and _sent(known) == asked["task"]:
+            if known.id == task.id and task_to_json(known) == asked["task"]:
                 return known
         return task
 
@@ -130,12 +132,6 @@ class GrowerActor(Actor):
     async def close(self) -> None:
         """Ends tools and environments."""
         await self._stack.aclose()
-
-
-def _sent(task: Task) -> dict[str, Any]:
-    """A task as JSON carries it; what has no form there becomes a text."""
-    found: dict[str, Any] = json.loads(json.dumps(task_to_dict(task), default=str))
-    return found
 
 
 class ClusterGrower(Grower):
@@ -150,10 +146,10 @@ class ClusterGrower(Grower):
 
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored; where the grower of it has died, another one's."""
-        sent = _sent(task)
+        sent = task_to_json(task)
         order = {
             "task": sent,
-            "is_whole": task_from_dict(sent) == task,
+            "is_whole": task_from_json(sent) == task,
             "key": list(noise_key),
             "group_id": group_id,
             "kind": {
@@ -167,15 +163,10 @@ class ClusterGrower(Grower):
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + found["counts"][name])
         self._keeper.engine.counts.update(found["engine"])
-        self._add_usage(found["usage"])
+        cast(Toolbox, self.toolbox).add_usage(found["usage"])
         tree = tree_from_json(found["tree"])
-        is_unchanged = not order["is_whole"] and _sent(tree.task) == sent
+        is_unchanged = not order["is_whole"] and task_to_json(tree.task) == sent
         return replace(tree, task=task) if is_unchanged else tree
-
-    @property
-    def _add_usage(self) -> Callable[[Mapping[str, Any]], None]:
-        add: Callable[[Mapping[str, Any]], None] = getattr(self.toolbox, "add_usage")
-        return add
 
 
 def _is_plain(explorer: Explorer) -> bool:

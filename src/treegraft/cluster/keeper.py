@@ -19,6 +19,7 @@ from treegraft.cluster.engines import Weights, pieces_of
 from treegraft.core.errors import EngineError, TreegraftError
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import WeightSource
+from treegraft.core.text import plain
 from treegraft.settings.config import Config
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Member:
         self.num_starts = 0
         self.num_trees = 0
         self.lost = asyncio.Event()
+        self.looking = asyncio.Lock()
 
     def __str__(self) -> str:
         return f"{self.role} {self.number}" + (
@@ -170,6 +172,10 @@ class Keeper:
 
     async def _look(self, member: Member) -> None:
         """Asks an actor how it is, and gives it what it lacks."""
+        async with member.looking:
+            await self._served(member)
+
+    async def _served(self, member: Member) -> None:
         seen = json.loads(await member.handle.state.remote())
         for text in seen.pop("said"):
             _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
@@ -264,10 +270,12 @@ class Keeper:
         former, fingerprint = self.due, source.fingerprint
         if former is not None and fingerprint and former.fingerprint == fingerprint:
             pieces = former.pieces
-        elif former is None and all(one.opened["fingerprint"] == fingerprint for one in self.engines):
+        elif former is None and all(
+            one.opened["fingerprint"] == fingerprint for one in self.engines
+        ):
             pieces = ()
         else:
-            pieces = await asyncio.to_thread(lambda: [ray.put(one) for one in pieces_of(source)])
+            pieces = await asyncio.to_thread(self._stored, source)
         self.due = Weights(version, fingerprint, tuple(source.names), pieces)
 
         async def give(member: Member) -> None:
@@ -284,10 +292,18 @@ class Keeper:
         self._tell()
         while not self._answering():
             if self.death is not None:
-                raise EngineError(
-                    f"publish: no engine took version {version}: {'; '.join(faults)}"
-                )
+                raise EngineError(f"publish: no engine took version {version}: {'; '.join(faults)}")
             await asyncio.sleep(WATCH_S)
+
+    def _stored(self, source: WeightSource) -> list[Any]:
+        """Hands weights to Ray, which sends them once to each machine that asks for them."""
+        import ray
+
+        found = []
+        for piece in pieces_of(source):
+            found.append(ray.put(piece))
+            self.num_bytes += len(piece)
+        return found
 
     # ------------------------------------------------------------------ trees
 
@@ -394,6 +410,9 @@ async def _awaited(answer: Any) -> Any:
 
 
 def _words(error: BaseException) -> str:
-    """The first line of an error, which may be long."""
+    """An error in a line: the cause that Ray reports at its end, or its beginning."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    said = lines[-1] if "creation task" in lines[0] else f"{type(error).__name__}: {lines[0]}"
+    return plain(said, 600)

@@ -49,9 +49,7 @@ class RaySite:
         self._keeper: Keeper | None = None
 
     @asynccontextmanager
-    async def engine(
-        self, config: Config, model_path: Path | str | None
-    ) -> AsyncIterator[Engine]:
+    async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
         """Holds the engines, and the growers beside them; see `Site`."""
         place, settings = _place(config, model_path), config.cluster
         count = settings.num_engines

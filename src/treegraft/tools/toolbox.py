@@ -9,7 +9,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
@@ -149,6 +149,27 @@ class Toolbox:
             raise
         usage.num_failures += observation.is_error
         return observation
+
+    def take_usage(self) -> dict[str, dict[str, float]]:
+        """Returns the counts of each tool since the last take, in the form that `add_usage` takes
+        in another process."""
+        found: dict[str, dict[str, float]] = {}
+        for name, entry in self._entries.items():
+            usage, entry.usage = entry.usage, _Usage()
+            found[name] = asdict(usage)
+        if self._environments is not None:
+            found[""] = self._environments.take_counts()
+        return found
+
+    def add_usage(self, counts: Mapping[str, Mapping[str, float]]) -> None:
+        """Adds what calls in another process have counted."""
+        for name, added in counts.items():
+            if name:
+                own = self._entries[name].usage
+                for field, number in added.items():
+                    setattr(own, field, getattr(own, field) + number)
+            elif self._environments is not None:
+                self._environments.add_counts(added)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns calls, shares and mean latency per tool since the last take; no shares of tools
