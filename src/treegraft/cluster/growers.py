@@ -174,7 +174,7 @@ class ClusterGrower(Grower):
 
     @property
     def _add_usage(self) -> Callable[[Mapping[str, Any]], None]:
-        add: Callable[[Mapping[str, Any]], None] = getattr(self.toolbox, "add_usage")
+        add: Callable[[Mapping[str, Any]], None] = self.toolbox.add_usage
         return add
 
 

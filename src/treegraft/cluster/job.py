@@ -1,7 +1,8 @@
 """The learner's ranks as a job: placed together, started as torchrun would, watched, and started
 again from the last checkpoint where one of them is lost.
 
-Rank 0 is the process that owns engines, growers, tool workers and buffer replicas; they end with it.
+Rank 0 is the process that owns engines, growers, tool workers and buffer replicas, which end with
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.cluster.actors import Place, value_of
-from treegraft.cluster.rank import ADDRESS, RankActor
+from treegraft.cluster.rank import RankActor
+from treegraft.cluster.ray import ADDRESS
 from treegraft.core.errors import RankError
 from treegraft.core.interrupt import Ended, Stop, run_to_end
 from treegraft.core.text import plain
@@ -83,7 +84,8 @@ class Job:
 
     async def _carry_out(self) -> int:
         settings, num_restarts = self._config.cluster, 0
-        doing, again = "stopping; the ranks save", "Ctrl-C again to stop without saving"
+        doing = "stopping; the ranks save"
+        again = "Ctrl-C again to stop without saving"
         with self._stop.on_signals(self._say, doing, again):
             while True:
                 num = await self._num_ranks(is_again=num_restarts > 0)
@@ -289,9 +291,3 @@ class _Watch:
         if code < 0:
             name = signal.Signals(-code).name
             self._lost = self._lost or f"rank {number} was ended by {name}"
-
-
-def print_line(text: str) -> None:
-    """Prints a line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""An actor that holds one rank of the learner: a process of its own, started as torchrun would start
-it, whose end it reports and which ends with it."""
+"""An actor that holds one rank of the learner: a process of its own, started as torchrun would
+start it, whose end it reports and which ends with it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from typing import Any
 
 from treegraft.cluster.actors import Actor, replying
 
-ADDRESS = "TREEGRAFT_CLUSTER_ADDRESS"
-"""Environment variable of a rank: the Ray cluster that it stands on."""
 LOOK_S = 1.0
 """Longest time after which `look` returns."""
 MAX_LINE = 1 << 20
