@@ -22,6 +22,8 @@ from treegraft.settings.config import Config
 
 TESTED = (2, 60)
 """The version of Ray that the tests ran with; others of its first number are taken from it on."""
+ADDRESS = "TREEGRAFT_CLUSTER_ADDRESS"
+"""Environment variable of a learner's rank: the Ray cluster that it stands on."""
 NAMESPACE = "treegraft"
 LOOK_S = 120.0
 """Longest wait for a node's answer before the run begins."""
@@ -64,8 +66,8 @@ def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
     """
     refuse_without_ray()
     os.environ.update(_QUIET)
-    settings = config.cluster
-    if settings.address == "local":
+    address = os.environ.get(ADDRESS, config.cluster.address)
+    if address == "local":
         with _local(needs):
             check(config, needs)
             yield
@@ -73,12 +75,10 @@ def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
     import ray
 
     try:
-        ray.init(
-            settings.address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
-        )
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
         raise SettingError(
-            f"cluster.address: no Ray cluster was reached at '{settings.address}'"
+            f"cluster.address: no Ray cluster was reached at '{address}'"
             f" ({plain(str(error), 300)}); expected the head of one that runs, with the same token."
             ' Start it with `ray start --head`, correct the address, or leave it at "local".'
         ) from error

@@ -51,7 +51,7 @@ class RaySite:
     @asynccontextmanager
     async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
         """Holds the engines, and the growers beside them; see `Site`."""
-        place, settings = _place(config, model_path), config.cluster
+        place, settings = place_of(config, model_path), config.cluster
         count = settings.num_engines
         engine = KeptEngine(config)
         keeper = self._keeper = engine.keeper
@@ -117,7 +117,12 @@ class KeptEngine(ClusterEngine):
         return metrics
 
 
-def _place(config: Config, model_path: Path | str | None) -> Place:
+def place_of(config: Config, model_path: Path | str | None) -> Place:
+    """Returns what an actor needs to be like this process.
+
+    Args:
+        model_path: where weights and tokenizer are read; None for model.path.
+    """
     from treegraft.policy.learn.ranks import code_checksum
 
     return Place(
