@@ -1,6 +1,8 @@
 """What an update of ARPO costs on several GPUs, learned from packed trees and learned from the same
 trajectories as rows: arithmetic, nothing of it was run. `python -m benchmarks.costs`
 
+With `--python`, the seconds that Python takes a token on this machine, which enter the sum.
+
 A tree has S starts of R tokens behind a prompt of P, and L - S branches, each of which adds the
 last share b of a path:
 
@@ -15,10 +17,14 @@ A step of the optimiser takes as long as the busiest rank, which is dealt parts 
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from collections.abc import Iterator, Sequence
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from treegraft.cli.sizing import (
     BRANCH_FRAC,
@@ -27,7 +33,10 @@ from treegraft.cli.sizing import (
     LEARN_SHARE,
     SAMPLED_FRAC,
 )
+from treegraft.core.types import ROOT_ID, Leaf, Origin, Status, Step, Task, Tree
 from treegraft.policy.bounds import CARDS, Card, ModelShape, decode_bytes, forward_flops
+from treegraft.policy.learn.handover import packed, unpacked
+from treegraft.policy.learn.pack import num_tree_tokens, pack_trees
 from treegraft.policy.shapes import num_shape_weights, published_shape
 
 Layout = Literal["packed", "rows", "padded"]
@@ -196,9 +205,9 @@ EIGHT_H100 = Machine(
 COPY_BYTES_S, READ_BYTES_S = 5e9, 25e9
 """Assumed: bytes a second that one thread writes to shared memory, and that a GPU reads from it
 while seven others do."""
-DRIVER_S = 2.6e-6
-"""CPU seconds a token that building steps, handing trees to the ranks and packing took on an AMD
-EPYC: .10 steps, 1.42 to JSON, .95 from JSON, .22 / 8 packs, in microseconds."""
+DRIVER_S = 0.7e-6
+"""CPU seconds a token on one thread of an AMD EPYC, 23 November 2026, by `--python`: steps .11,
+to the ranks .26, from rank 0 .27, packs .22 on each of eight ranks, in microseconds."""
 
 
 def ways(machine: Machine) -> dict[str, Way]:
@@ -240,9 +249,84 @@ def table(work: Work, machine: Machine) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} | {total:.0f} | {first / total:.2f} |"
 
 
+def example_steps(work: Work) -> list[dict[str, Any]]:
+    """Returns the fields of a tree's steps, those of `Work.segments`, in depth-first order."""
+    draw, found = random.Random(0), []
+
+    def add(name: str, parent: str | None, length: float) -> None:
+        origin, count = Origin.PROMPT if parent is None else Origin.POLICY, round(length)
+        found.append(
+            {
+                "id": name,
+                "parent": parent,
+                "depth": name.count("."),
+                "token_ids": tuple(draw.randrange(150_000) for _ in range(count)),
+                "origins": (origin,) * count,
+                "loss_mask": (parent is not None,) * count,
+                "sampling_logprobs": tuple(-draw.random() for _ in range(count)),
+                "entropies": tuple(draw.random() for _ in range(count)),
+            }
+        )
+
+    branched = work.branch_frac * work.mean
+    add(ROOT_ID, None, work.prompt)
+    for start in range(work.num_starts):
+        name, branches = f"{ROOT_ID}.{start}", work.num_leaves // work.num_starts - 1
+        add(name, ROOT_ID, work.mean - branched)
+        for child in range(1 + branches):
+            add(f"{name}.{child}", name, branched)
+    return found
+
+
+def python_seconds(work: Work) -> dict[str, float]:
+    """Returns the CPU seconds a token of what Python does with a tree between sampling and the
+    passes, the least of five runs."""
+    fields = example_steps(work)
+    parents = {one["parent"] for one in fields}
+    leaves = [
+        Leaf(step_id=one["id"], status=Status.COMPLETED)
+        for one in fields
+        if one["id"] not in parents
+    ]
+    task = Task(id="t", question="", reference=())
+
+    def tree() -> Tree:
+        steps = tuple(Step(**one) for one in fields)
+        return Tree(task=task, group_id="t", steps=steps, leaves=tuple(leaves))
+
+    def handed() -> tuple[str, Any]:
+        texts, columns = packed([whole])
+        return json.dumps(texts), columns
+
+    whole = tree()
+    text, columns = handed()
+    actions: dict[str, Callable[[], object]] = {
+        "steps": tree,
+        "to the ranks": handed,
+        "from rank 0": lambda: unpacked(json.loads(text), columns),
+        "packs, shared by the ranks": lambda: pack_trees([whole]),
+    }
+    return {name: _least(action) / num_tree_tokens(whole) for name, action in actions.items()}
+
+
+def _least(action: Callable[[], object]) -> float:
+    found = []
+    for _ in range(5):
+        began = time.process_time()
+        action()
+        found.append(time.process_time() - began)
+    return min(found)
+
+
 def main() -> None:
-    """Prints the table for eight H100."""
+    """Prints the table for eight H100, or what Python takes here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", action="store_true", help="microseconds a token, measured here")
     work = Work()
+    if parser.parse_args().python:
+        for name, seconds in python_seconds(work).items():
+            print(f"{name}: {1e6 * seconds:.2f} us a token")
+        return
     sizes = {layout: work.num_tokens(layout) for layout in ("packed", "rows", "padded")}
     told = ", ".join(f"{name} {size / 1e6:.2f} M" for name, size in sizes.items())
     print(f"tokens: {told}; sampled {work.num_sampled / 1e6:.2f} M\n")

@@ -12,8 +12,10 @@ from benchmarks.costs import (
     Way,
     Work,
     busiest,
+    example_steps,
     expected_busiest,
     phases,
+    python_seconds,
     sampling_s,
     table,
     tree_flops,
@@ -117,3 +119,11 @@ def test_eight_cards_are_those_of_the_estimate() -> None:
     assert 50 < packed["sampling"] < 65
     lines = [*table(work, EIGHT_H100)]
     assert len(lines) == 10 and lines[2].endswith("| 1.00 |")
+
+
+def test_the_tree_that_python_is_timed_on_is_that_of_the_arithmetic() -> None:
+    work = replace(WORK, num_tasks=1, num_leaves=4)
+    steps = example_steps(work)
+    assert sum(len(step["token_ids"]) for step in steps) == work.num_tokens("packed") == 70
+    assert [step["id"] for step in steps] == ["0", "0.0", "0.0.0", "0.0.1", "0.1", "0.1.0", "0.1.1"]
+    assert all(seconds > 0 for seconds in python_seconds(work).values())
