@@ -81,6 +81,18 @@ def tree_to_json(tree: Tree) -> str:
     return f"{head}{','.join(steps)}]}}"
 
 
+def tree_to_dict(tree: Tree) -> dict[str, Any]:
+    """Returns a tree as its line holds it; of its values `json.dumps` takes all with
+    `default=str`."""
+    return {
+        "group_id": tree.group_id,
+        "task": _task_to_dict(tree.task),
+        "budget": asdict(tree.budget),
+        "leaves": [asdict(leaf) for leaf in tree.leaves],
+        "steps": [*map(step_to_dict, tree.steps)],
+    }
+
+
 def _task_to_dict(task: Task) -> dict[str, Any]:
     data = asdict(task)
     # Tasks without messages are written as 0.6 did.
@@ -91,14 +103,9 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
 
 def _texts(tree: Tree) -> tuple[str, list[str]]:
     """A line up to its first step, and each of its steps; the index needs their places."""
-    head = {
-        "group_id": tree.group_id,
-        "task": _task_to_dict(tree.task),
-        "budget": asdict(tree.budget),
-        "leaves": [asdict(leaf) for leaf in tree.leaves],
-        "steps": [],
-    }
-    data = [head, *map(step_to_dict, tree.steps)]
+    head = tree_to_dict(tree)
+    steps, head["steps"] = head["steps"], []
+    data = [head, *steps]
     write = functools.partial(json.dumps, separators=(",", ":"), default=str)
     texts = [write(part, ensure_ascii=False) for part in data]
     # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
@@ -147,7 +154,7 @@ def step_to_dict(step: Step) -> dict[str, Any]:
 
 def tree_from_json(line: str | bytes) -> Tree:
     """Returns the tree that `tree_to_json` wrote."""
-    return _tree_from_dict(parse_json(line))
+    return tree_from_dict(parse_json(line))
 
 
 def parse_tree(line: bytes, where: str) -> Tree:
@@ -164,7 +171,8 @@ def parse_tree(line: bytes, where: str) -> Tree:
         raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
 
 
-def _tree_from_dict(data: dict[str, Any]) -> Tree:
+def tree_from_dict(data: dict[str, Any]) -> Tree:
+    """Returns the tree that `tree_to_dict` gave; takes `data` apart."""
     task = data["task"]
     lists = {name: tuple(task.get(name, ())) for name in ("reference", "messages")}
     return Tree(
@@ -327,7 +335,7 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             data["steps"] = [
                 parse_json(part(*place.steps[one])) if place.steps else known[one] for one in ids
             ]
-            return _tree_from_dict(data).trajectories()[0]
+            return tree_from_dict(data).trajectories()[0]
         except DAMAGE as error:
             raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
 
