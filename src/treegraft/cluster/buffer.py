@@ -20,7 +20,7 @@ from treegraft.cluster.actors import replying
 from treegraft.cluster.pool import Pool, Serving
 from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.types import StepContent, Task, Trace
-from treegraft.runs.record import task_from_json, task_to_json
+from treegraft.runs.tree_json import task_from_json, task_to_json
 from treegraft.settings.explore import BufferSettings
 from treegraft.settings.load import load_config
 from treegraft.tools.search.encoders import Encoder

@@ -19,7 +19,7 @@ from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower, Watch
-from treegraft.runs.record import task_from_json, task_to_json, tree_from_json, tree_to_json
+from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 from treegraft.tools.toolbox import Toolbox
 

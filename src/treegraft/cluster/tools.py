@@ -18,7 +18,7 @@ from treegraft.cluster.pool import Pool, Serving
 from treegraft.core.errors import DeadlineExceeded, ToolError, ToolUnavailable, TreegraftError
 from treegraft.core.interfaces import Capability, Signature, Tool
 from treegraft.core.types import Task, ToolCall
-from treegraft.runs.record import task_from_json, task_to_json
+from treegraft.runs.tree_json import task_from_json, task_to_json
 from treegraft.settings.load import load_config
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.build import build_tools

@@ -111,7 +111,8 @@ class BufferRetriever:
 
     def take_counts(self) -> dict[str, float]:
         """Returns what `count` has added since the last call."""
-        counts, self._counts = dict(self._counts), Counter()
+        counts: dict[str, float] = dict(self._counts)
+        self._counts.clear()
         return counts
 
     async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
