@@ -52,7 +52,7 @@ def run_on_cluster(
     if resume is None:
         # Ranks that start again have to find the folder.
         run_dir = new_start(config, recipe).path
-        begin = [*begin, f"run.name={run_dir.name}"]
+        begin = [*begin, *([] if config.run.name else [f"run.name={run_dir.name}"])]
     else:
         run_dir = resume
     others = needs_of(config)
