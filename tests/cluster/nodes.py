@@ -123,6 +123,12 @@ class Disturbed:
         """Returns whether trees grow at this moment."""
         return any(one["queue"] for one in self.roles("grower"))
 
+    def is_whole_again(self) -> bool:
+        """Returns whether all actors live, three or more of them not for the first time."""
+        roles = self.roles()
+        num_again = sum(one["starts"] - 1 for one in roles)
+        return num_again >= 3 and all(one["state"] == "live" for one in roles)
+
     def kill(self, role: str, number: int) -> int:
         """Kills the process of an actor and returns its number."""
         (pid,) = [one["pid"] for one in self.roles(role) if one["number"] == number]

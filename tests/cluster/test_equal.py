@@ -55,8 +55,7 @@ def test_trees_are_the_same_whatever_dies(
         run.until(lambda: run.num_lines() > 2 and run.growing(), "growing trees")
         nodes.remove(0)
         nodes.add()
-        starts = lambda: sum(one["starts"] for one in run.roles())  # noqa: E731
-        run.until(lambda: starts() >= 8, "four actors that started again")
+        run.until(run.is_whole_again, "the lost actors' return")
         assert run.wait() == 0, run.log.read_text()
     finally:
         run.end()
