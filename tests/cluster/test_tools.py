@@ -79,7 +79,7 @@ def test_observations_are_those_of_one_process(
         return found
 
     pool = Pool(workers, "tool workers", 30.0)
-    remote = remote_tools(describe(workers[0]), pool, config.tools, (), deadline_s=60.0)
+    remote = remote_tools(describe(workers[0]), pool, 60.0, config.tools, ())
     local = build_tools(config.tools, ())
     assert [tool.name for tool in remote] == [tool.name for tool in local]
     assert [isinstance(tool, RemoteTool) for tool in remote] == [False, True, True]
@@ -98,7 +98,7 @@ def test_a_call_that_is_too_slow_is_read_as_such(config: Config, workers: list[A
     worker = start(ToolWorker, "tools", 7, place, {"num_cpus": 0})
     box = Toolbox(
         remote_tools(
-            describe(worker), Pool([worker], "tool workers", 30.0), config.tools, (), deadline_s=60
+            describe(worker), Pool([worker], "tool workers", 30.0), 60.0, config.tools, ()
         ),
         config.tools,
     )
@@ -114,7 +114,7 @@ def test_a_call_moves_when_its_worker_dies(
 
     async def call_and_kill() -> Observation:
         pool = Pool(workers, "tool workers", 30.0)
-        tools = remote_tools(describe(workers[0]), pool, config.tools, (), deadline_s=60.0)
+        tools = remote_tools(describe(workers[0]), pool, 60.0, config.tools, ())
         box = Toolbox(tools, config.tools)
         calling = asyncio.create_task(box.call(ToolCall("odd", f"sleep {log}"), TASK))
         deadline = time.monotonic() + 20
@@ -136,9 +136,7 @@ def test_without_a_worker_the_service_is_down(config: Config) -> None:
     worker = start(ToolWorker, "tools", 8, place_of(config), {"num_cpus": 0})
     facts = describe(worker)
     kill(worker)
-    tools = remote_tools(
-        facts, Pool([worker], "tool workers", 1.5), config.tools, (), deadline_s=60
-    )
+    tools = remote_tools(facts, Pool([worker], "tool workers", 1.5), 60.0, config.tools, ())
     with pytest.raises(ToolUnavailable, match=r"no answer within 1\.5 s"):
         asyncio.run(Toolbox(tools, config.tools).call(ToolCall("odd", "say"), TASK))
 

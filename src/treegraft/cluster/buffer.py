@@ -147,8 +147,8 @@ class ReplicaRetriever:
     def take_metrics(self) -> dict[str, float]:
         """Returns counts for `BufferRetriever.count` since the last call, not metrics: rank 0 adds
         those of all growers."""
-        counts, self._counts = dict(self._counts), Counter()
-        return counts
+        counts, self._counts = self._counts, Counter()
+        return {name: float(count) for name, count in counts.items()}
 
 
 def _to_rows(found: Retrieved) -> dict[str, Any]:

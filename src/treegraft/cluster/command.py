@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from treegraft.cluster.job import Job
@@ -42,12 +43,19 @@ def run_on_cluster(
     is_rank = ADDRESS in os.environ
     has_job = config.cluster.learner_gpus > 0 or config.cluster.num_ranks > 1
     if is_rank or not has_job:
-        given = {"recipe": recipe, "resume": resume, "accepts_changes": accepts_changes}
+        run = partial(
+            train,
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=accepts_changes,
+            display=display,
+        )
         if is_rank and os.environ.get("RANK") != "0":
-            train(config, **given, display=display)
+            run()
             return 0
         with ray_site(config) as site:
-            train(config, **given, display=display, site=site)
+            run(site=site)
         return 0
     if resume is None:
         # Ranks that start again have to find the folder.

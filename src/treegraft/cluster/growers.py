@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, cast
 
-from treegraft.assemble import Parts, assemble
+from treegraft.assemble import MakeTools, Parts, assemble
 from treegraft.cluster.actors import Actor, replying
 from treegraft.cluster.asking import ClusterEngine
+from treegraft.cluster.buffer import ReplicaRetriever, States
 from treegraft.cluster.keeper import Keeper
+from treegraft.cluster.pool import Pool
+from treegraft.cluster.tools import remote_tools
 from treegraft.core.errors import EngineError
-from treegraft.core.interfaces import Explorer, NoiseKey, Retriever
+from treegraft.core.interfaces import Explorer, NoiseKey
 from treegraft.core.types import Filters, Task, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
@@ -21,8 +26,12 @@ from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower, Watch
 from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_json, tree_to_json
 from treegraft.settings.config import Config
+from treegraft.tools.build import build_tools
 from treegraft.tools.toolbox import Toolbox
+from treegraft.traces.retrieve import BufferRetriever
 
+NUM_KINDS = 4
+"""Growers that an actor keeps: those of training and evaluation, of this update and the next."""
 _COUNTS = ("num_grafts_without_room", "num_untrue_stored", "num_failed_stored")
 """What a `Grower` counts."""
 
@@ -37,7 +46,8 @@ class GrowerActor(Actor):
         self._parts: Parts | None = None
         self._engine: ClusterEngine | None = None
         self._growers: dict[str, Grower] = {}
-        """By the JSON of explorer and limits."""
+        """By the JSON of explorer, limits and state of the buffer; the latest NUM_KINDS."""
+        self._replicas: Pool | None = None
         self._watch = Watch()
         self._num_trees, self._route = 0, -1
 
@@ -51,12 +61,35 @@ class GrowerActor(Actor):
         }
 
     @replying
-    async def open(self, max_context: int | None) -> None:
-        """Makes the parts that trees need beside engines."""
+    async def open(
+        self,
+        max_context: int | None,
+        facts: str = "[]",
+        workers: Sequence[Any] = (),
+        replicas: Sequence[Any] = (),
+    ) -> None:
+        """Makes the parts that trees need beside engines.
+
+        Args:
+            facts: of `ToolWorker.describe`, in JSON.
+            workers, replicas: tool workers and buffer replicas; without any, tools run here, and
+                nothing is grafted.
+        """
         if self._parts is not None:
             return
         engine = ClusterEngine(self.config.engine, max_context=max_context)
-        making = assemble(self.config, model_path=self.place.model_path, engine=engine)
+        make_tools: MakeTools = build_tools
+        patience_s = self.config.rollout.deadline_s
+        if workers:
+            pool = Pool(workers, "tool workers", patience_s)
+            make_tools = partial(remote_tools, json.loads(facts), pool, patience_s)
+        self._replicas = Pool(replicas, "buffer replicas", patience_s) if replicas else None
+        making = assemble(
+            self.config,
+            model_path=self.place.model_path,
+            engine=engine,
+            make_tools=make_tools,
+        )
         self._parts = await self._stack.enter_async_context(making)
         self._engine = engine
 
@@ -92,6 +125,7 @@ class GrowerActor(Actor):
             "counts": counts,
             "engine": asked_engines,
             "usage": parts.toolbox.take_usage(),
+            "retrieved": {} if grower.retriever is None else grower.retriever.take_metrics(),
         }
 
     def _grower(self, kind: Mapping[str, Any]) -> Grower:
@@ -108,14 +142,14 @@ class GrowerActor(Actor):
                     penalty=config.reward.penalty,
                 )
             limits = Limits(**{**kind["limits"], "filters": Filters(**kind["limits"]["filters"])})
-            retriever = self.retriever() if kind["retrieves"] else None
+            retriever = None
+            if kind["state"] is not None and self._replicas is not None:
+                retriever = ReplicaRetriever(self._replicas, config.buffer, kind["state"])
             self._growers[key] = grower = parts.grower(explorer, limits, retriever)
             grower.watch = self._watch
+            for old in list(self._growers)[:-NUM_KINDS]:
+                del self._growers[old]
         return self._growers[key]
-
-    def retriever(self) -> Retriever:
-        """Returns where grafts come from."""
-        raise EngineError("grower: there is no buffer here")
 
     def _task(self, asked: Mapping[str, Any]) -> Task:
         """The task as it was sent or, where that is not all of it, the one of its own data."""
@@ -137,12 +171,21 @@ class GrowerActor(Actor):
 class ClusterGrower(Grower):
     """A `Grower` whose trees grow in the growers of a cluster."""
 
-    def __init__(self, keeper: Keeper, *parts: Any, **more: Any) -> None:
+    def __init__(self, keeper: Keeper, states: States | None, *parts: Any, **more: Any) -> None:
         """Args:
+        states: of the buffer, for the replicas; None without any.
         parts, more: as of `Grower`.
         """
         super().__init__(*parts, **more)
-        self._keeper = keeper
+        self._keeper, self._states = keeper, states
+        self._state: str | None = None
+
+    async def grow_all(self, *args: Any, **more: Any) -> list[Tree]:
+        """As `Grower.grow_all`; all of its trees are grafted from the buffer as it is now."""
+        if self._states is not None and isinstance(self.retriever, BufferRetriever):
+            buffer = self.retriever.buffer
+            self._state = await asyncio.to_thread(self._states.take, buffer)
+        return await super().grow_all(*args, **more)
 
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored; where the grower of it has died, another one's."""
@@ -155,7 +198,7 @@ class ClusterGrower(Grower):
             "kind": {
                 "explores": not _is_plain(self.explorer),
                 "limits": asdict(self.limits),
-                "retrieves": self.retriever is not None,
+                "state": self._state,
             },
         }
         with self.watch.waiting("growers"):
@@ -163,6 +206,8 @@ class ClusterGrower(Grower):
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + found["counts"][name])
         self._keeper.engine.counts.update(found["engine"])
+        if isinstance(self.retriever, BufferRetriever):
+            self.retriever.count(found["retrieved"])
         cast(Toolbox, self.toolbox).add_usage(found["usage"])
         tree = tree_from_json(found["tree"])
         is_unchanged = not order["is_whole"] and task_to_json(tree.task) == sent

@@ -80,6 +80,10 @@ class Keeper:
         self.config, self.engine = config, engine
         self.engines: list[Member] = []
         self.growers: list[Member] = []
+        self.helpers: list[Member] = []
+        """Tool workers and buffer replicas."""
+        self.services: tuple[Any, ...] = ()
+        """What growers are told of the helpers when they open."""
         self.due: Weights | None = None
         self._route = 0
         self._changed = asyncio.Event()
@@ -90,6 +94,18 @@ class Keeper:
         self.num_bytes = 0
 
     # ------------------------------------------------------------------ the beginning and the end
+
+    async def help(self, helpers: Sequence[Member], services: tuple[Any, ...]) -> None:
+        """Waits until tool workers and buffer replicas can be used; before `open`.
+
+        Args:
+            services: what growers are told of them.
+
+        Raises:
+            TreegraftError: one that cannot be opened, or not within START_S.
+        """
+        self.helpers, self.services = list(helpers), services
+        await asyncio.gather(*map(self._first, self.helpers))
 
     async def open(self, engines: Sequence[Member], growers: Sequence[Member]) -> None:
         """Waits until all actors can be used, and watches them from then on.
@@ -103,7 +119,7 @@ class Keeper:
         known = [limit for limit in limits if limit is not None]
         self.engine.max_context = min(known, default=None)
         await asyncio.gather(*map(self._first, self.growers))
-        for member in (*self.engines, *self.growers):
+        for member in self._all:
             self._spawn(self._keep(member))
         self._spawn(self._show())
 
@@ -137,9 +153,13 @@ class Keeper:
                         value_of(await member.handle.close.remote())
             ray.kill(member.handle)
 
-        await asyncio.gather(*map(end, (*self.growers, *self.engines)))
+        await asyncio.gather(*map(end, self._all))
         if self._folder is not None:
             (self._folder / "roles.json").unlink(missing_ok=True)
+
+    @property
+    def _all(self) -> Sequence[Member]:
+        return (*self.growers, *self.engines, *self.helpers)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -184,12 +204,12 @@ class Keeper:
             raise EngineError("its engine has died")
         if not seen["is_open"]:
             member.version = member.route = -1
-            limit = () if member in self.engines else (self.engine.max_context,)
+            limit = (self.engine.max_context, *self.services) if member in self.growers else ()
             member.opened = value_of(await member.handle.open.remote(*limit)) or {}
         if member in self.engines:
             while self.due is not None and member.version != self.due.version:
                 await self._give(member, self.due)
-        elif member.route != self._route:
+        elif member in self.growers and member.route != self._route:
             route, version, engines = self._route, self.engine.policy_version, self._answering()
             numbers, handles = [one.number for one in engines], [one.handle for one in engines]
             value_of(await member.handle.take.remote(route, version, numbers, handles))
@@ -400,7 +420,7 @@ class Keeper:
                     "waits": one.seen.get("waits", ""),
                     "version": one.version if one in self.engines else None,
                 }
-                for one in (*self.engines, *self.growers)
+                for one in self._all
             ],
         }
 

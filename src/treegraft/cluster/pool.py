@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from treegraft.cluster.actors import Actor, value_of
+from treegraft.cluster.actors import Actor, replying, value_of
 from treegraft.core.errors import DeadlineExceeded
 
 REST_S = 1.0
@@ -28,6 +28,14 @@ class Serving(Actor):
 
     async def ping(self) -> None:
         """Gives a sign of life."""
+
+    def more(self) -> dict[str, Any]:
+        """Returns that it can be asked."""
+        return {"is_open": True}
+
+    @replying
+    async def close(self) -> None:
+        """Ends what it holds."""
 
 
 class Pool:

@@ -50,12 +50,13 @@ class RankActor(Actor):
     async def open_store(self) -> int:
         """Returns the port at which the ranks find each other; it outlives each of them."""
         import ray
-        from torch.distributed import TCPStore
+        from torch import distributed
 
+        untyped: Any = distributed
         address = ray.util.get_node_ip_address()
         listening = socket.create_server((address, 0))
         port: int = listening.getsockname()[1]
-        self._store = TCPStore(
+        self._store = untyped.TCPStore(
             address,
             port,
             is_master=True,

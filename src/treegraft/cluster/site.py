@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -10,24 +11,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treegraft.cluster.actors import Place, start
+from treegraft.cluster.actors import Actor, Place, start
 from treegraft.cluster.asking import ClusterEngine
+from treegraft.cluster.buffer import BufferReplica, States
 from treegraft.cluster.engines import EngineActor
 from treegraft.cluster.growers import ClusterGrower, GrowerActor
-from treegraft.cluster.keeper import Keeper, Member
+from treegraft.cluster.keeper import START_S, Keeper, Member
+from treegraft.cluster.pool import Pool
 from treegraft.cluster.ray import connected
+from treegraft.cluster.tools import ToolWorker
 from treegraft.core.interfaces import Engine, WeightSource
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
+from treegraft.traces.run_buffer import may_retrieve
 
 
 def needs_of(config: Config) -> Mapping[str, float]:
     """Returns what all actors of a run take up together, by Ray's names."""
     settings = config.cluster
+    num_others = settings.num_engines + settings.growers
+    num_helpers = sum(count for _, count in _helpers(config).values())
+    return {"CPU": float(num_others + num_helpers), "GPU": float(settings.server_gpus)}
+
+
+def _helpers(config: Config) -> Mapping[str, tuple[type[Actor], int]]:
+    """The kinds of actors that a recipe needs beside engines and growers, and how many."""
+    settings = config.cluster
     return {
-        "CPU": float(settings.num_engines + settings.growers),
-        "GPU": float(settings.server_gpus),
+        "tools": (ToolWorker, settings.tool_workers if config.tools.use else 0),
+        "buffer": (BufferReplica, settings.buffer_replicas if may_retrieve(config) else 0),
     }
 
 
@@ -47,6 +60,8 @@ class RaySite:
 
     def __init__(self) -> None:
         self._keeper: Keeper | None = None
+        self._states: States | None = None
+        self._has_replicas = False
 
     @asynccontextmanager
     async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
@@ -69,19 +84,41 @@ class RaySite:
             for one in range(settings.growers)
         ]
         try:
+            await self._open_helpers(keeper, config, place)
             await keeper.open(engines, growers)
             yield engine
         finally:
             self._keeper = None
             await keeper.close()
+            if self._states is not None:
+                self._states.close()
+
+    async def _open_helpers(self, keeper: Keeper, config: Config, place: Place) -> None:
+        cpu = {"num_cpus": 1, "num_gpus": 0}
+        made = {
+            role: [
+                Member(role, one, partial(start, kind, role, one, place, cpu))
+                for one in range(count)
+            ]
+            for role, (kind, count) in _helpers(config).items()
+        }
+        workers, replicas = ([one.handle for one in made[role]] for role in ("tools", "buffer"))
+        self._has_replicas = bool(replicas)
+        facts: list[Any] = []
+        if workers:
+            facts = await Pool(workers, "tool workers", START_S).ask("describe")
+        services = (json.dumps(facts), workers, replicas)
+        await keeper.help([*made["tools"], *made["buffer"]], services)
 
     def grower(self, *parts: Any, **more: Any) -> Grower:
         """Returns a grower whose trees grow in the growers of the cluster; see `Site`."""
         assert self._keeper is not None, "growers are made while the engine is held"
-        return ClusterGrower(self._keeper, *parts, **more)
+        return ClusterGrower(self._keeper, self._states, *parts, **more)
 
     def show_in(self, folder: Path) -> None:
-        """Keeps the state of all roles in this run folder."""
+        """Keeps the state of all roles in this run folder, and the states of its buffer."""
+        if self._has_replicas:
+            self._states = States(folder / "buffer" / "states")
         if self._keeper is not None:
             self._keeper.show_in(folder)
 

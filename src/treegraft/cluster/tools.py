@@ -59,6 +59,12 @@ class ToolWorker(Serving):
         fingerprint = getattr(self._box.tools[name], "fingerprint", "")
         return {"text": seen.text, "is_error": seen.is_error, "fingerprint": str(fingerprint)}
 
+    @replying
+    async def close(self) -> None:
+        """Ends the tools' own processes."""
+        if self._fault is None:
+            await self._toolbox.close()
+
 
 def _workers_own(settings: ToolsSettings, num_workers: int) -> ToolsSettings:
     """The settings of a worker's toolbox: deadline and retries are its own, caches and output cap
@@ -127,18 +133,17 @@ class RemoteTool:
 def remote_tools(
     facts: Sequence[dict[str, Any]],
     pool: Pool,
+    deadline_s: float,
     settings: ToolsSettings,
     own: Sequence[Tool],
-    *,
-    deadline_s: float,
 ) -> list[Tool]:
     """Returns the same tools in the same order as `build_tools`, the stateless ones of tools.use as
     `RemoteTool`.
 
     Args:
         facts: of `ToolWorker.describe`.
-        own: the tasks' tools.
         deadline_s: longest wait of a trajectory for an answer.
+        own: the tasks' tools.
 
     Raises:
         SettingError, DataError: as `build_tools` does.

@@ -84,7 +84,7 @@ class BufferRetriever:
         """Args: buffer: stays the caller's to close, after this. is_tried: steps are tried in an
         environment.
         """
-        self._buffer, self._settings = buffer, settings
+        self.buffer, self._settings = buffer, settings
         self._is_tried, self._num_nearest = is_tried, settings.num_tries if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         self._counts: Counter[str] = Counter()
@@ -126,7 +126,7 @@ class BufferRetriever:
         sources, first_key = self._settings.sources, retrieval_key(task.question, ())
         whole = [
             path
-            for path in self._buffer.trajectories(task.id)
+            for path in self.buffer.trajectories(task.id)
             if [trace.position for trace in path] == list(range(len(path)))
             # Under another seed the same id may stand for another question; environments show it.
             if path[0].key == first_key or self._is_tried
@@ -143,7 +143,7 @@ class BufferRetriever:
 
     def _answer(self, batch: Sequence[Question]) -> list[Retrieved | None]:
         """Returns the answers to a batch; runs in the thread of retrievals."""
-        settings, buffer = self._settings, self._buffer
+        settings, buffer = self._settings, self.buffer
         began, num_cut_before = time.monotonic(), buffer.num_keys_cut
         # By identity: two samples of a group may ask the same.
         sought = [question for question in batch if question.draw is None]
@@ -189,7 +189,7 @@ class BufferRetriever:
         return [found.get(id(question)) for question in batch]
 
     def _retrieved(self, question: Question, trace: Trace, similarity: float) -> Retrieved:
-        rest = self._buffer.rest(trace) if question.whole else ()
+        rest = self.buffer.rest(trace) if question.whole else ()
         kept = tuple(one for one in rest if self._settings.terminal == "allow" or not one.terminal)
         return Retrieved(traces=kept or (trace,), similarity=similarity)
 
