@@ -23,7 +23,7 @@ from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Tre
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm.build import build_engine, find_python
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.load import load_model
+from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.publish import Publisher
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.runs.checkpoint import TrainState
@@ -172,7 +172,7 @@ def test_smollm2_grows_the_trees_of_the_native_engine(
     (tmp_path / "letters_reward.py").write_text(REWARD, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     settings = tiny(
-        run={"num_updates": 5, "tasks_per_update": 2, "dir": str(tmp_path), "num_threads": 2},
+        run={"num_updates": 5, "tasks_per_update": 1, "dir": str(tmp_path), "num_threads": 1},
         model={"path": MODEL},
         tasks={"search_world": {"words": True}, "num_eval": 2},
         format={"system_prompt": None, "require_think": True},
@@ -183,7 +183,7 @@ def test_smollm2_grows_the_trees_of_the_native_engine(
             "graft": {"probability": 0.8},
         },
         buffer={"path": "expert", "encoder": "hashing"},
-        rollout={"max_completion_tokens": 96},
+        rollout={"max_completion_tokens": 64},
         eval={"every": 0, "at_start": False, "at_end": False},
         learn={"lr": 1e-5},
         loss={"graft_coef": 1.0},
@@ -268,25 +268,36 @@ def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_server_without_the_plugin_samples_and_takes_weights(tmp_path: Path) -> None:
-    """Started without our options: the same keys give the same tokens once more, log-probabilities
-    are the learner's before and after a publish, and entropies are lower bounds."""
-    run = {"dir": str(tmp_path), "num_threads": 2}
-    engine_settings = served(entropies="top_k")
-    config = load_config(tiny(run=run, model={"path": MODEL}, engine=engine_settings))
+@pytest.mark.parametrize("what", ["without the plugin", "adapters"])
+def test_other_servers_sample_and_take_weights(what: str, tmp_path: Path) -> None:
+    """Started without our options, or given LoRA's adapters alone: the same keys give the same
+    tokens once more, log-probabilities and entropies are the learner's before and after a publish;
+    without the plugin entropies are lower bounds."""
+    is_plain = what == "without the plugin"
+    config = load_config(
+        tiny(
+            run={"dir": str(tmp_path), "num_threads": 2},
+            model={"path": MODEL, "lora": {"rank": 0 if is_plain else 4}},
+            engine=served(entropies="top_k" if is_plain else "exact"),
+            publish={"kind": "auto" if is_plain else "adapter"},
+        )
+    )
     model, tokenizer = load_model(config.model)
     prompt, sampling = tokenizer.encode(PROMPT), Sampling(max_new_tokens=16)
-    learner = Learner(copy.deepcopy(model), config.learn, config.loss, length_constant=7)
+    own = with_adapters(copy.deepcopy(model), config.model, seed=0)
+    learner = Learner(own, config.learn, config.loss, length_constant=7)
 
     async def main() -> None:
         engine = build_engine(config, model, tokenizer, MODEL)
         try:
             await engine.open()
             publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+            seen = []
             for version in range(3):
                 await publisher.publish(version)
                 gap = publisher.check(version, None)["learn/canary_gap"]
-                print(f"version {version}: canary gap {gap:.3g}")
+                size = engine.take_metrics()["time/publish_bytes"]
+                print(f"version {version}: canary gap {gap:.3g}, {size:,.0f} bytes")
                 assert gap < LIMIT
                 found, again = [
                     await asyncio.gather(
@@ -300,13 +311,22 @@ def test_a_server_without_the_plugin_samples_and_takes_weights(tmp_path: Path) -
                 assert [one.token_ids for one in found] == [one.token_ids for one in again]
                 assert len({one.token_ids for one in found}) > 1
                 for one in found:
-                    assert one.entropy_kind is EntropyKind.TOP_K
                     check_against_the_model(one)
-                with torch.no_grad():
-                    for parameter in learner.model.parameters():
-                        parameter.mul_(1.001)
+                seen.append(found[0].sampling_logprobs[0])
+                move_weights()
+            assert len(set(seen)) == 3
         finally:
             await engine.close()
+
+    def move_weights() -> None:
+        with torch.no_grad():
+            for name, parameter in learner.model.named_parameters():
+                if is_plain:
+                    parameter.mul_(1.001)
+                elif "lora_B" in name:
+                    # Zero at first. A sine, so that the rows of no two tokens move alike.
+                    waves = torch.arange(parameter.numel()).sin().view_as(parameter)
+                    parameter.add_(waves, alpha=1e-3)
 
     def check_against_the_model(one: Completion) -> None:
         with torch.inference_mode():
@@ -314,9 +334,10 @@ def test_a_server_without_the_plugin_samples_and_takes_weights(tmp_path: Path) -
             logits = learner.model(path).logits[0, len(prompt) - 1 : -1].float()
         logprobs = logits.log_softmax(dim=-1)
         own = logprobs.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
-        likely = logprobs.topk(20).values
-        partial = -(likely.exp() * likely).sum(dim=1)
+        counted = logprobs.topk(20).values if is_plain else logprobs
+        entropies = -(counted.exp() * counted).sum(dim=1)
+        assert one.entropy_kind is (EntropyKind.TOP_K if is_plain else EntropyKind.EXACT)
         assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=LIMIT)
-        assert torch.allclose(torch.tensor(one.entropies), partial, atol=LIMIT)
+        assert torch.allclose(torch.tensor(one.entropies), entropies, atol=LIMIT)
 
     asyncio.run(main())
