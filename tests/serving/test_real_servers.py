@@ -185,7 +185,7 @@ def test_smollm2_grows_the_trees_of_the_native_engine(
         buffer={"path": "expert", "encoder": "hashing"},
         rollout={"max_completion_tokens": 64},
         eval={"every": 0, "at_start": False, "at_end": False},
-        learn={"lr": 1e-5},
+        learn={"lr": 1e-5, "num_minibatches": 1},
         loss={"graft_coef": 1.0},
         reward={"funcs": ["letters_reward:letters"]},
         warmup={"num_steps": 0},
