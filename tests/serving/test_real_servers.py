@@ -187,6 +187,7 @@ def test_smollm2_grows_the_trees_of_the_native_engine(
         eval={"every": 0, "at_start": False, "at_end": False},
         learn={"lr": 1e-5, "num_minibatches": 1},
         loss={"graft_coef": 1.0},
+        checkpoint={"every": 0},
         reward={"funcs": ["letters_reward:letters"]},
         warmup={"num_steps": 0},
     )
