@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.tiny import tiny
+from tests.trees import Part, build_tree
 
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Tree
@@ -167,8 +168,9 @@ def letters(*, completions, **columns):
 def test_smollm2_grows_the_trees_of_the_native_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five updates with branches and grafts, and a reward that tells a cold model's answers apart,
-    so that every update moves the weights and each canary is by other ones than the last."""
+    """Five updates with a reward that tells a cold model's answers apart, so that each moves the
+    weights and every canary is by other ones than the last. Such a model calls no tool, without
+    which there is no branch and no graft: the demo above has them."""
     (tmp_path / "letters_reward.py").write_text(REWARD, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     settings = tiny(
@@ -176,17 +178,11 @@ def test_smollm2_grows_the_trees_of_the_native_engine(
         model={"path": MODEL},
         tasks={"search_world": {"words": True}, "num_eval": 2},
         format={"system_prompt": None, "require_think": True},
-        explore={
-            "explorers": ["entropy", "graft"],
-            "num_leaves": 4,
-            "entropy": {"num_starts": 2},
-            "graft": {"probability": 0.8},
-        },
+        explore={"explorers": ["entropy", "graft"], "num_leaves": 4},
         buffer={"path": "expert", "encoder": "hashing"},
         rollout={"max_completion_tokens": 64},
         eval={"every": 0, "at_start": False, "at_end": False},
         learn={"lr": 1e-5, "num_minibatches": 1},
-        loss={"graft_coef": 1.0},
         checkpoint={"every": 0},
         reward={"funcs": ["letters_reward:letters"]},
         warmup={"num_steps": 0},
@@ -194,9 +190,9 @@ def test_smollm2_grows_the_trees_of_the_native_engine(
     del settings["format"]["system_prompt"]
     train({**settings, "run": {**settings["run"], "name": "native"}})
     train({**settings, "run": {**settings["run"], "name": "served"}, "engine": served()})
-    assert assert_same_trees(tmp_path / "served", tmp_path / "native") > 0
+    assert_same_trees(tmp_path / "served", tmp_path / "native")
     metrics = read_metrics(tmp_path / "served")
-    kept = ("learn/grad_norm", "learn/canary_gap", "learn/engine_gap", "branch/num_branches")
+    kept = ("learn/grad_norm", "learn/canary_gap", "learn/engine_gap")
     for line in metrics:
         print({name: line[name] for name in kept if name in line})
     assert [line["update"] for line in metrics if line.get("learn/grad_norm")] == [1, 2, 3, 4, 5]
@@ -269,11 +265,12 @@ def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("what", ["without the plugin", "adapters"])
-def test_other_servers_sample_and_take_weights(what: str, tmp_path: Path) -> None:
-    """Started without our options, or given LoRA's adapters alone: the same keys give the same
-    tokens once more, log-probabilities and entropies are the learner's before and after a publish;
-    without the plugin entropies are lower bounds."""
+@pytest.mark.parametrize("what", ["whole weights", "adapters", "without the plugin"])
+def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) -> None:
+    """Given all weights, or LoRA's adapters alone, or started without our options: before and after
+    each of two steps of SFT on the server's own completions, the canary and all log-probabilities
+    and entropies are the learner's, and the same keys give the same tokens once more. Without the
+    plugin entropies are lower bounds."""
     is_plain = what == "without the plugin"
     config = load_config(
         tiny(
@@ -314,20 +311,14 @@ def test_other_servers_sample_and_take_weights(what: str, tmp_path: Path) -> Non
                 for one in found:
                     check_against_the_model(one)
                 seen.append(found[0].sampling_logprobs[0])
-                move_weights()
+                learner.imitate([demonstration(found[0])], lr=1e-4)
             assert len(set(seen)) == 3
         finally:
             await engine.close()
 
-    def move_weights() -> None:
-        with torch.no_grad():
-            for name, parameter in learner.model.named_parameters():
-                if is_plain:
-                    parameter.mul_(1.001)
-                elif "lora_B" in name:
-                    # Zero at first. A sine, so that the rows of no two tokens move alike.
-                    waves = torch.arange(parameter.numel()).sin().view_as(parameter)
-                    parameter.add_(waves, alpha=1e-3)
+    def demonstration(one: Completion) -> Tree:
+        parts = Part("p" * len(prompt), (Part("s" * len(one.token_ids)),))
+        return build_tree(parts, tokens=[*prompt, *one.token_ids])
 
     def check_against_the_model(one: Completion) -> None:
         with torch.inference_mode():
