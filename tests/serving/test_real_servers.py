@@ -23,6 +23,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Tree
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm.build import build_engine, find_python
+from treegraft.policy.hook import plain_attention
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.publish import Publisher
@@ -271,13 +272,13 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
     each of two steps of SFT on the server's own completions, the canary and all log-probabilities
     and entropies are the learner's, and the same keys give the same tokens once more. Without the
     plugin entropies are lower bounds."""
-    is_plain = what == "without the plugin"
+    is_plain, is_adapted = what == "without the plugin", what == "adapters"
     config = load_config(
         tiny(
             run={"dir": str(tmp_path), "num_threads": 2},
-            model={"path": MODEL, "lora": {"rank": 0 if is_plain else 4}},
+            model={"path": MODEL, "lora": {"rank": 4 if is_adapted else 0}},
             engine=served(entropies="top_k" if is_plain else "exact"),
-            publish={"kind": "auto" if is_plain else "adapter"},
+            publish={"kind": "adapter" if is_adapted else "auto"},
         )
     )
     model, tokenizer = load_model(config.model)
@@ -321,7 +322,7 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
         return build_tree(parts, tokens=[*prompt, *one.token_ids])
 
     def check_against_the_model(one: Completion) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), plain_attention(learner.model):
             path = torch.tensor([[*prompt, *one.token_ids]])
             logits = learner.model(path).logits[0, len(prompt) - 1 : -1].float()
         logprobs = logits.log_softmax(dim=-1)
