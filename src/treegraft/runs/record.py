@@ -104,8 +104,7 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
 def _texts(tree: Tree) -> tuple[str, list[str]]:
     """A line up to its first step, and each of its steps; the index needs their places."""
     head = tree_to_dict(tree)
-    steps, head["steps"] = head["steps"], []
-    data = [head, *steps]
+    data = [{**head, "steps": []}, *head["steps"]]
     write = functools.partial(json.dumps, separators=(",", ":"), default=str)
     texts = [write(part, ensure_ascii=False) for part in data]
     # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
