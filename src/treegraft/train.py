@@ -38,6 +38,7 @@ from treegraft.rollout.measure import (
     unused_metrics,
 )
 from treegraft.rollout.rounds import Sampled, sample_rounds
+from treegraft.rollout.site import Site
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
@@ -71,6 +72,7 @@ def train(
     resume: Path | None = None,
     accepts_changes: bool = False,
     display: Display | bool | None = None,
+    site: Site | None = None,
 ) -> RunResult:
     """Trains an agent and returns where the results are.
 
@@ -83,13 +85,14 @@ def train(
             have changed since that checkpoint; the run is then another than it would have been.
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
+        site: where engines and growers stand; None for this process.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
         KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
             SIGHUP or SIGUSR1.
     """
-    return _carried_out("train", config, recipe, resume, accepts_changes, display)
+    return _carried_out("train", config, recipe, resume, accepts_changes, display, site)
 
 
 def sft(
@@ -112,6 +115,7 @@ def _carried_out(
     resume: Path | None,
     accepts_changes: bool,
     display: Display | bool | None,
+    site: Site | None = None,
 ) -> RunResult:
     """The run of a command, where torchrun has started several processes with all of them."""
     if config is not None:
@@ -127,7 +131,8 @@ def _carried_out(
             if command == "train" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:
-                result = run.carry_out(story(run, ranks, only_warms_up=command == "sft"))
+                work = story(run, ranks, site, only_warms_up=command == "sft")
+                result = run.carry_out(work)
         if ranks is not None:
             ranks.result = {
                 "run_dir": str(result.run_dir),
@@ -164,8 +169,11 @@ def _start(config: Source, recipe: str | None, resume: Path | None, accepts: boo
     return new_start(config, recipe)
 
 
-async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = False) -> RunResult:
-    """The whole run; `ranks` are the processes that learn together, None for this one alone."""
+async def story(
+    run: Run, ranks: Ranks | None = None, site: Site | None = None, *, only_warms_up: bool = False
+) -> RunResult:
+    """The whole run; `ranks` are the processes that learn together, None for this one alone, and
+    `site` is where engines and growers stand, None for this process."""
     config, state = run.config, run.state
     run.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
     source = build_tasks(config.tasks, config.run.seed)
@@ -176,7 +184,7 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(
-        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks
+        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks, site=site
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
