@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.types import Tree
-from treegraft.runs.record import SAMPLED_COLUMNS, tree_from_dict, tree_to_dict
+from treegraft.runs.tree_json import SAMPLED_COLUMNS, tree_from_dict, tree_to_dict
 
 _IDS = ("token_ids", "lesson_ids")
 

@@ -176,7 +176,7 @@ class Ranks:
     def _meet(self, config: Config) -> list[Peer]:
         """Tells the others of this process, and returns them once rank 0 has found all alike."""
         hello = Hello(
-            *(socket.gethostname(), os.getpid(), _versions(), _code_checksum()),
+            *(socket.gethostname(), os.getpid(), _versions(), code_checksum()),
             *(config_json(config), _process_space()),
         )
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
@@ -363,7 +363,8 @@ def _versions() -> str:
     return f"torch {torch.__version__}, treegraft {treegraft.__version__}"
 
 
-def _code_checksum() -> str:
+def code_checksum() -> str:
+    """Returns a checksum of this package's Python files."""
     digest = hashlib.blake2b(digest_size=8)
     root = Path(treegraft.__file__).parent
     for path in sorted(root.rglob("*.py")):
