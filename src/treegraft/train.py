@@ -128,7 +128,7 @@ def _carried_out(
             return _followed(ranks, own)
         start = _start(config, recipe, resume, accepts_changes)
         with shown(display) as progress:
-            run = Run(start, progress, command)
+            run = Run(start, progress, command if site is None else "cluster")
             if command == "train" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self
 
@@ -140,6 +140,14 @@ class SessionSource(Protocol):
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
+        ...
+
+    def take_counts(self) -> dict[str, float]:
+        """Returns the counts since the last take, in the form that `add_counts` takes."""
+        ...
+
+    def add_counts(self, counts: Mapping[str, float]) -> None:
+        """Adds what sessions in another process have counted."""
         ...
 
 

@@ -9,7 +9,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
@@ -50,6 +50,7 @@ class _Entry:
     def __init__(self, tool: Tool) -> None:
         self.tool, self.name = tool, tool.name
         self.is_remote = bool(getattr(tool, "is_remote", False))
+        self.deadline_s: float | None = getattr(tool, "deadline_s", None)
         self.usage = _Usage()
         self.next_start = 0.0
 
@@ -149,6 +150,27 @@ class Toolbox:
         usage.num_failures += observation.is_error
         return observation
 
+    def take_usage(self) -> dict[str, dict[str, float]]:
+        """Returns the counts of each tool since the last take, in the form that `add_usage` takes
+        in another process."""
+        found: dict[str, dict[str, float]] = {}
+        for name, entry in self._entries.items():
+            usage, entry.usage = entry.usage, _Usage()
+            found[name] = asdict(usage)
+        if self._environments is not None:
+            found[""] = self._environments.take_counts()
+        return found
+
+    def add_usage(self, counts: Mapping[str, Mapping[str, float]]) -> None:
+        """Adds what calls in another process have counted."""
+        for name, added in counts.items():
+            if name:
+                own = self._entries[name].usage
+                for field, number in added.items():
+                    setattr(own, field, getattr(own, field) + number)
+            elif self._environments is not None:
+                self._environments.add_counts(added)
+
     def take_metrics(self) -> dict[str, float]:
         """Returns calls, shares and mean latency per tool since the last take; no shares of tools
         without a call."""
@@ -237,7 +259,7 @@ class Toolbox:
         self, entry: _Entry, body: str, task: Task, act: Act | None = None
     ) -> Observation:
         """Returns the observation of one run, at the latest when the deadline is over."""
-        deadline_s = self._settings.deadline_s
+        deadline_s = entry.deadline_s or self._settings.deadline_s
         await self._wait_turn(entry)
         # A semaphore belongs to one event loop; a toolbox may serve several, one after another.
         loop = asyncio.get_running_loop()

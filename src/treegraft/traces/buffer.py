@@ -79,12 +79,20 @@ class BufferStats:
 class TraceBuffer:
     """Traces on disk with their vectors in memory. One thread may write while others search."""
 
-    def __init__(self, path: str | Path, encoder: str | Encoder | None = "minilm") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        encoder: str | Encoder | None = "minilm",
+        *,
+        is_frozen: bool = False,
+    ) -> None:
         """Opens the buffer, or makes an empty one where there is no file.
 
         Args:
             encoder: a name for `build_encoder`, or an object; None means the one that the buffer
                 was built with.
+            is_frozen: a file that is there and that nobody ever writes to, such as one of
+                `copy_to`.
 
         Raises:
             DataError: the file is not a buffer, is damaged, was built with another encoder, or is
@@ -96,12 +104,13 @@ class TraceBuffer:
         self._writing, self._encoding = threading.RLock(), threading.Lock()
         name = encoder if isinstance(encoder, str) else None
         self._encoder: Encoder | None = None if isinstance(encoder, str) else encoder
-        if name is not None and not self.path.exists():
+        if name is not None and not is_frozen and not self.path.exists():
             # Before the file is made, so that a misspelt encoder leaves none behind.
             self._encoder = build_encoder(name)
         self._is_checked = False
         self._digested = (-1, hashlib.blake2b(digest_size=16))
-        self._file = TraceFile(self.path, create=encoder is not None)
+        can_create = encoder is not None and not is_frozen
+        self._file = TraceFile(self.path, create=can_create, is_frozen=is_frozen)
         try:
             self.encoder_name, self.dim, self._probe = self._agree(name)
             self._table = RowTable(self.dim)

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
@@ -83,6 +83,19 @@ class Environments:
             untrue_frac = grafts.num_untrue_grafts / grafts.num_rehearsals
             metrics["environment/untrue_graft_frac"] = untrue_frac
         return metrics
+
+    def take_counts(self) -> dict[str, float]:
+        """Returns the counts since the last take, in the form that `add_counts` takes in another
+        process."""
+        counts = asdict(self.usage) | asdict(self.grafts) | {"num_copies": self.num_copies}
+        self.usage, self.grafts, self.num_copies = _Usage(), GraftCounts(), 0
+        return counts
+
+    def add_counts(self, counts: Mapping[str, float]) -> None:
+        """Adds what environments in another process have counted."""
+        for name, number in counts.items():
+            holder = next(one for one in (self.usage, self.grafts, self) if hasattr(one, name))
+            setattr(holder, name, getattr(holder, name) + number)
 
     async def bounded(self, work: Awaitable[T], method: str, *, is_counted: bool = True) -> T:
         """Returns the outcome of one method; past the deadline, or cancelled, it is left behind.
