@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Display, LearnerLike
+from treegraft.core.spans import span
 from treegraft.core.threads import in_thread
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
@@ -234,7 +235,8 @@ async def story(
                 grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
                 async with growing_ahead(run, parts, grower, replay) as ahead:
                     while run.state.update < config.run.num_updates:
-                        await update(run, parts, publisher, buffer, replay, book, grower, ahead)
+                        with span("update", update=run.state.update + 1):
+                            await update(run, parts, publisher, buffer, replay, book, grower, ahead)
                         await evaluate_and_keep(run, parts)
             return run.result()
 
@@ -412,7 +414,8 @@ async def evaluate_and_keep(run: Run, parts: Parts) -> None:
     evaluated: dict[str, float] = {}
     if is_evaluation_due(run, parts):
         watch = Watch()
-        evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
+        with span("evaluation", update=run.state.update):
+            evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
     run.keep_update(evaluated)
 
 
