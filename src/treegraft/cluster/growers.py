@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
 
-from treegraft.assemble import MakeTools, Parts, assemble
+from treegraft.assemble import Parts, assemble
 from treegraft.cluster.actors import Actor, replying
 from treegraft.cluster.asking import ClusterEngine
 from treegraft.cluster.buffer import ReplicaRetriever, States
@@ -26,7 +26,7 @@ from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower, Watch
 from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_json, tree_to_json
 from treegraft.settings.config import Config
-from treegraft.tools.build import build_tools
+from treegraft.tools.build import MakeTools, build_tools
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.retrieve import BufferRetriever
 
