@@ -36,7 +36,7 @@ SEED = 20261123
 GROWTH_MB = 64.0
 """By how much the largest process of a role may be larger in the last third than in the first."""
 RECIPE = (
-    *("demo", "warmup.num_steps=120", "tasks.num_train=400", "tasks.num_eval=4", "eval.every=0"),
+    *("demo", "warmup.num_steps=80", "tasks.num_train=100", "tasks.num_eval=4", "eval.every=0"),
     *("tasks.search_world.hops=[1,2]", "run.tasks_per_update=6", "explore.num_leaves=4"),
     *("explore.explorers=['graft']", "explore.graft.num_hybrid=3", "buffer.path=expert"),
     *("buffer.encoder=hashing", "buffer.grow.num_best=1", "buffer.grow.capacity=200"),
