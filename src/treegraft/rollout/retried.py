@@ -59,7 +59,7 @@ class Retries:
                 above.point.reserve(num)
             paths = [above.copy() for _ in range(num)]
         for path in paths:
-            path.opening = opening
+            path.opening, path.is_lesson = opening, retry.is_lesson
         return paths
 
 
