@@ -42,9 +42,9 @@ figures: install
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# One update of each of the papers' recipes, in miniature.
+# Each of the papers' recipes and each study, in miniature.
 smoke: install
-	$(BIN)/python -m pytest -m "slow or not slow" tests/test_recipe_files.py
+	$(BIN)/python -m pytest -m "slow or not slow" -k smoke_test tests/test_recipe_files.py tests/test_study.py
 
 check: install
 	$(BIN)/ruff check .

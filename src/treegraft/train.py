@@ -8,14 +8,12 @@ repeats an uninterrupted one bit for bit.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
-from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Display, LearnerLike
 from treegraft.core.types import Task, Tree
@@ -25,13 +23,13 @@ from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_by_entropy
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.lessons import Given, LessonBook
-from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower, Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
 from treegraft.rollout.rounds import Sampled, sample_rounds
+from treegraft.rollout.site import Site
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
@@ -42,9 +40,15 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
-from treegraft.traces.demonstrations import lesson_book, read_demonstrations
+from treegraft.traces.demonstrations import lesson_book
 from treegraft.traces.retrieve import unusable
 from treegraft.traces.run_buffer import RunBuffer
+from treegraft.warmup import (
+    demonstrations_of,
+    evaluate_warmup,
+    is_warmup_evaluation_due,
+    warm_up_from,
+)
 
 if TYPE_CHECKING:
     from treegraft.policy.learn.ranks import Ranks
@@ -57,6 +61,7 @@ def train(
     resume: Path | None = None,
     accepts_changes: bool = False,
     display: Display | bool | None = None,
+    site: Site | None = None,
 ) -> RunResult:
     """Trains an agent and returns where the results are.
 
@@ -69,13 +74,14 @@ def train(
             have changed since that checkpoint; the run is then another than it would have been.
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
+        site: where engines and growers stand; None for this process.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
         KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
             SIGHUP or SIGUSR1.
     """
-    return _carried_out("train", config, recipe, resume, accepts_changes, display)
+    return _carried_out("train", config, recipe, resume, accepts_changes, display, site)
 
 
 def sft(
@@ -98,6 +104,7 @@ def _carried_out(
     resume: Path | None,
     accepts_changes: bool,
     display: Display | bool | None,
+    site: Site | None = None,
 ) -> RunResult:
     """The run of a command, where torchrun has started several processes with all of them."""
     if config is not None:
@@ -113,7 +120,8 @@ def _carried_out(
             if command == "train" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:
-                result = run.carry_out(story(run, ranks, only_warms_up=command == "sft"))
+                work = story(run, ranks, site, only_warms_up=command == "sft")
+                result = run.carry_out(work)
         if ranks is not None:
             ranks.result = {
                 "run_dir": str(result.run_dir),
@@ -150,8 +158,11 @@ def _start(config: Source, recipe: str | None, resume: Path | None, accepts: boo
     return new_start(config, recipe)
 
 
-async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = False) -> RunResult:
-    """The whole run; `ranks` are the processes that learn together, None for this one alone."""
+async def story(
+    run: Run, ranks: Ranks | None = None, site: Site | None = None, *, only_warms_up: bool = False
+) -> RunResult:
+    """The whole run; `ranks` are the processes that learn together, None for this one alone, and
+    `site` is where engines and growers stand, None for this process."""
     config, state = run.config, run.state
     run.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
     source = build_tasks(config.tasks, config.run.seed)
@@ -162,7 +173,7 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(
-        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks
+        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks, site=site
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
@@ -181,10 +192,7 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
             parts.keep_logs(run.path / "servers")
             for text in parts.notes:
                 run.display.note(text)
-            if run.start.checkpoint is None:
-                for one in await Preflight(parts).findings():
-                    if one.is_doubtful or not one.is_good:
-                        run.display.warn(str(one))
+            await warn_of_doubts(run, parts)
             if buffer.is_due and needs_buffer:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
@@ -218,6 +226,14 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                     await update(run, parts, publisher, buffer, replay, book)
                     await evaluate_and_keep(run, parts)
             return run.result()
+
+
+async def warn_of_doubts(run: Run, parts: TrainingParts) -> None:
+    """Shows what a look at a new run's parts has found."""
+    if run.start.checkpoint is None:
+        for one in await Preflight(parts).findings():
+            if one.is_doubtful or not one.is_good:
+                run.display.warn(str(one))
 
 
 async def update(
@@ -389,113 +405,6 @@ def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
             gain, low, high = paired_gain(before, after)
             metrics |= {name: gain, f"{name}_low": low, f"{name}_high": high}
     return metrics
-
-
-async def demonstrations_of(
-    run: Run, parts: TrainingParts, buffer: RunBuffer
-) -> Demonstrations | None:
-    """Returns the demonstrations that are still to come; None where their buffer is not built
-    yet."""
-    config, stored = run.config, None
-    if config.warmup.traces != "expert":
-        path = Path(os.path.expandvars(config.warmup.traces)).expanduser()
-        if buffer.is_imitated:
-            path = buffer.file
-            if buffer.is_due and not path.exists():
-                return None
-        has_environment = bool(config.environment.kind)
-        chosen = read_demonstrations(
-            path, config.warmup, parts.train_tasks, has_environment=has_environment
-        )
-        stored = chosen.demonstrations
-        run.imitates(path, chosen.checksum())
-        num_passes = config.warmup.num_steps * config.warmup.batch_size / len(stored)
-        left_out = f"; left out: {chosen.left_out}" if chosen.left_out else ""
-        run.display.note(
-            f"the warm-up makes {num_passes:.3g} passes over {len(stored)} trajectories of"
-            f" '{path}'{left_out}"
-        )
-    found = Demonstrations(
-        parts.source, parts.format, config.warmup, config.run.seed, parts.show, stored
-    )
-    await found.prepare(run.state.warmup_steps)
-    return found
-
-
-async def warm_up_from(
-    demonstrations: Demonstrations, run: Run, parts: TrainingParts, publisher: Publisher
-) -> None:
-    """Supervised fine-tuning on the demonstrations that are still to come."""
-    settings, learner = run.config.warmup, parts.learner
-    # A kill costs at most a quarter of the warm-up.
-    save_every = max(1, settings.num_steps // 4)
-    # An evaluation that was interrupted comes now.
-    await evaluate_warmup(run, parts, publisher)
-    began, cpu_began = time.monotonic(), time.process_time()
-
-    async def on_step(done: int, loss: float, num_tokens: int) -> bool:
-        nonlocal began, cpu_began
-        spent = {
-            "warmup/num_loss_tokens": float(num_tokens),
-            "time/warmup_s": time.monotonic() - began,
-            "time/warmup_cpu_s": time.process_time() - cpu_began,
-        }
-        run.warmed_up(done, {"warmup/loss": loss}, spent)
-        run.display.phase("warm-up", done, settings.num_steps, f"loss {loss:.3f}")
-        if done < settings.num_steps:
-            if done % save_every == 0:
-                run.save()
-            await evaluate_warmup(run, parts, publisher)
-        began, cpu_began = time.monotonic(), time.process_time()
-        return run.stop.is_asked
-
-    first = run.state.warmup_steps
-    await warm_up(learner, demonstrations, settings, first_step=first, on_step=on_step)
-    if run.state.warmup_steps == settings.num_steps:
-        # AdamW's moments of imitation would go on pushing in its direction in the first updates.
-        learner.forget_moments()
-        run.warmed_up(settings.num_steps, await held_out_skill(run, parts), {})
-        run.save()
-    run.stop.raise_if_asked()
-
-
-async def held_out_skill(run: Run, parts: TrainingParts) -> dict[str, float]:
-    """Returns warmup/skill, where the expert solves held-out tasks."""
-    solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
-    held_out = [(task, steps) for task, steps in solved if steps]
-    if parts.show is not None:
-        try:
-            held_out = await parts.show(held_out)
-        except DataError as error:  # of a measurement alone, after all the work
-            run.display.warn(f"warmup/skill is not measured: {error}")
-            return {}
-    return {"warmup/skill": step_skill(parts.learner, parts.format, held_out)} if held_out else {}
-
-
-async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) -> None:
-    """Evaluates after a warm-up step where that is due and not done; the trees are not kept."""
-    if not is_warmup_evaluation_due(run, parts):
-        return
-    await publisher.publish(0)
-    watch = Watch()
-
-    def report(*progress: Any) -> None:
-        run.display.phase("evaluation", *progress)
-
-    work = evaluate(parts, parts.eval_tasks, 0, watch=watch, on_progress=report)
-    metrics = (await run.interruptible(work, waits_on=watch)).metrics
-    parts.take_metrics()
-    run.display.evaluated(f"warm-up step {run.state.warmup_steps}", metrics)
-    run.log_warmup(metrics)
-
-
-def is_warmup_evaluation_due(run: Run, parts: Parts) -> bool:
-    """Returns whether the present warm-up step is to be evaluated and is not yet."""
-    settings, done = run.config.warmup, run.state.warmup_steps
-    if run.state.update or run.state.is_closed or not (settings.eval_every and parts.eval_tasks):
-        return False
-    is_due = done == settings.num_steps or done % settings.eval_every == 0
-    return is_due and (done > 0 or run.config.eval.at_start) and not run.is_warmup_evaluated()
 
 
 def keep_reference(run: Run, learner: LearnerLike) -> None:

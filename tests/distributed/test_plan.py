@@ -14,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.distributed.laws import settings, some_trees
 from tests.families import build_model
+from tests.trees import recorded_trees
 
 from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
+from treegraft.policy.learn.handover import packed, unpacked
 from treegraft.policy.learn.launch import num_started
 from treegraft.policy.learn.leader import StreamedWeights
 from treegraft.policy.learn.learner import Learner
@@ -131,6 +134,16 @@ def test_a_rank_on_another_host_is_dead_after_a_minute_of_silence(
     # Nothing comes after them.
     assert peer.has_ended
     assert peer.last_words == "its last words: OutOfMemoryError: 3 GB"
+
+
+@given(st.lists(recorded_trees(), max_size=3))
+def test_trees_reach_the_other_ranks_as_they_are(trees: list[Tree]) -> None:
+    texts, columns = packed(trees)
+    assert unpacked(texts, columns) == trees
+    # A count, the ids, and what the engine and the learner say of sampled tokens at the least.
+    steps = [step for tree in trees for step in tree.steps]
+    assert columns[0] == sum(len(step.token_ids) + len(step.lesson_ids) for step in steps)
+    assert columns.numel() > columns[0] + 2 * sum(sum(step.sampled_mask) for step in steps)
 
 
 def test_a_reader_that_gives_up_leaves_no_tensor_ungathered() -> None:

@@ -158,24 +158,50 @@ def test_a_killed_server_changes_nothing_in_a_run(tmp_path: Path) -> None:
     assert not [*Path("/dev/shm").glob(f"treegraft-weights-{os.getpid()}-*")]
 
 
-def test_smollm2_grows_the_trees_of_the_native_engine(tmp_path: Path) -> None:
+REWARD = """
+def letters(*, completions, **columns):
+    return [len(set(text)) / 100 for text in completions]
+"""
+
+
+def test_smollm2_grows_the_trees_of_the_native_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five updates with branches and grafts, and a reward that tells a cold model's answers apart,
+    so that every update moves the weights and each canary is by other ones than the last."""
+    (tmp_path / "letters_reward.py").write_text(REWARD, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
     settings = tiny(
-        run={"num_updates": 2, "tasks_per_update": 2, "dir": str(tmp_path), "num_threads": 2},
+        run={"num_updates": 5, "tasks_per_update": 2, "dir": str(tmp_path), "num_threads": 2},
         model={"path": MODEL},
         tasks={"search_world": {"words": True}, "num_eval": 2},
         format={"system_prompt": None, "require_think": True},
-        explore={"explorers": ["entropy", "graft"], "num_leaves": 4},
+        explore={
+            "explorers": ["entropy", "graft"],
+            "num_leaves": 4,
+            "entropy": {"num_starts": 2},
+            "graft": {"probability": 0.8},
+        },
         buffer={"path": "expert", "encoder": "hashing"},
         rollout={"max_completion_tokens": 96},
         eval={"every": 0, "at_start": False, "at_end": False},
-        learn={"lr": 1e-6},
+        learn={"lr": 1e-5},
+        loss={"graft_coef": 1.0},
+        reward={"funcs": ["letters_reward:letters"]},
         warmup={"num_steps": 0},
     )
     del settings["format"]["system_prompt"]
     train({**settings, "run": {**settings["run"], "name": "native"}})
     train({**settings, "run": {**settings["run"], "name": "served"}, "engine": served()})
-    # Without a warm-up all groups are flat and nothing is learned: the trees alone are compared.
-    assert_same_trees(tmp_path / "served", tmp_path / "native")
+    assert assert_same_trees(tmp_path / "served", tmp_path / "native") > 0
+    metrics = read_metrics(tmp_path / "served")
+    kept = ("learn/grad_norm", "learn/canary_gap", "learn/engine_gap", "branch/num_branches")
+    for line in metrics:
+        print({name: line[name] for name in kept if name in line})
+    assert [line["update"] for line in metrics if line.get("learn/grad_norm")] == [1, 2, 3, 4, 5]
+    for name in ("learn/canary_gap", "learn/engine_gap"):
+        gaps = [line[name] for line in metrics if name in line]
+        assert len(gaps) >= 5 and 0.0 < max(gaps) < LIMIT
 
 
 def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:

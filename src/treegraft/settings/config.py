@@ -9,6 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from treegraft.settings.cluster import ClusterSettings
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
@@ -159,6 +160,7 @@ class Config(Settings):
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
     publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))
+    cluster: ClusterSettings = setting(ClusterSettings(), resumable=True, ignored_by_eval=True)
     credit: CreditSettings = setting(CreditSettings(), ignored_by_eval=True)
     loss: LossSettings = setting(LossSettings(), ignored_by_eval=True)
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)

@@ -21,14 +21,8 @@ from typing import Any, TypeVar
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import leads_outside, parse_json
 from treegraft.core.types import Trajectory, Tree
-from treegraft.runs.record import (
-    RunFolder,
-    TreePlace,
-    parse_tree,
-    read_places,
-    read_trajectory,
-    runs_beside,
-)
+from treegraft.runs.record import RunFolder, TreePlace, read_places, read_trajectory, runs_beside
+from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
 from treegraft.view.pages import summarise
 
