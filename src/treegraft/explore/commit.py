@@ -35,8 +35,8 @@ class CommitBranching(Independent):
     their group are imitated (see `losses.lesson_loss`): no policy gradient, since nobody sampled
     them.
 
-    Ours, not of a paper. It differs from AXPO (arXiv 2605.28774, see `Axpo`) in its places (answers,
-    not calls), in its rounds, and in what is learned.
+    Ours, not of a paper. It differs from AXPO (arXiv 2605.28774, see `Axpo`) in its places
+    (answers, not calls), in its rounds, and in what is learned.
     """
 
     expands = True
