@@ -603,8 +603,8 @@ class Expand:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Opens siblings of a finished step that keep its thought and begin a tool call, in a tree
-    whose leaves have all ended."""
+    """Opens siblings of a finished step that keep its thought and begin a tool call or an answer,
+    in a tree whose leaves have all ended."""
 
     step_id: str
     """A step that the agent sampled, below the prompt or a tool's result."""
@@ -614,6 +614,7 @@ class Retry:
     tool: str | None = None
     """The tool whose call begins; None for the one that the step called, or else the first. A
     format whose calls begin without a name leaves the choice to the policy."""
+    opens: Literal["call", "answer"] = "call"
     is_lesson: bool = False
     """Whether the opening is learned from where it paid, as a graft is."""
 

@@ -232,6 +232,10 @@ def _quarter_of_the_leaves(config: Settings) -> int:
     return max(1, int(value_of(config, "explore.num_leaves")) // 4)
 
 
+def _marks_answers(config: Settings) -> bool:
+    return value_of(config, "format.kind") != "chat"
+
+
 class CommitSettings(Settings):
     num_starts: int = setting(4, ge=1, default_of=_quarter_of_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which a quarter is the default. Where
@@ -240,6 +244,9 @@ class CommitSettings(Settings):
     """Rollouts that go on in place of one answer, in each round."""
     tool: str = setting("", idle_unless=(_names_tools,))
     """The tool whose call is opened in place of an answer; empty for the first."""
+    answers: bool = setting(True, default_of=_marks_answers)
+    """Whether answers are begun in place of calls, too, where no rollout has answered; the format
+    "chat" has no mark that begins one."""
     min_reward: float = 1.0
     """Reward from which a rollout did not fail."""
 
