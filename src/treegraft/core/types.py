@@ -615,6 +615,7 @@ class Retry:
     """The tool whose call begins; None for the one that the step called, or else the first. A
     format whose calls begin without a name leaves the choice to the policy."""
     opens: Literal["call", "answer"] = "call"
+    """What it begins."""
     is_lesson: bool = False
     """Whether the opening is learned from where it paid, as a graft is."""
 
