@@ -226,12 +226,13 @@ def ways(machine: Machine) -> dict[str, Way]:
     return {
         "rows without padding": Way(layout="rows"),
         "padded rows": Way(layout="padded"),
+        "rows, flat groups skipped": Way(layout="rows", skips_flat=True),
         "packed, whole trees": replace(ours, num_parts=1),
         "packed, 4 parts a tree": ours,
-        "the servers' log-probabilities": replace(ours, scores_old=False),
-        "flat groups skipped, whole trees": replace(skipping, num_parts=1),
-        "flat groups skipped, 4 parts a tree": skipping,
-        "both": replace(skipping, scores_old=False),
+        "4 parts, the servers' log-probabilities": replace(ours, scores_old=False),
+        "whole trees, flat groups skipped": replace(skipping, num_parts=1),
+        "4 parts, flat groups skipped": skipping,
+        "4 parts, both": replace(skipping, scores_old=False),
     }
 
 

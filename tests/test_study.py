@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from treegraft.core.errors import DataError, SettingError, StorageError
+from treegraft.core.types import StepContent, ToolCall, Trace
 from treegraft.study.file import read_study
 from treegraft.study.plan import make_plan
 from treegraft.study.results import (
@@ -32,7 +35,10 @@ from treegraft.study.results import (
 from treegraft.study.runner import commit_of, locked, run_study
 from treegraft.study.tables import Question, Runs, as_data, markdown, rows
 from treegraft.study.tables import tests as primary_tests
-from treegraft.study.work import _Sittings
+from treegraft.study.work import _Sittings, carry_out
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.controls import shuffled, swapped
+from treegraft.traces.keys import split_steps
 from treegraft.view.report.records import read_study as read_study_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -491,9 +497,85 @@ def test_a_pruned_buffer_is_made_of_one_that_is_built(tmp_path: Path) -> None:
         ("prune = 'raw', samples = 3", "'buffers.x.samples' would have no effect"),
         ("prune = 'rwa'", "'buffers.x.prune': got 'rwa'"),
         ("prune = 'x'", "'x' is pruned itself"),
+        ("shuffle = 'x'", "'buffers.x.shuffle': got 'x', which is a control itself"),
+        ("swap = 'raw', margin = 1.0", "'buffers.x.margin' would have no effect"),
+        ("swap = 'raw', prune = 'raw'", "'buffers.x': got prune and swap; expected one"),
     ):
         with pytest.raises(SettingError, match=fault):
             make_plan(written(tmp_path, SMALL + f"buffers.x = {{ {more} }}\n"))
+
+
+PATHS = [("a", "0", 4), ("a", "1", 1), ("b", "0", 4), ("b", "1", 1), ("c", "", 2)]
+"""Task, name, and steps before the answer."""
+STORED = [
+    tuple(
+        split_steps(
+            task,
+            f"{task} ?",
+            [
+                *(StepContent(calls=(ToolCall("search", f"{task} {n}"),)) for n in range(num)),
+                StepContent(answer=task),
+            ],
+            reward=1.0,
+            source="expert",
+            trajectory=name,
+        )
+    )
+    for task, name, num in PATHS
+]
+
+
+@given(st.integers(0, 10**6))
+def test_shuffled_steps_stand_under_other_histories(seed: int) -> None:
+    mixed = list(shuffled(STORED, seed))
+    before = [trace for traces in STORED for trace in traces]
+    assert [one.key for one in mixed] == [one.key for one in before]
+    for traces in STORED:
+        own = [one for one in mixed if one.key in {trace.key for trace in traces}]
+        own = [one for one in own if one.trajectory == traces[0].trajectory]
+        steps, values = [one.value for one in traces], [one.value for one in own]
+        assert values[-1] == steps[-1] and own[-1].terminal
+        assert sorted(map(repr, values)) == sorted(map(repr, steps))
+        moved = zip(values[:-1], steps[:-1], strict=True)
+        assert len(steps) == 2 or all(ours != theirs for ours, theirs in moved)
+
+
+@given(st.integers(0, 10**6))
+def test_swapped_steps_are_those_of_another_task(seed: int) -> None:
+    mixed = list(swapped(STORED, seed))
+    # c has no other trajectory of three steps.
+    kept = [trace for traces in STORED[:4] for trace in traces]
+    assert sorted(one.key for one in mixed) == sorted(one.key for one in kept)
+    of = {"a": "b", "b": "a"}
+    by_place = {(one.task_id, one.trajectory, one.position): one.value for one in kept}
+    for one in mixed:
+        assert one.value == by_place[of[one.task_id], one.trajectory, one.position]
+
+
+def test_controls_are_made_of_other_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their histories and costs, with other steps."""
+    text = SMALL.replace("worlds.perfect = {}", "") + (
+        "buffers.x = { shuffle = 'raw' }\nbuffers.y = { swap = 'raw' }\n"
+        "arms.x = { base = 'RAPO', buffer = 'x' }\narms.y = { base = 'RAPO', buffer = 'y' }\n"
+    )
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    found: dict[str, list[tuple[Trace, ...]]] = {}
+    costs: dict[str, Any] = {}
+    for run in make_plan(written(tmp_path, text), only=["RAPO", "x", "y"]).runs[:3]:
+        made = run.buffer
+        assert made is not None
+        costs[made.name] = carry_out(made, tmp_path)
+        with TraceBuffer.open_as_built(tmp_path / made.file) as buffer:
+            found[made.name] = list(buffer.trajectories())
+    for name in ("x", "y"):
+        pairs = list(zip(found["raw"], found[name], strict=True))
+        assert all([a.key for a in ours] == [b.key for b in own] for ours, own in pairs)
+        assert all([a.reward for a in ours] == [b.reward for b in own] for ours, own in pairs)
+        assert found[name] != found["raw"]
+        assert costs[name]["cpu_s"] == costs["raw"]["cpu_s"] > 0
+        assert costs[name]["calls"] == costs["raw"]["calls"] > 0
 
 
 def test_a_study_builds_on_another_file(tmp_path: Path) -> None:

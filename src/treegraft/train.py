@@ -8,14 +8,17 @@ repeats an uninterrupted one bit for bit.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Display, LearnerLike
+from treegraft.core.spans import span
+from treegraft.core.threads import in_thread
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
@@ -25,11 +28,19 @@ from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.lessons import Given, LessonBook
 from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
+from treegraft.rollout.ahead import Ahead
 from treegraft.rollout.limits import training_limits
-from treegraft.rollout.loop import Grower, Watch
-from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
+from treegraft.rollout.loop import Grower
+from treegraft.rollout.measure import (
+    has_version,
+    paired_gain,
+    rollout_metrics,
+    staleness_metrics,
+    unused_metrics,
+)
 from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.rollout.site import Site
+from treegraft.rollout.watch import Watch
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
@@ -52,6 +63,8 @@ from treegraft.warmup import (
 
 if TYPE_CHECKING:
     from treegraft.policy.learn.ranks import Ranks
+
+Result = TypeVar("Result")
 
 
 def train(
@@ -116,7 +129,7 @@ def _carried_out(
             return _followed(ranks, own)
         start = _start(config, recipe, resume, accepts_changes)
         with shown(display) as progress:
-            run = Run(start, progress, command)
+            run = Run(start, progress, command if site is None else "cluster")
             if command == "train" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:
@@ -190,9 +203,7 @@ async def story(
         show_texts(run.display, parts.tokenizer)
         with run.opened(checkpoint_writer(config, parts), source.report()):
             parts.keep_logs(run.path / "servers")
-            for text in parts.notes:
-                run.display.note(text)
-            await warn_of_doubts(run, parts)
+            await tell_beforehand(run, parts)
             if buffer.is_due and needs_buffer:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
@@ -222,18 +233,29 @@ async def story(
                     run.display.warn(doubt)
                 run.replayed = replay.files
                 await evaluate_and_keep(run, parts)
-                while run.state.update < config.run.num_updates:
-                    await update(run, parts, publisher, buffer, replay, book)
-                    await evaluate_and_keep(run, parts)
+                grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
+                async with growing_ahead(run, parts, grower, replay) as ahead:
+                    while run.state.update < config.run.num_updates:
+                        with span("update", update=run.state.update + 1):
+                            await update(run, parts, publisher, buffer, replay, book, grower, ahead)
+                        await evaluate_and_keep(run, parts)
             return run.result()
 
 
-async def warn_of_doubts(run: Run, parts: TrainingParts) -> None:
-    """Shows what a look at a new run's parts has found."""
+async def tell_beforehand(run: Run, parts: TrainingParts) -> None:
+    """Shows what the user should know before any work."""
+    for text in parts.notes:
+        run.display.note(text)
     if run.start.checkpoint is None:
         for one in await Preflight(parts).findings():
             if one.is_doubtful or not one.is_good:
                 run.display.warn(str(one))
+    elif staleness := run.config.rollout.max_staleness:
+        run.display.note(
+            f"rollout.max_staleness = {staleness}: trees grow while weights change, so this resumed"
+            " run does not equal an undisturbed one bit for bit; trees that were not learned are"
+            " grown anew"
+        )
 
 
 async def update(
@@ -242,34 +264,44 @@ async def update(
     publisher: Publisher,
     buffer: RunBuffer,
     replay: Replay,
-    book: LessonBook | None = None,
+    book: LessonBook | None,
+    grower: Grower,
+    ahead: Ahead,
 ) -> None:
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
     number, config, learner, clock = run.state.update + 1, run.config, parts.learner, Clock()
-    grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
+    ahead.begin(run.state.update)
     with clock("rollout"):
-        size = config.run.tasks_per_update - replay.num_due
-        sampling = sample_update(run, parts, grower, number, size)
-        sampled = await run.interruptible(sampling, waits_on=grower.watch)
-    run.display.phase("learning", 0, 1)
-    with clock("learn"):
+        grown = await run.interruptible(ahead.take(number), waits_on=grower.watch)
+    sampled = grown.sampled
+
+    def learned_trees() -> tuple[list[Tree], list[Tree], Given, dict[str, float]]:
         kept, dropped = (
             credit_by_entropy(learner, trees, config, parts.credit_rule)
             for trees in (sampled.kept, sampled.dropped)
         )
         lessons = lessons_of(run, parts, book, kept + dropped) if book else Given([], (0, 0), {})
         kept, learned = learner.learn(replay.mixed(number, kept), lessons.trees)
-        kept = replay.take_fresh(number, kept)
+        if ahead.max_staleness and not has_version(kept, number - 1):
+            # Of older weights it shows how far the policy has moved, not a fault.
+            learned.pop("learn/engine_gap", None)
+        return replay.take_fresh(number, kept), dropped, lessons, learned
+
+    run.display.phase("learning", 0, 1)
+    with clock("learn"):
+        kept, dropped, lessons, learned = await beside(ahead, learned_trees)
     # What was sampled in vain is recorded and counted like the rest.
     trees = kept + dropped
     with clock("publish"):
         await publisher.publish(number)
+    ahead.begin(number)
     every = config.health.symptoms_every
     with clock("symptoms"):
         by_learner = config.loss.old_logprobs == "learner"
         is_due = every > 0 and number % every == 0
-        shown_late = symptoms(learner, kept, has_own_scores=by_learner) if is_due else {}
+        measured = functools.partial(symptoms, learner, kept, has_own_scores=by_learner)
+        shown_late = await beside(ahead, measured) if is_due else {}
     # After learning, so that traces of this update are never retrieved within it.
     buffer.grow(trees, number)
     # The one place where the metrics of an update come together.
@@ -285,8 +317,10 @@ async def update(
     # Taken once an update: each call starts counting anew.
     for part in (parts, grower, buffer, replay, clock):
         metrics |= part.take_metrics()
-    num_drawn = num_drawn_before(run) + sampled.num_drawn
-    state = publisher.state() | {"num_drawn": num_drawn}
+    if ahead.max_staleness:
+        metrics |= staleness_metrics(trees, number - 1)
+        metrics["time/overlap_s"] = max(0.0, grown.seconds - metrics["time/rollout_s"])
+    state = publisher.state() | {"num_drawn": grown.num_drawn}
     if book is not None:
         state["lesson_value"] = lessons.value
     run.record_update(number, trees, metrics, state)
@@ -300,12 +334,38 @@ def lessons_of(run: Run, parts: TrainingParts, book: LessonBook, trees: Sequence
     return book.choose(trees, earlier, run.state.update + 1, value)
 
 
+async def beside(ahead: Ahead, work: Callable[[], Result]) -> Result:
+    """Returns the result of the learner's work; beside the event loop, where trees grow
+    meanwhile."""
+    return await in_thread(work, "treegraft-learn") if ahead.max_staleness else work()
+
+
+def growing_ahead(run: Run, parts: TrainingParts, grower: Grower, replay: Replay) -> Ahead:
+    """Returns what samples the updates that are left, ahead of learning as far as
+    rollout.max_staleness allows."""
+    config = run.config
+
+    async def sample(number: int, num_drawn: int) -> Sampled:
+        size = config.run.tasks_per_update - replay.num_due
+        return await sample_update(run, parts, grower, number, size, num_drawn)
+
+    depends = config.rollout.max_rounds > 1 or config.replay.fresh_frac < 1
+    return Ahead(
+        sample,
+        max_staleness=config.rollout.max_staleness,
+        first=run.state.update + 1,
+        last=config.run.num_updates,
+        num_drawn=num_drawn_before(run),
+        num_known=None if depends else config.run.tasks_per_update,
+    )
+
+
 async def sample_update(
-    run: Run, parts: TrainingParts, grower: Grower, number: int, size: int
+    run: Run, parts: TrainingParts, grower: Grower, number: int, size: int, first: int
 ) -> Sampled:
-    """Returns the trees of an update, of `size` tasks, in rounds where rollout.max_rounds allows
-    several."""
-    config, first = run.config, num_drawn_before(run)
+    """Returns the trees of an update, of `size` tasks after the `first` ones, in rounds where
+    rollout.max_rounds allows several."""
+    config = run.config
     num_at_once = parts.num_trees_at_once(config.explore.num_leaves)
 
     def draw(num_drawn: int, without: Collection[str]) -> list[Task]:
@@ -317,15 +377,18 @@ async def sample_update(
             without=without,
         )
 
+    def show(done: int, num_tasks: int) -> None:
+        # Not while an earlier update is learned or evaluated.
+        if run.state.is_closed and number == run.state.update + 1:
+            run.display.phase("rollout", done, num_tasks, str(grower.watch))
+
     def grow(tasks: Sequence[Task]) -> Awaitable[list[Tree]]:
         return grower.grow_all(
             tasks,
             noise_key=(config.run.seed, "train", number),
             group_prefix=str(number),
             max_live_trees=min(config.rollout.max_live_trees, num_at_once),
-            on_tree=lambda done, _: run.display.phase(
-                "rollout", done, len(tasks), str(grower.watch)
-            ),
+            on_tree=lambda done, _: show(done, len(tasks)),
         )
 
     return await sample_rounds(
@@ -352,7 +415,8 @@ async def evaluate_and_keep(run: Run, parts: Parts) -> None:
     evaluated: dict[str, float] = {}
     if is_evaluation_due(run, parts):
         watch = Watch()
-        evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
+        with span("evaluation", update=run.state.update):
+            evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
     run.keep_update(evaluated)
 
 

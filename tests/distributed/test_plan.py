@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,10 +23,12 @@ from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
 from treegraft.policy.learn.handover import packed, unpacked
 from treegraft.policy.learn.launch import num_started
-from treegraft.policy.learn.leader import StreamedWeights
+from treegraft.policy.learn.leader import StreamedWeights, _refuse
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
+from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import bit_sum
+from treegraft.settings.load import config_json
 
 
 def test_passes_are_dealt_longest_first() -> None:
@@ -99,6 +103,42 @@ def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         monkeypatch.setenv(name, value)
     assert num_started(settings(learn={"ranks": 4})) == num_started(settings()) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        ({"python_torch": "torch 2.12.0"}, "rank 1 on b: got torch 2.12.0, expected .* torch 2.13"),
+        ({"code": "beef"}, r"rank 1 on b: its treegraft .* \(checksum beef, expected cafe\)"),
+    ],
+)
+def test_ranks_of_other_software_are_refused(changed: dict[str, str], said: str) -> None:
+    own = settings()
+    first = ranks.Hello("a", 1, "torch 2.13.0", "cafe", config_json(own), "")
+    found = ranks._difference(own, [first, replace(first, host="b", **changed)])
+    assert re.match(said, found) and bool(found) == bool(said)
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel", "replicate"])
+def test_groups_of_ranks_divide_their_number(name: str) -> None:
+    assert not ranks._layout_problem(settings(learn={name: 2}), 4)
+    said = ranks._layout_problem(settings(learn={name: 3}), 4)
+    assert said.startswith(f"learn.{name}: got 3 with 4 ranks; expected a divisor")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_models_that_several_ranks_cannot_learn_are_refused() -> None:
+    for family in ("llama", "qwen3"):
+        _refuse(build_model(family), settings())
+    with pytest.raises(ModelError, match=r"cannot be packed \(.*\), which several ranks need"):
+        _refuse(build_model("bloom"), settings())
+    with pytest.raises(SettingError, match=r"got 3, but the model has \d key-value heads"):
+        _refuse(build_model("llama"), settings(learn={"sequence_parallel": 3}))
+    embedded = settings(model={"lora": {"rank": 2, "targets": ["embed_tokens", "q_proj"]}})
+    adapted = with_adapters(build_model("llama"), embedded.model, seed=0)
+    with pytest.raises(SettingError, match=r"lora\.targets: .* of which some are no linear"):
+        _refuse(adapted, embedded)
 
 
 def test_weights_that_something_else_has_divided_are_refused() -> None:

@@ -12,16 +12,13 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from treegraft.core import errors
 from treegraft.core.errors import TreegraftError
 from treegraft.core.text import plain
-
-P = ParamSpec("P")
-A = TypeVar("A")
 
 MAX_LOGGED = 100
 """Warnings that an actor keeps until it is asked for them."""
@@ -96,15 +93,13 @@ class _Collector(logging.Handler):
             self._said.append(plain(record.getMessage(), 1000))
 
 
-def replying(
-    method: Callable[Concatenate[A, P], Awaitable[Any]],
-) -> Callable[Concatenate[A, P], Awaitable[str]]:
+def replying(method: Callable[..., Awaitable[Any]]) -> Callable[..., Coroutine[Any, Any, str]]:
     """Lets a method answer in JSON, errors of ours included; `value_of` reads it."""
 
     @functools.wraps(method)
-    async def reply(self: A, *args: P.args, **kwargs: P.kwargs) -> str:
+    async def reply(*args: Any) -> str:
         try:
-            return json.dumps({"value": await method(self, *args, **kwargs)})
+            return json.dumps({"value": await method(*args)})
         except TreegraftError as error:
             return error_reply(error)
 

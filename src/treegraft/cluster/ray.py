@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +25,8 @@ from treegraft.settings.config import Config
 
 TESTED = (2, 60)
 """The version of Ray that the tests ran with; others of its first number are taken from it on."""
+ADDRESS = "TREEGRAFT_CLUSTER_ADDRESS"
+"""Environment variable of a learner's rank: the Ray cluster that it stands on."""
 NAMESPACE = "treegraft"
 LOOK_S = 120.0
 """Longest wait for a node's answer before the run begins."""
@@ -64,8 +69,8 @@ def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
     """
     refuse_without_ray()
     os.environ.update(_QUIET)
-    settings = config.cluster
-    if settings.address == "local":
+    address = os.environ.get(ADDRESS, config.cluster.address)
+    if address == "local":
         with _local(needs):
             check(config, needs)
             yield
@@ -73,12 +78,10 @@ def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
     import ray
 
     try:
-        ray.init(
-            settings.address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
-        )
+        _join(address=address)
     except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
         raise SettingError(
-            f"cluster.address: no Ray cluster was reached at '{settings.address}'"
+            f"cluster.address: no Ray cluster was reached at '{address}'"
             f" ({plain(str(error), 300)}); expected the head of one that runs, with the same token."
             ' Start it with `ray start --head`, correct the address, or leave it at "local".'
         ) from error
@@ -101,13 +104,9 @@ def _local(needs: Mapping[str, float]) -> Iterator[None]:
     # Short: the path of a socket in it has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="tg-ray-"))
     try:
-        ray.init(
+        _join(
             num_cpus=int(max(os.cpu_count() or 1, needs.get("CPU", 0))),
-            namespace=NAMESPACE,
             include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level=logging.WARNING,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
         )
@@ -115,6 +114,26 @@ def _local(needs: Mapping[str, float]) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _join(**options: Any) -> None:
+    """Connects this process, whose signals and output stay as they are."""
+    import ray
+
+    kept = signal.getsignal(signal.SIGTERM)
+    ray.init(
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        configure_logging=False,
+        logging_level=logging.WARNING,
+        **options,
+    )
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own would end this process without saving.
+        signal.signal(signal.SIGTERM, kept)
+    # Of each process that dies Ray prints pages, log_to_driver or not; the keeper says one line.
+    with contextlib.suppress(AttributeError):
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None
 
 
 def check(config: Config, needs: Mapping[str, float]) -> None:

@@ -182,10 +182,11 @@ class Tool(Protocol):
     Raises `ToolError` for a mistake of the agent and `ToolUnavailable` for a failure of the
     service; any other exception counts as the agent's (its text becomes the observation).
 
-    Two further attributes may be there: `is_remote` (True: calls are retried where the service
-    failed, and their rate is limited) and `fingerprint` (a text that changes with anything that
+    Three further attributes may be there: `is_remote` (True: calls are retried where the service
+    failed, and their rate is limited), `fingerprint` (a text that changes with anything that
     results depend on beside the body: the results of a cacheable tool with one may be kept on disk
-    and used by other runs).
+    and used by other runs) and `deadline_s` (longest wait for a call, in seconds, in place of that
+    of the settings).
     """
 
     name: str

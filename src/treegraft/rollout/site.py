@@ -43,3 +43,6 @@ class Site(Protocol):
         allocate: Callable[[Budget], Allocation],
     ) -> Grower:
         """Returns a grower, made of the same parts, whose trees grow there."""
+
+    def show_in(self, folder: Path) -> None:
+        """Writes what stands there, and how it is, into this run folder from now on."""

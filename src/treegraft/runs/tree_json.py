@@ -69,6 +69,21 @@ def tree_to_dict(tree: Tree) -> dict[str, Any]:
     }
 
 
+def task_to_json(task: Task) -> str:
+    """Returns a task as a tree's line has it; of its columns, what JSON does not know as text."""
+    return json.dumps(_task_to_dict(task), separators=(",", ":"), default=str)
+
+
+def task_from_json(text: str) -> Task:
+    """Returns the task that `task_to_json` wrote."""
+    return _task_from_dict(json.loads(text))
+
+
+def _task_from_dict(data: Mapping[str, Any]) -> Task:
+    lists = {name: tuple(data.get(name, ())) for name in ("reference", "messages")}
+    return Task(**{**data, **lists})
+
+
 def _task_to_dict(task: Task) -> dict[str, Any]:
     data = asdict(task)
     # Tasks without messages are written as 0.6 did.
@@ -149,10 +164,8 @@ def parse_tree(line: bytes, where: str) -> Tree:
 
 def tree_from_dict(data: dict[str, Any]) -> Tree:
     """Returns the tree that `tree_to_dict` gave; takes `data` apart."""
-    task = data["task"]
-    lists = {name: tuple(task.get(name, ())) for name in ("reference", "messages")}
     return Tree(
-        task=Task(**{**task, **lists}),
+        task=_task_from_dict(data["task"]),
         group_id=data["group_id"],
         budget=BudgetState(**data["budget"]),
         leaves=tuple(Leaf(**{**leaf, "status": Status(leaf["status"])}) for leaf in data["leaves"]),

@@ -78,6 +78,19 @@ class Buffer(_Table):
     """Nats, as --margin there."""
     only_best: bool = False
     """Of each task only the trajectory with the best reward."""
+    shuffle: str | None = None
+    """Name of a buffer whose trajectories this one holds with their steps in another order, a
+    control: each history is followed by a step that belongs elsewhere in the same trajectory."""
+    swap: str | None = None
+    """Name of a buffer whose histories this one holds, each followed by the steps of a trajectory
+    of another task, a control."""
+
+    @property
+    def made_from(self) -> Mapping[str, str]:
+        """The buffers that it is made from, by the key that names them: one, or none where an
+        agent is asked."""
+        named = {"prune": self.prune, "shuffle": self.shuffle, "swap": self.swap}
+        return {key: name for key, name in named.items() if name is not None}
 
 
 class StudyFile(_Table):
@@ -235,13 +248,12 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
         if world.warmup is None and len(study.warmups) > 1:
             names = ", ".join(study.warmups)
             yield f"'worlds.{name}.warmup' is missing; expected one of {names}, or \"\" for none."
-    for name, made in study.buffers.items():
-        used.append((f"buffers.{name}.prune", made.prune, study.buffers, "buffers"))
-        if made.prune in study.buffers and study.buffers[made.prune].prune is not None:
-            yield f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name its source."
-        own = made.model_fields_set & {"agent", "samples", "keep", "min_reward", "num_tasks"}
-        if made.prune is not None and own:
-            yield f"'buffers.{name}.{min(own)}' would have no effect: it is pruned, not built."
+    for name in study.buffers:
+        yield from _buffer_wrong(study, name)
+        used += [
+            (f"buffers.{name}.{key}", source, study.buffers, "buffers")
+            for key, source in study.buffers[name].made_from.items()
+        ]
     for name, arm in study.arms.items():
         used.append((f"arms.{name}.base", arm.base, study.arms, "arms"))
         used.append((f"arms.{name}.buffer", arm.buffer, study.buffers, "buffers"))
@@ -257,3 +269,28 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
             seen.append(base)
         if base in seen:
             yield f"'arms.{name}.base': bases in a circle: {' -> '.join([*seen, base])}."
+
+
+def _buffer_wrong(study: StudyFile, name: str) -> Iterator[str]:
+    """A sentence for each key of a buffer that goes with no other, or with its source not."""
+    made = study.buffers[name]
+    if not made.made_from:
+        return
+    key, *others = made.made_from
+    if others:
+        yield f"'buffers.{name}': got {key} and {others[0]}; expected one of them."
+    source = study.buffers.get(made.made_from[key])
+    done = next(iter(source.made_from), None) if source is not None else None
+    if done == "prune" and key == "prune":
+        yield f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name its source."
+    elif done is not None and done != "prune":
+        yield (
+            f"'buffers.{name}.{key}': got '{made.made_from[key]}', which is a control itself;"
+            " name its source."
+        )
+    used = {"prune", "margin", "only_best", "settings"} if key == "prune" else {key}
+    if own := made.model_fields_set - used - {*others}:
+        yield (
+            f"'buffers.{name}.{min(own)}' would have no effect: it is made from"
+            f" '{made.made_from[key]}'."
+        )

@@ -72,7 +72,10 @@ class BufferPlan:
     num_tasks: int | None
     fingerprint: str
     source: BufferPlan | None = None
-    """The buffer that is pruned with the weights of `warmup`; None for one that is built."""
+    """The buffer that it is made from; None for one that an agent builds."""
+    control: str = ""
+    """How the steps of `source` are mixed up, by `traces.controls.CONTROLS`; "" for one that is
+    built, or pruned with the weights of `warmup`."""
     warmup: WarmupPlan | None = None
     margin: float = 0.0
     only_best: bool = False
@@ -334,14 +337,19 @@ class _Planner:
             fingerprint=_hash(["buffer", seed, told, work]),
             **work,
         )
-        if own.prune is None:
+        if not own.made_from:
             return made
+        ((key, of),) = own.made_from.items()
+        source = self._buffer(of, world, pair, warmup)
+        if key != "prune":
+            told_apart = _hash([key, seed, source.fingerprint])
+            config = source.config
+            return replace(made, config=config, source=source, control=key, fingerprint=told_apart)
         if warmup is None:
             raise SettingError(
                 f"{self._path}: buffer '{name}' is pruned with the weights of a warm-up, and world"
                 f" '{world}' has none; name one there."
             )
-        source = self._buffer(own.prune, world, pair, warmup)
         how = [own.margin, own.only_best]
         return replace(
             made,

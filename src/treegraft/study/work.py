@@ -46,11 +46,12 @@ def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
         costs = _warm_up(job, out)
     else:
         sittings = _Sittings(out / f"{job.file}.sittings.json")
-        costs = (
-            _build(job, out, sittings)
-            if job.source is None
-            else _prune(job, job.source, out, sittings)
-        )
+        if job.source is None:
+            costs = _build(job, out, sittings)
+        elif job.control:
+            costs = _mix_up(job, job.source, out)
+        else:
+            costs = _prune(job, job.source, out, sittings)
         costs = sittings.total | costs
     costs["fingerprint"] = job.fingerprint
     write_atomically(note, json.dumps(costs) + "\n")
@@ -206,6 +207,24 @@ def _prune(job: BufferPlan, source: BufferPlan, out: Path, sittings: _Sittings) 
         "calls": before["calls"],
         "cpu_s": sittings.total["cpu_s"] + sittings.scaled(before),
     }
+
+
+def _mix_up(job: BufferPlan, source: BufferPlan, out: Path) -> dict[str, Any]:
+    """Makes a control; it costs what its source did."""
+    from treegraft.traces.buffer import TraceBuffer
+    from treegraft.traces.controls import CONTROLS
+
+    place = out / job.file
+    # Left by a process that was killed: quickly made again.
+    for leftover in place.parent.glob(f"{place.name}*"):
+        leftover.unlink()
+    with (
+        TraceBuffer.open_as_built(out / source.file) as before,
+        TraceBuffer(place, before.load_encoder()) as mixed,
+    ):
+        mixed.add(CONTROLS[job.control](before.trajectories(), job.config.run.seed))
+        num_stored = sum(1 for _ in mixed.trajectories())
+    return {**read_note(note_of(source, out)), "trajectories": num_stored}
 
 
 def _start(warmup: WarmupPlan, out: Path) -> Path:
