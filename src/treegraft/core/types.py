@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, Literal
 
 ROOT_ID = "0"
 SYSTEM_ROLES = frozenset({"system", "developer"})

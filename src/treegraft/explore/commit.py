@@ -24,10 +24,10 @@ RULE = "commit"
 
 
 class CommitBranching(Independent):
-    """Opens a few first-level rollouts; where all of them failed, what the agent did not do is tried
-    on the rollout with the most tool calls, round after round until one succeeds or the leaves are
-    used up: first an answer after each of its results that has none, which costs no call, then a
-    call in place of the answer at its end.
+    """Opens a few first-level rollouts; where all of them failed, what the agent did not do is
+    tried on the rollout with the most tool calls, round after round until one succeeds or the
+    leaves are used up: first an answer after each of its results that has none, which costs no
+    call, then a call in place of the answer at its end.
 
     Whether an agent answers or goes on is decided by the token that opens the one or the other. An
     agent that goes on with probability p needs p^-n rollouts for n such choices in a row; here they

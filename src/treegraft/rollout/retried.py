@@ -77,6 +77,6 @@ def check_retries(explorer: Explorer, format: Format) -> None:
         )
     if getattr(explorer, "begins_answers", False) and not isinstance(format, AnswerOpening):
         raise SettingError(
-            f"explore.commit.answers: got true, but the format {type(format).__name__} has no method"
-            " answer_opening; expected a format with one, as 'tags' is. Set it to false."
+            f"explore.commit.answers: got true, but the format {type(format).__name__} has no"
+            " method answer_opening; expected a format with one, as 'tags' is. Set it to false."
         )
