@@ -6,7 +6,7 @@ STAMP := $(VENV)/.treegraft-installed
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test check smoke bench gpu docs install clean
+.PHONY: vllm-env demo figures test cluster-test check smoke bench gpu docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -45,6 +45,10 @@ test: install
 # Each of the papers' recipes and each study, in miniature.
 smoke: install
 	$(BIN)/python -m pytest -m "slow or not slow" -k smoke_test tests/test_recipe_files.py tests/test_study.py
+
+# Runs on a Ray cluster of three nodes on the loopback interface, disturbed and compared with undisturbed ones: takes minutes.
+cluster-test: install
+	$(BIN)/python -m pytest -m "slow or not slow" tests/cluster
 
 check: install
 	$(BIN)/ruff check .

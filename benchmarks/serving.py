@@ -1,63 +1,99 @@
-"""The native engine against a vLLM server on the same trees: `python benchmarks/serving.py`.
+"""The same updates by one process, by two ranks, and with a vLLM server: `python
+benchmarks/serving.py`.
 
-Trains the same updates with both engines, one after the other, and compares what metrics.jsonl
-says: sampled tokens a second, seconds an update, and what publishing takes. Needs the environment
-of `make vllm-env`. Times of a machine that does other work too are of use as ratios alone.
+Trains each in turn and compares what metrics.jsonl says: sampled tokens a second, seconds an
+update, and what publishing takes. Needs the environment of `make vllm-env`. Every process has one
+thread unless the overrides say otherwise. Times of a machine that does other work too are of use as
+ratios alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 from treegraft.runs.record import read_metrics, read_trees
-from treegraft.settings.load import load_config
-from treegraft.train import train
 
 ROWS = (
     ("sampled tokens a second", "rollout/num_sampled_tokens", "time/rollout_s"),
+    ("seconds of an update", "time/update_s", ""),
     ("seconds of sampling an update", "time/rollout_s", ""),
     ("seconds of learning an update", "time/learn_s", ""),
     ("seconds of a publish", "time/publish_s", ""),
     ("bytes of a publish", "time/publish_bytes", ""),
 )
 """Name, metric, and the metric to divide by."""
+WAYS: Mapping[str, tuple[str, int]] = {
+    "native": ("native", 1),
+    "native-2-ranks": ("native", 2),
+    "vllm": ("vllm", 1),
+    "vllm-2-ranks": ("vllm", 2),
+}
+"""Engine and ranks of the learner; all are compared with the first."""
 
 
 def main() -> None:
-    """Runs both and prints the table."""
+    """Runs them and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", nargs="?", default="recipes/demo.toml")
-    parser.add_argument("overrides", nargs="*", help="settings of both runs")
+    parser.add_argument("overrides", nargs="*", help="settings of all runs")
     parser.add_argument("--updates", type=int, default=4, help="the first one is not counted")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = {}
-        for kind in ("native", "vllm"):
-            own = [f"run.dir={folder}", f"run.name={kind}", f"engine.kind={kind}"]
-            own += [f"run.num_updates={options.updates}", "eval.every=0", "eval.at_start=false"]
-            own += ["eval.at_end=false", *options.overrides]
+        for name in options.ways:
+            kind, num_ranks = WAYS[name]
+            own = [f"run.dir={folder}", f"run.name={name}", f"engine.kind={kind}"]
+            own += ["run.num_threads=1", f"run.num_updates={options.updates}", "eval.every=0"]
+            own += ["eval.at_start=false", "eval.at_end=false", *options.overrides]
             if kind == "native":
                 own = [one for one in own if not one.startswith("engine.vllm.")]
-            train(load_config(options.recipe, own))
-            found[kind] = Path(folder) / kind
-        report(found["native"], found["vllm"])
+            run(options.recipe, own, num_ranks)
+            found[name] = Path(folder) / name
+        for line in table(found):
+            print(line)
 
 
-def report(native: Path, served: Path) -> None:
-    """Prints the table, and how many trees of the two runs differ."""
-    columns = [medians(read_metrics(one)) for one in (native, served)]
-    print(f"\n{'':32}{'native':>14}{'vllm':>14}{'vllm/native':>14}")
-    for (name, *_), ours, theirs in zip(ROWS, *columns, strict=True):
-        ratio = f"{theirs / ours:14.3g}" if ours else f"{'-':>14}"
-        print(f"{name:32}{ours:14.4g}{theirs:14.4g}{ratio}")
-    print(f"trees that differ: {num_different(native, served)}")
+def run(recipe: str, overrides: Sequence[str], num_ranks: int) -> None:
+    """Trains in so many processes; raises CalledProcessError where that fails."""
+    command = [sys.executable]
+    if num_ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["-m", "treegraft", "train", recipe, *overrides]
+    # torchrun's own default for ranks; for one process the same.
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def medians(lines: Sequence[dict[str, float]]) -> list[float]:
+def table(folders: Mapping[str, Path]) -> list[str]:
+    """Returns the lines of a Markdown table: medians of each run, and how many times the first
+    run's they are."""
+    columns = {name: medians(read_metrics(folder)) for name, folder in folders.items()}
+    first = next(iter(columns))
+    names = [first, *(part for name in list(columns)[1:] for part in (name, "ratio"))]
+    lines = [f"| | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for n, (row, *_) in enumerate(ROWS):
+        cells = []
+        for name, values in columns.items():
+            cells.append(f"{values[n]:.4g}" if values[n] else "-")
+            if name != first:
+                base = columns[first][n]
+                cells.append(f"{values[n] / base:.3g}" if base and values[n] else "-")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    for name in list(folders)[1:]:
+        different, count = num_different(folders[first], folders[name])
+        lines.append(f"{name}: {different} of {count} trees differ")
+    return lines
+
+
+def medians(lines: Sequence[Mapping[str, float]]) -> list[float]:
     """Returns the medians of ROWS over updates, the first left out: servers warm up in it."""
     counted = [line for line in lines if line.get("update", 0) > 1]
     return [
@@ -66,15 +102,16 @@ def medians(lines: Sequence[dict[str, float]]) -> list[float]:
     ]
 
 
-def num_different(one: Path, other: Path) -> int:
-    """Returns how many trees of two runs have other tokens."""
-    count = 0
+def num_different(one: Path, other: Path) -> tuple[int, int]:
+    """Returns how many trees of two runs have other tokens, and the number of trees."""
+    different = count = 0
     for file in sorted((one / "trees").glob("update-*.jsonl")):
         pairs = zip(read_trees(file), read_trees(other / "trees" / file.name), strict=True)
         for first, second in pairs:
             tokens = ([step.token_ids for step in tree.steps] for tree in (first, second))
-            count += next(tokens) != next(tokens)
-    return count
+            different += next(tokens) != next(tokens)
+            count += 1
+    return different, count
 
 
 if __name__ == "__main__":

@@ -42,14 +42,19 @@ ROOMS = {
     ),
     # It reads what a run has written; the buffer's file is read by its own layout.
     "view": ("core", "settings", "runs", "tools.search", "traces.store", "traces.rows"),
+    "warmup": ("core", "rollout", "policy", "runs", "assemble", "traces", "evals"),
     "train": (
         *("core", "settings", "explore", "tools", "runs", "rollout", "policy", "tasks"),
-        *("assemble", "traces", "evals"),
+        *("assemble", "traces", "evals", "warmup"),
     ),
     "study": ("core", "settings", "runs", "traces", "train"),
+    "cluster": (
+        *("core", "settings", "explore", "tools", "runs", "rollout", "policy", "tasks"),
+        *("assemble", "traces", "evals", "train"),
+    ),
     "cli": (
         *("core", "settings", "algo", "explore", "tools", "runs", "rollout", "policy", "tasks"),
-        *("assemble", "traces", "evals", "view", "train", "study"),
+        *("assemble", "traces", "evals", "view", "train", "study", "cluster"),
     ),
     "__main__": ("cli",),
 }
@@ -171,7 +176,7 @@ def folder(module: str) -> str:
 def test_every_entry_of_the_root_is_a_room() -> None:
     entries = {module.partition(".")[0] for module in FILES} - {""}
     assert entries == set(ROOMS)
-    assert len(entries - {"__main__"}) <= 16
+    assert len(entries - {"__main__"}) <= 18
 
 
 @pytest.mark.parametrize("module", sorted(FILES))
@@ -207,6 +212,12 @@ def test_vllm_is_imported_in_its_plugin_alone() -> None:
         if any(name.split(".")[0] == "vllm" for name in imports(tree, module))
     ]
     assert users == ["policy.engine.vllm.plugin"]
+
+
+def test_ray_is_imported_in_the_cluster_alone() -> None:
+    for module, tree in TREES.items():
+        uses = any(name.split(".")[0] == "ray" for name in imports(tree, module))
+        assert not uses or under(module, ("cluster",)), f"{module} imports ray"
 
 
 def test_the_root_is_only_asked_for_the_version() -> None:

@@ -41,7 +41,8 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.runs.record import read_trees, tree_from_json, tree_to_json
+from treegraft.runs.record import read_trees
+from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.explore import AxpoSettings, GraftSettings
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings

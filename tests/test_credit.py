@@ -15,7 +15,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.types import Status, Tree
 from treegraft.policy.learn.credit import credit_trees, find_credit_rule
 from treegraft.policy.learn.pack import pack_trees
-from treegraft.runs.record import tree_from_json, tree_to_json
+from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 

@@ -34,7 +34,8 @@ from treegraft.evals.run import SuitePlan, SuiteResult, evaluate_suite
 from treegraft.evals.show import print_report
 from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
 from treegraft.evals.versus import compare_evaluations
-from treegraft.runs.record import RunFolder, tree_to_json
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_json import tree_to_json
 from treegraft.settings.config import EvalSettings, renamed
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld

@@ -262,7 +262,8 @@ def test_a_buffer_is_imitated_then_trained_on(
         numbers.append(number)
         return await evaluate(parts, tasks, number, **options)
 
-    monkeypatch.setattr(importlib.import_module("treegraft.train"), "evaluate", counted)
+    for module in ("treegraft.warmup", "treegraft.train"):
+        monkeypatch.setattr(importlib.import_module(module), "evaluate", counted)
     warmup = {**WARMUP, "traces": "buffer", "min_reward": 0.5}
     buffer = {"path": "expert", "encoder": "hashing"}
     done = run_of(tmp_path, "both", warmup=warmup, buffer=buffer)

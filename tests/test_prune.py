@@ -21,13 +21,21 @@ from treegraft.cli import main as cli
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall, Tree
 from treegraft.policy.learn.likelihood import Likelihood
+from treegraft.settings.load import load_config
 from treegraft.settings.policy import LearnSettings
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces import prune_buffer
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import OTHER_TASKS, split_steps
-from treegraft.traces.prune import Trajectory, Weighed, cut_idle_steps, deletions_tree, gains_of
+from treegraft.traces.prune import (
+    Trajectory,
+    Weighed,
+    circling,
+    cut_idle_steps,
+    deletions_tree,
+    gains_of,
+)
 from treegraft.traces.store import TraceFile
 from treegraft.train import sft
 from treegraft.view.buffer import BufferView
@@ -72,6 +80,32 @@ def test_gains_by_hand() -> None:
     sums = {"0.0": -9.0, "0.0.0": -1.0, "0.0.0.0": -2.0, "0.0.1": -1.5, "0.1": -3.0, "0.1.0": -4.0}
     assert gains_of(sums, 3) == [4.0, -0.5]
     assert gains_of({"0.0": -1.0}, 1) == []
+
+
+def seen(*results: str) -> list[StepContent]:
+    return [StepContent(observations=(Observation(text=one),)) for one in results]
+
+
+def test_a_walk_ends_with_the_last_result_that_equals_the_one_before_it() -> None:
+    assert circling(seen(*"abcbd")) == [range(2, 4)]
+    assert circling(seen(*"abacada")) == [range(1, 7)]
+    assert circling(seen(*"aabcc")) == [range(1, 2), range(4, 5)]
+    assert circling(seen(*"abc")) == []
+    # Steps without a result are nowhere.
+    assert circling([StepContent(answer="x"), *seen("a"), StepContent(answer="x")]) == []
+
+
+def test_steps_of_a_circle_are_gone_before_the_rest_is_weighed() -> None:
+    """Without x and y, "az" stays, of which a has D = -1 - (-6) = 5."""
+    one = trajectory(*map(written, "axyz"))
+    score = by_history({"az": -1.0, "a": -10.0, "z": -6.0})
+    (found,) = cut_idle_steps([one], score, circles=[[1, 2]])
+    assert found == [
+        Weighed(0, 5.0, is_cut=False),
+        Weighed(1, None, is_cut=True),
+        Weighed(2, None, is_cut=True),
+        Weighed(3, None, is_cut=False),
+    ]
 
 
 def by_history(table: Mapping[str, float]) -> Any:
@@ -486,6 +520,37 @@ def test_in_an_environment_a_cut_that_it_needs_is_undone(
                 "with other results, or a lower reward, without the steps that were cut": 2,
                 "with other results in its environment": 1,
             }
+
+
+def test_walks_in_a_circle_are_cut_on_boards(treegraft: Run, tmp_path: Path) -> None:
+    """An agent that knows nothing, and a margin below which no D lies: circles alone are cut."""
+    config = load_config("sokoban", [f"run.dir={tmp_path}", "run.name=a"], smoke=True)
+    tables = config.model_dump(mode="json")
+    tables["tasks"]["sokoban"]["detour_prob"] = 0.5
+    recipe = write_recipe(tmp_path / "recipe.json", tables)
+    sft(tables)
+    few = ("--samples", 1, "--keep", 1, "--num-tasks", 12)
+    assert treegraft("build", recipe, "--out", tmp_path / "raw", *few)[0] == 0
+    given = ("--model", tmp_path / "a", "--in", tmp_path / "raw", "--margin", -1e6, "--json")
+    code, text, err = treegraft("prune", recipe, *given, "--out", tmp_path / "pruned")
+    assert code == 0, err
+    report = json.loads(text)
+    assert report["num_shortened"] > 3 and not report["left_as_they_are"]
+    assert report["median_gain_cut"] is None
+
+    def lengths(name: str) -> list[tuple[int, int]]:
+        with TraceBuffer.open_as_built(tmp_path / name) as buffer:
+            paths = [
+                [one.value for one in path if isinstance(one.value, StepContent)]
+                for path in buffer.trajectories()
+            ]
+        return [(len(path), sum(len(walk) for walk in circling(path[:-1]))) for path in paths]
+
+    walked = sum(length for _, length in lengths("raw"))
+    assert walked == report["num_cut"] > 0
+    assert sum(length for length, _ in lengths("raw")) - walked == sum(
+        length for length, walk in lengths("pruned") if walk == 0
+    )
 
 
 class LampWorld:

@@ -24,15 +24,9 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.runs.record import (
-    RunFolder,
-    read_metrics,
-    read_trees,
-    tree_from_json,
-    tree_to_json,
-    write_trees,
-)
+from treegraft.runs.record import RunFolder, read_metrics, read_trees, write_trees
 from treegraft.runs.start import find_checkpoint
+from treegraft.runs.tree_json import tree_from_json, tree_to_json
 
 TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
 

@@ -52,7 +52,7 @@ from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.symptoms import _first_step, _first_success
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.rollout.rounds import sample_rounds
-from treegraft.runs.record import tree_from_json, tree_to_json
+from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 from treegraft.settings.explore import BufferSettings, PrefixSettings
 from treegraft.settings.load import load_config

@@ -22,7 +22,8 @@ from tests.toolstar_agent import HABITS, search_of
 
 from treegraft.core.types import Origin, Status, StopReason, Trajectory, Tree
 from treegraft.rollout.formats.markup import clean
-from treegraft.runs.record import read_metrics, read_trees, tree_to_json
+from treegraft.runs.record import read_metrics, read_trees
+from treegraft.runs.tree_json import tree_to_json
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 

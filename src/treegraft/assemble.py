@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,20 +28,21 @@ from treegraft.core.interfaces import (
     TreeScorer,
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
-from treegraft.core.plugins import make, pick
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Task
 from treegraft.explore.axpo import check_tools
 from treegraft.explore.build import build_allocation, build_explorer
+from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
+from treegraft.rollout.site import Site
 from treegraft.settings.config import Config
 from treegraft.settings.explore import RETRIEVING, retrieves
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
-from treegraft.tools.build import build_tools, open_environments, words_of
+from treegraft.tools.build import MakeTools, build_tools, open_environments, words_of
 from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
@@ -168,12 +169,15 @@ class Parts(Setup):
     """The same with what samples: all that an evaluation needs, with one copy of the model."""
 
     engine: Engine
+    site: Site | None = None
+    """Where engines and growers stand; None for this process."""
 
     def grower(
         self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
     ) -> Grower:
         """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
-        return Grower(
+        make = Grower if self.site is None else self.site.grower
+        return make(
             self.engine,
             self.format,
             self.toolbox,
@@ -189,8 +193,10 @@ class Parts(Setup):
         return max(1, self.engine.capacity // num_leaves)
 
     def keep_logs(self, folder: Path) -> None:
-        """Moves the logs of an engine that writes any into `folder`."""
-        if self.config.engine.kind == "vllm":
+        """Moves the logs of an engine that writes any into `folder`, a run folder's own."""
+        if self.site is not None:
+            self.site.show_in(folder.parent)
+        elif self.config.engine.kind == "vllm":
             cast("VllmEngine", self.engine).move_logs(folder)
 
     def take_metrics(self) -> dict[str, float]:
@@ -215,7 +221,7 @@ async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
         TreegraftError: a part that cannot be made.
     """
     async with AsyncExitStack() as stack:
-        scenario = _Scenario(config, None)
+        scenario = _Scenario(config, None, build_tools)
         model, tokenizer = scenario.load_model(None, has_weights=False)
         yield scenario.setup(stack, model, tokenizer, is_ours=False)
 
@@ -228,7 +234,7 @@ async def assemble_judge(
     are written already. Raises `TreegraftError` for a part that cannot be made."""
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
-            scenario = _Scenario(config, None)
+            scenario = _Scenario(config, None, build_tools)
             model, tokenizer = scenario.load_model(model_path, has_weights=True)
             is_ours = (Path(model_path) / "treegraft").is_dir()
             setup = scenario.setup(stack, model, tokenizer, is_ours=is_ours)
@@ -237,24 +243,52 @@ async def assemble_judge(
 
 @asynccontextmanager
 async def assemble(
-    config: Config, *, model_path: Path | str | None = None, source: TaskSource | None = None
+    config: Config,
+    *,
+    model_path: Path | str | None = None,
+    source: TaskSource | None = None,
+    engine: Engine | None = None,
+    make_tools: MakeTools = build_tools,
 ) -> AsyncIterator[Parts]:
     """Holds the parts of an evaluation; nothing is trained.
 
     Args:
         model_path: load model and tokenizer from here instead of model.path (a checkpoint).
         source: tasks made already; None builds them.
+        engine: made already, and closed by its owner; None builds it.
+        make_tools: in place of `build_tools`.
 
     Raises:
         TreegraftError: a part that cannot be made, before any work starts.
     """
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
-            scenario = _Scenario(config, source)
-            needs_weights = _needs_weights(config, model_path or config.model.path)
-            model, tokenizer = scenario.load_model(model_path, has_weights=needs_weights)
-            parts = await scenario.parts(stack, model, model, tokenizer, model_path)
+            scenario = _Scenario(config, source, make_tools)
+            place = model_path or config.model.path
+            has_weights = engine is None and needs_weights(config, place)
+            model, tokenizer = scenario.load_model(model_path, has_weights=has_weights)
+            if engine is None:
+                opening = opened_engine(config, model, tokenizer, place)
+                engine = await stack.enter_async_context(opening)
+            parts = scenario.parts(stack, model, engine, tokenizer, model_path)
         yield parts
+
+
+@asynccontextmanager
+async def assemble_engine(
+    config: Config, *, model_path: Path | str | None = None
+) -> AsyncIterator[Engine]:
+    """Holds the engine alone, with the weights of `model_path`, None for model.path.
+
+    Raises:
+        TreegraftError: it cannot be made.
+    """
+    place = model_path or config.model.path
+    # The vocabulary of a tiny model is that of tasks and tools.
+    scenario = _Scenario(config, None, build_tools)
+    model, tokenizer = scenario.load_model(model_path, has_weights=needs_weights(config, place))
+    async with opened_engine(config, model, tokenizer, place) as engine:
+        yield engine
 
 
 @asynccontextmanager
@@ -264,6 +298,7 @@ async def assemble_training(
     source: TaskSource | None = None,
     checkpoint: Path | None = None,
     ranks: Ranks | None = None,
+    site: Site | None = None,
 ) -> AsyncIterator[TrainingParts]:
     """Holds the parts of a training.
 
@@ -272,6 +307,7 @@ async def assemble_training(
         checkpoint: where to go on from, weights and optimiser; None for the beginning.
         ranks: the processes that learn together, of which this one is the first; None for this one
             alone.
+        site: where engines and growers stand; None for this process.
 
     Raises:
         TreegraftError: a part that cannot be made, before any work starts.
@@ -283,7 +319,7 @@ async def assemble_training(
             from treegraft.policy.load import with_adapters
 
             credit_rule = find_credit_rule(config)
-            scenario = _Scenario(config, source)
+            scenario = _Scenario(config, source, build_tools)
             # Adapters are restored with the optimiser's state, onto the model that they adapt.
             model_path = None if config.model.lora.rank else checkpoint
             source_path = model_path or config.model.path
@@ -291,7 +327,8 @@ async def assemble_training(
             model, tokenizer = scenario.load_model(model_path, has_weights=files is None)
             # Adapters change the model in place, so the engine's copy comes first. Another engine
             # has its own.
-            own = copy.deepcopy(model).requires_grad_(False) if _is_native(config) else None
+            has_copy = config.engine.kind == "native" and site is None
+            own = copy.deepcopy(model).requires_grad_(False) if has_copy else None
             try:
                 trained = with_adapters(model, config.model, seed=config.run.seed)
             except ValueError as error:
@@ -299,7 +336,13 @@ async def assemble_training(
                     f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the"
                     f" model: {error}"
                 ) from error
-            parts = await scenario.parts(stack, model, own or trained, tokenizer, model_path)
+            opening: AbstractAsyncContextManager[Engine]
+            if site is None:
+                opening = opened_engine(config, own or trained, tokenizer, source_path)
+            else:
+                opening = site.engine(config, model_path)
+            engine = await stack.enter_async_context(opening)
+            parts = scenario.parts(stack, model, engine, tokenizer, model_path, site)
             learner = _build_learner(config, trained, checkpoint, ranks, files)
             # Several ranks hold it in parts.
             del model, trained
@@ -350,14 +393,14 @@ class _Scenario:
     """The parts that need no model: tasks, rewards, environment and tools. Made and checked first,
     so that contradictions are refused before weights are loaded."""
 
-    def __init__(self, config: Config, source: TaskSource | None) -> None:
+    def __init__(self, config: Config, source: TaskSource | None, make_tools: MakeTools) -> None:
         self.config = config
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
         self.rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
         self.kind = open_environments(config.environment)
         _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
-        self.tools = build_tools(config.tools, own_tools)
+        self.tools = make_tools(config.tools, own_tools)
         # Only its kind matters here; the tokenizer, whose size it takes, comes later.
         _refuse_branching(build_explorer(config.explore, vocab_size=2), self.tools)
         check_tools(config.explore, [tool.name for tool in self.tools])
@@ -385,28 +428,23 @@ class _Scenario:
             model = with_saved_adapter(model, Path(path))
         return model, tokenizer
 
-    async def parts(
+    def parts(
         self,
         stack: AsyncExitStack,
         model: Any,
-        engine_model: Any,
+        engine: Engine,
         tokenizer: Any,
         model_path: Path | str | None,
+        site: Site | None = None,
     ) -> Parts:
         """Returns the parts; those that have to be closed go onto the stack.
 
         Args:
             model: for its configuration alone.
-            engine_model: the native engine's own; another one reads what it needs.
         """
-        config = self.config
-        engine = _build_engine(config, engine_model, tokenizer, model_path or config.model.path)
-        stack.push_async_callback(engine.close)
-        if config.engine.kind == "vllm":
-            await cast("VllmEngine", engine).open()
         is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
         setup = self.setup(stack, model, tokenizer, is_ours=is_ours, max_context=engine.max_context)
-        return Parts(**vars(setup), engine=engine)
+        return Parts(**vars(setup), engine=engine, site=site)
 
     def setup(
         self,
@@ -461,19 +499,6 @@ class _Scenario:
         )
 
 
-def _is_native(config: Config) -> bool:
-    return config.engine.kind == "native"
-
-
-def _needs_weights(config: Config, model_path: Path | str) -> bool:
-    """Whether the engine gets its weights from this process."""
-    if config.engine.kind == "vllm":
-        from treegraft.policy.engine.vllm.build import needs_weights
-
-        return needs_weights(config, model_path)
-    return _is_native(config)
-
-
 def _room_for_prompts(config: Config, limit: int) -> int:
     """The longest prompt that leaves room for a completion, where `limit` tokens fit in all."""
     training, evaluation = config.rollout, config.eval
@@ -486,31 +511,6 @@ def _room_for_prompts(config: Config, limit: int) -> int:
             " lower it so that prompts fit too."
         )
     return limit - wanted
-
-
-def _build_engine(
-    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
-) -> Engine:
-    """Returns the engine of a recipe. One of the user's loads its own weights from `model_path`."""
-    kind = config.engine.kind
-    if _is_native(config):
-        from treegraft.policy.engine.native import NativeEngine
-
-        return NativeEngine(model, tokenizer, config.engine)
-    if kind == "vllm":
-        from treegraft.policy.engine.vllm.build import build_engine
-
-        return build_engine(config, model, tokenizer, model_path)
-    engine: Engine = make(
-        pick(kind, {"native": None, "vllm": None}, "engine.kind"),
-        Engine,
-        kind,
-        "engine.kind",
-        tokenizer=tokenizer,
-        settings=config.engine,
-        model_path=str(model_path),
-    )
-    return engine
 
 
 def _branches(explorer: Explorer) -> bool:

@@ -8,16 +8,17 @@ repeats an uninterrupted one bit for bit.
 
 from __future__ import annotations
 
-import os
+import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
-from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Display, LearnerLike
+from treegraft.core.spans import span
+from treegraft.core.threads import in_thread
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
@@ -25,13 +26,21 @@ from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_by_entropy
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.lessons import Given, LessonBook
-from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
+from treegraft.rollout.ahead import Ahead
 from treegraft.rollout.limits import training_limits
-from treegraft.rollout.loop import Grower, Watch
-from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
+from treegraft.rollout.loop import Grower
+from treegraft.rollout.measure import (
+    has_version,
+    paired_gain,
+    rollout_metrics,
+    staleness_metrics,
+    unused_metrics,
+)
 from treegraft.rollout.rounds import Sampled, sample_rounds
+from treegraft.rollout.site import Site
+from treegraft.rollout.watch import Watch
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
@@ -42,12 +51,20 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
-from treegraft.traces.demonstrations import lesson_book, read_demonstrations
+from treegraft.traces.demonstrations import lesson_book
 from treegraft.traces.retrieve import unusable
 from treegraft.traces.run_buffer import RunBuffer
+from treegraft.warmup import (
+    demonstrations_of,
+    evaluate_warmup,
+    is_warmup_evaluation_due,
+    warm_up_from,
+)
 
 if TYPE_CHECKING:
     from treegraft.policy.learn.ranks import Ranks
+
+Result = TypeVar("Result")
 
 
 def train(
@@ -57,6 +74,7 @@ def train(
     resume: Path | None = None,
     accepts_changes: bool = False,
     display: Display | bool | None = None,
+    site: Site | None = None,
 ) -> RunResult:
     """Trains an agent and returns where the results are.
 
@@ -69,13 +87,14 @@ def train(
             have changed since that checkpoint; the run is then another than it would have been.
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
+        site: where engines and growers stand; None for this process.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
         KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
             SIGHUP or SIGUSR1.
     """
-    return _carried_out("train", config, recipe, resume, accepts_changes, display)
+    return _carried_out("train", config, recipe, resume, accepts_changes, display, site)
 
 
 def sft(
@@ -98,6 +117,7 @@ def _carried_out(
     resume: Path | None,
     accepts_changes: bool,
     display: Display | bool | None,
+    site: Site | None = None,
 ) -> RunResult:
     """The run of a command, where torchrun has started several processes with all of them."""
     if config is not None:
@@ -109,11 +129,12 @@ def _carried_out(
             return _followed(ranks, own)
         start = _start(config, recipe, resume, accepts_changes)
         with shown(display) as progress:
-            run = Run(start, progress, command)
+            run = Run(start, progress, command if site is None else "cluster")
             if command == "train" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:
-                result = run.carry_out(story(run, ranks, only_warms_up=command == "sft"))
+                work = story(run, ranks, site, only_warms_up=command == "sft")
+                result = run.carry_out(work)
         if ranks is not None:
             ranks.result = {
                 "run_dir": str(result.run_dir),
@@ -150,8 +171,11 @@ def _start(config: Source, recipe: str | None, resume: Path | None, accepts: boo
     return new_start(config, recipe)
 
 
-async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = False) -> RunResult:
-    """The whole run; `ranks` are the processes that learn together, None for this one alone."""
+async def story(
+    run: Run, ranks: Ranks | None = None, site: Site | None = None, *, only_warms_up: bool = False
+) -> RunResult:
+    """The whole run; `ranks` are the processes that learn together, None for this one alone, and
+    `site` is where engines and growers stand, None for this process."""
     config, state = run.config, run.state
     run.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
     source = build_tasks(config.tasks, config.run.seed)
@@ -162,7 +186,7 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(
-        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks
+        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks, site=site
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
@@ -179,12 +203,7 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
         show_texts(run.display, parts.tokenizer)
         with run.opened(checkpoint_writer(config, parts), source.report()):
             parts.keep_logs(run.path / "servers")
-            for text in parts.notes:
-                run.display.note(text)
-            if run.start.checkpoint is None:
-                for one in await Preflight(parts).findings():
-                    if one.is_doubtful or not one.is_good:
-                        run.display.warn(str(one))
+            await tell_beforehand(run, parts)
             if buffer.is_due and needs_buffer:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
@@ -214,10 +233,29 @@ async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = F
                     run.display.warn(doubt)
                 run.replayed = replay.files
                 await evaluate_and_keep(run, parts)
-                while run.state.update < config.run.num_updates:
-                    await update(run, parts, publisher, buffer, replay, book)
-                    await evaluate_and_keep(run, parts)
+                grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
+                async with growing_ahead(run, parts, grower, replay) as ahead:
+                    while run.state.update < config.run.num_updates:
+                        with span("update", update=run.state.update + 1):
+                            await update(run, parts, publisher, buffer, replay, book, grower, ahead)
+                        await evaluate_and_keep(run, parts)
             return run.result()
+
+
+async def tell_beforehand(run: Run, parts: TrainingParts) -> None:
+    """Shows what the user should know before any work."""
+    for text in parts.notes:
+        run.display.note(text)
+    if run.start.checkpoint is None:
+        for one in await Preflight(parts).findings():
+            if one.is_doubtful or not one.is_good:
+                run.display.warn(str(one))
+    elif staleness := run.config.rollout.max_staleness:
+        run.display.note(
+            f"rollout.max_staleness = {staleness}: trees grow while weights change, so this resumed"
+            " run does not equal an undisturbed one bit for bit; trees that were not learned are"
+            " grown anew"
+        )
 
 
 async def update(
@@ -226,34 +264,44 @@ async def update(
     publisher: Publisher,
     buffer: RunBuffer,
     replay: Replay,
-    book: LessonBook | None = None,
+    book: LessonBook | None,
+    grower: Grower,
+    ahead: Ahead,
 ) -> None:
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
     number, config, learner, clock = run.state.update + 1, run.config, parts.learner, Clock()
-    grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
+    ahead.begin(run.state.update)
     with clock("rollout"):
-        size = config.run.tasks_per_update - replay.num_due
-        sampling = sample_update(run, parts, grower, number, size)
-        sampled = await run.interruptible(sampling, waits_on=grower.watch)
-    run.display.phase("learning", 0, 1)
-    with clock("learn"):
+        grown = await run.interruptible(ahead.take(number), waits_on=grower.watch)
+    sampled = grown.sampled
+
+    def learned_trees() -> tuple[list[Tree], list[Tree], Given, dict[str, float]]:
         kept, dropped = (
             credit_by_entropy(learner, trees, config, parts.credit_rule)
             for trees in (sampled.kept, sampled.dropped)
         )
         lessons = lessons_of(run, parts, book, kept + dropped) if book else Given([], (0, 0), {})
         kept, learned = learner.learn(replay.mixed(number, kept), lessons.trees)
-        kept = replay.take_fresh(number, kept)
+        if ahead.max_staleness and not has_version(kept, number - 1):
+            # Of older weights it shows how far the policy has moved, not a fault.
+            learned.pop("learn/engine_gap", None)
+        return replay.take_fresh(number, kept), dropped, lessons, learned
+
+    run.display.phase("learning", 0, 1)
+    with clock("learn"):
+        kept, dropped, lessons, learned = await beside(ahead, learned_trees)
     # What was sampled in vain is recorded and counted like the rest.
     trees = kept + dropped
     with clock("publish"):
         await publisher.publish(number)
+    ahead.begin(number)
     every = config.health.symptoms_every
     with clock("symptoms"):
         by_learner = config.loss.old_logprobs == "learner"
         is_due = every > 0 and number % every == 0
-        shown_late = symptoms(learner, kept, has_own_scores=by_learner) if is_due else {}
+        measured = functools.partial(symptoms, learner, kept, has_own_scores=by_learner)
+        shown_late = await beside(ahead, measured) if is_due else {}
     # After learning, so that traces of this update are never retrieved within it.
     buffer.grow(trees, number)
     # The one place where the metrics of an update come together.
@@ -269,8 +317,10 @@ async def update(
     # Taken once an update: each call starts counting anew.
     for part in (parts, grower, buffer, replay, clock):
         metrics |= part.take_metrics()
-    num_drawn = num_drawn_before(run) + sampled.num_drawn
-    state = publisher.state() | {"num_drawn": num_drawn}
+    if ahead.max_staleness:
+        metrics |= staleness_metrics(trees, number - 1)
+        metrics["time/overlap_s"] = max(0.0, grown.seconds - metrics["time/rollout_s"])
+    state = publisher.state() | {"num_drawn": grown.num_drawn}
     if book is not None:
         state["lesson_value"] = lessons.value
     run.record_update(number, trees, metrics, state)
@@ -284,12 +334,38 @@ def lessons_of(run: Run, parts: TrainingParts, book: LessonBook, trees: Sequence
     return book.choose(trees, earlier, run.state.update + 1, value)
 
 
+async def beside(ahead: Ahead, work: Callable[[], Result]) -> Result:
+    """Returns the result of the learner's work; beside the event loop, where trees grow
+    meanwhile."""
+    return await in_thread(work, "treegraft-learn") if ahead.max_staleness else work()
+
+
+def growing_ahead(run: Run, parts: TrainingParts, grower: Grower, replay: Replay) -> Ahead:
+    """Returns what samples the updates that are left, ahead of learning as far as
+    rollout.max_staleness allows."""
+    config = run.config
+
+    async def sample(number: int, num_drawn: int) -> Sampled:
+        size = config.run.tasks_per_update - replay.num_due
+        return await sample_update(run, parts, grower, number, size, num_drawn)
+
+    depends = config.rollout.max_rounds > 1 or config.replay.fresh_frac < 1
+    return Ahead(
+        sample,
+        max_staleness=config.rollout.max_staleness,
+        first=run.state.update + 1,
+        last=config.run.num_updates,
+        num_drawn=num_drawn_before(run),
+        num_known=None if depends else config.run.tasks_per_update,
+    )
+
+
 async def sample_update(
-    run: Run, parts: TrainingParts, grower: Grower, number: int, size: int
+    run: Run, parts: TrainingParts, grower: Grower, number: int, size: int, first: int
 ) -> Sampled:
-    """Returns the trees of an update, of `size` tasks, in rounds where rollout.max_rounds allows
-    several."""
-    config, first = run.config, num_drawn_before(run)
+    """Returns the trees of an update, of `size` tasks after the `first` ones, in rounds where
+    rollout.max_rounds allows several."""
+    config = run.config
     num_at_once = parts.num_trees_at_once(config.explore.num_leaves)
 
     def draw(num_drawn: int, without: Collection[str]) -> list[Task]:
@@ -301,15 +377,18 @@ async def sample_update(
             without=without,
         )
 
+    def show(done: int, num_tasks: int) -> None:
+        # Not while an earlier update is learned or evaluated.
+        if run.state.is_closed and number == run.state.update + 1:
+            run.display.phase("rollout", done, num_tasks, str(grower.watch))
+
     def grow(tasks: Sequence[Task]) -> Awaitable[list[Tree]]:
         return grower.grow_all(
             tasks,
             noise_key=(config.run.seed, "train", number),
             group_prefix=str(number),
             max_live_trees=min(config.rollout.max_live_trees, num_at_once),
-            on_tree=lambda done, _: run.display.phase(
-                "rollout", done, len(tasks), str(grower.watch)
-            ),
+            on_tree=lambda done, _: show(done, len(tasks)),
         )
 
     return await sample_rounds(
@@ -336,7 +415,8 @@ async def evaluate_and_keep(run: Run, parts: Parts) -> None:
     evaluated: dict[str, float] = {}
     if is_evaluation_due(run, parts):
         watch = Watch()
-        evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
+        with span("evaluation", update=run.state.update):
+            evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
     run.keep_update(evaluated)
 
 
@@ -389,113 +469,6 @@ def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
             gain, low, high = paired_gain(before, after)
             metrics |= {name: gain, f"{name}_low": low, f"{name}_high": high}
     return metrics
-
-
-async def demonstrations_of(
-    run: Run, parts: TrainingParts, buffer: RunBuffer
-) -> Demonstrations | None:
-    """Returns the demonstrations that are still to come; None where their buffer is not built
-    yet."""
-    config, stored = run.config, None
-    if config.warmup.traces != "expert":
-        path = Path(os.path.expandvars(config.warmup.traces)).expanduser()
-        if buffer.is_imitated:
-            path = buffer.file
-            if buffer.is_due and not path.exists():
-                return None
-        has_environment = bool(config.environment.kind)
-        chosen = read_demonstrations(
-            path, config.warmup, parts.train_tasks, has_environment=has_environment
-        )
-        stored = chosen.demonstrations
-        run.imitates(path, chosen.checksum())
-        num_passes = config.warmup.num_steps * config.warmup.batch_size / len(stored)
-        left_out = f"; left out: {chosen.left_out}" if chosen.left_out else ""
-        run.display.note(
-            f"the warm-up makes {num_passes:.3g} passes over {len(stored)} trajectories of"
-            f" '{path}'{left_out}"
-        )
-    found = Demonstrations(
-        parts.source, parts.format, config.warmup, config.run.seed, parts.show, stored
-    )
-    await found.prepare(run.state.warmup_steps)
-    return found
-
-
-async def warm_up_from(
-    demonstrations: Demonstrations, run: Run, parts: TrainingParts, publisher: Publisher
-) -> None:
-    """Supervised fine-tuning on the demonstrations that are still to come."""
-    settings, learner = run.config.warmup, parts.learner
-    # A kill costs at most a quarter of the warm-up.
-    save_every = max(1, settings.num_steps // 4)
-    # An evaluation that was interrupted comes now.
-    await evaluate_warmup(run, parts, publisher)
-    began, cpu_began = time.monotonic(), time.process_time()
-
-    async def on_step(done: int, loss: float, num_tokens: int) -> bool:
-        nonlocal began, cpu_began
-        spent = {
-            "warmup/num_loss_tokens": float(num_tokens),
-            "time/warmup_s": time.monotonic() - began,
-            "time/warmup_cpu_s": time.process_time() - cpu_began,
-        }
-        run.warmed_up(done, {"warmup/loss": loss}, spent)
-        run.display.phase("warm-up", done, settings.num_steps, f"loss {loss:.3f}")
-        if done < settings.num_steps:
-            if done % save_every == 0:
-                run.save()
-            await evaluate_warmup(run, parts, publisher)
-        began, cpu_began = time.monotonic(), time.process_time()
-        return run.stop.is_asked
-
-    first = run.state.warmup_steps
-    await warm_up(learner, demonstrations, settings, first_step=first, on_step=on_step)
-    if run.state.warmup_steps == settings.num_steps:
-        # AdamW's moments of imitation would go on pushing in its direction in the first updates.
-        learner.forget_moments()
-        run.warmed_up(settings.num_steps, await held_out_skill(run, parts), {})
-        run.save()
-    run.stop.raise_if_asked()
-
-
-async def held_out_skill(run: Run, parts: TrainingParts) -> dict[str, float]:
-    """Returns warmup/skill, where the expert solves held-out tasks."""
-    solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
-    held_out = [(task, steps) for task, steps in solved if steps]
-    if parts.show is not None:
-        try:
-            held_out = await parts.show(held_out)
-        except DataError as error:  # of a measurement alone, after all the work
-            run.display.warn(f"warmup/skill is not measured: {error}")
-            return {}
-    return {"warmup/skill": step_skill(parts.learner, parts.format, held_out)} if held_out else {}
-
-
-async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) -> None:
-    """Evaluates after a warm-up step where that is due and not done; the trees are not kept."""
-    if not is_warmup_evaluation_due(run, parts):
-        return
-    await publisher.publish(0)
-    watch = Watch()
-
-    def report(*progress: Any) -> None:
-        run.display.phase("evaluation", *progress)
-
-    work = evaluate(parts, parts.eval_tasks, 0, watch=watch, on_progress=report)
-    metrics = (await run.interruptible(work, waits_on=watch)).metrics
-    parts.take_metrics()
-    run.display.evaluated(f"warm-up step {run.state.warmup_steps}", metrics)
-    run.log_warmup(metrics)
-
-
-def is_warmup_evaluation_due(run: Run, parts: Parts) -> bool:
-    """Returns whether the present warm-up step is to be evaluated and is not yet."""
-    settings, done = run.config.warmup, run.state.warmup_steps
-    if run.state.update or run.state.is_closed or not (settings.eval_every and parts.eval_tasks):
-        return False
-    is_due = done == settings.num_steps or done % settings.eval_every == 0
-    return is_due and (done > 0 or run.config.eval.at_start) and not run.is_warmup_evaluated()
 
 
 def keep_reference(run: Run, learner: LearnerLike) -> None:

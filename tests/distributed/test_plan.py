@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,14 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.distributed.laws import settings, some_trees
 from tests.families import build_model
+from tests.trees import recorded_trees
 
 from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
+from treegraft.policy.learn.handover import packed, unpacked
 from treegraft.policy.learn.launch import num_started
-from treegraft.policy.learn.leader import StreamedWeights
+from treegraft.policy.learn.leader import StreamedWeights, _refuse
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
+from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import bit_sum
+from treegraft.settings.load import config_json
 
 
 def test_passes_are_dealt_longest_first() -> None:
@@ -98,6 +105,42 @@ def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
     assert num_started(settings(learn={"ranks": 4})) == num_started(settings()) == 4
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, ""),
+        ({"python_torch": "torch 2.12.0"}, "rank 1 on b: got torch 2.12.0, expected .* torch 2.13"),
+        ({"code": "beef"}, r"rank 1 on b: its treegraft .* \(checksum beef, expected cafe\)"),
+    ],
+)
+def test_ranks_of_other_software_are_refused(changed: dict[str, str], said: str) -> None:
+    own = settings()
+    first = ranks.Hello("a", 1, "torch 2.13.0", "cafe", config_json(own), "")
+    found = ranks._difference(own, [first, replace(first, host="b", **changed)])
+    assert re.match(said, found) and bool(found) == bool(said)
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel", "replicate"])
+def test_groups_of_ranks_divide_their_number(name: str) -> None:
+    assert not ranks._layout_problem(settings(learn={name: 2}), 4)
+    said = ranks._layout_problem(settings(learn={name: 3}), 4)
+    assert said.startswith(f"learn.{name}: got 3 with 4 ranks; expected a divisor")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_models_that_several_ranks_cannot_learn_are_refused() -> None:
+    for family in ("llama", "qwen3"):
+        _refuse(build_model(family), settings())
+    with pytest.raises(ModelError, match=r"cannot be packed \(.*\), which several ranks need"):
+        _refuse(build_model("bloom"), settings())
+    with pytest.raises(SettingError, match=r"got 3, but the model has \d key-value heads"):
+        _refuse(build_model("llama"), settings(learn={"sequence_parallel": 3}))
+    embedded = settings(model={"lora": {"rank": 2, "targets": ["embed_tokens", "q_proj"]}})
+    adapted = with_adapters(build_model("llama"), embedded.model, seed=0)
+    with pytest.raises(SettingError, match=r"lora\.targets: .* of which some are no linear"):
+        _refuse(adapted, embedded)
+
+
 def test_weights_that_something_else_has_divided_are_refused() -> None:
     """Their gradients would be wrong without an error."""
     model = build_model("llama")
@@ -131,6 +174,16 @@ def test_a_rank_on_another_host_is_dead_after_a_minute_of_silence(
     # Nothing comes after them.
     assert peer.has_ended
     assert peer.last_words == "its last words: OutOfMemoryError: 3 GB"
+
+
+@given(st.lists(recorded_trees(), max_size=3))
+def test_trees_reach_the_other_ranks_as_they_are(trees: list[Tree]) -> None:
+    texts, columns = packed(trees)
+    assert unpacked(texts, columns) == trees
+    # A count, the ids, and what the engine and the learner say of sampled tokens at the least.
+    steps = [step for tree in trees for step in tree.steps]
+    assert columns[0] == sum(len(step.token_ids) + len(step.lesson_ids) for step in steps)
+    assert columns.numel() > columns[0] + 2 * sum(sum(step.sampled_mask) for step in steps)
 
 
 def test_a_reader_that_gives_up_leaves_no_tensor_ungathered() -> None:

@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 import torch
 from tests.tiny import tiny
+from tests.trees import Part, build_tree
 
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Tree
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm.build import build_engine, find_python
+from treegraft.policy.hook import plain_attention
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.load import load_model
+from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.publish import Publisher
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.runs.checkpoint import TrainState
@@ -158,24 +160,46 @@ def test_a_killed_server_changes_nothing_in_a_run(tmp_path: Path) -> None:
     assert not [*Path("/dev/shm").glob(f"treegraft-weights-{os.getpid()}-*")]
 
 
-def test_smollm2_grows_the_trees_of_the_native_engine(tmp_path: Path) -> None:
+REWARD = """
+def letters(*, completions, **columns):
+    return [len(set(text)) / 100 for text in completions]
+"""
+
+
+def test_smollm2_grows_the_trees_of_the_native_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five updates with a reward that tells a cold model's answers apart, so that each moves the
+    weights and every canary is by other ones than the last. Such a model calls no tool, without
+    which there is no branch and no graft: the demo above has them."""
+    (tmp_path / "letters_reward.py").write_text(REWARD, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
     settings = tiny(
-        run={"num_updates": 2, "tasks_per_update": 2, "dir": str(tmp_path), "num_threads": 2},
+        run={"num_updates": 5, "tasks_per_update": 1, "dir": str(tmp_path), "num_threads": 1},
         model={"path": MODEL},
         tasks={"search_world": {"words": True}, "num_eval": 2},
         format={"system_prompt": None, "require_think": True},
         explore={"explorers": ["entropy", "graft"], "num_leaves": 4},
         buffer={"path": "expert", "encoder": "hashing"},
-        rollout={"max_completion_tokens": 96},
+        rollout={"max_completion_tokens": 64},
         eval={"every": 0, "at_start": False, "at_end": False},
-        learn={"lr": 1e-6},
+        learn={"lr": 1e-5, "num_minibatches": 1},
+        checkpoint={"every": 0},
+        reward={"funcs": ["letters_reward:letters"]},
         warmup={"num_steps": 0},
     )
     del settings["format"]["system_prompt"]
     train({**settings, "run": {**settings["run"], "name": "native"}})
     train({**settings, "run": {**settings["run"], "name": "served"}, "engine": served()})
-    # Without a warm-up all groups are flat and nothing is learned: the trees alone are compared.
     assert_same_trees(tmp_path / "served", tmp_path / "native")
+    metrics = read_metrics(tmp_path / "served")
+    kept = ("learn/grad_norm", "learn/canary_gap", "learn/engine_gap")
+    for line in metrics:
+        print({name: line[name] for name in kept if name in line})
+    assert [line["update"] for line in metrics if line.get("learn/grad_norm")] == [1, 2, 3, 4, 5]
+    for name in ("learn/canary_gap", "learn/engine_gap"):
+        gaps = [line[name] for line in metrics if name in line]
+        assert len(gaps) >= 5 and 0.0 < max(gaps) < LIMIT
 
 
 def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:
@@ -242,25 +266,37 @@ def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_server_without_the_plugin_samples_and_takes_weights(tmp_path: Path) -> None:
-    """Started without our options: the same keys give the same tokens once more, log-probabilities
-    are the learner's before and after a publish, and entropies are lower bounds."""
-    run = {"dir": str(tmp_path), "num_threads": 2}
-    engine_settings = served(entropies="top_k")
-    config = load_config(tiny(run=run, model={"path": MODEL}, engine=engine_settings))
+@pytest.mark.parametrize("what", ["whole weights", "adapters", "without the plugin"])
+def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) -> None:
+    """Given all weights, or LoRA's adapters alone, or started without our options: before and after
+    each of two steps of SFT on the server's own completions, the canary and all log-probabilities
+    and entropies are the learner's, and the same keys give the same tokens once more. Without the
+    plugin entropies are lower bounds."""
+    is_plain, is_adapted = what == "without the plugin", what == "adapters"
+    config = load_config(
+        tiny(
+            run={"dir": str(tmp_path), "num_threads": 2},
+            model={"path": MODEL, "lora": {"rank": 4 if is_adapted else 0}},
+            engine=served(entropies="top_k" if is_plain else "exact"),
+            publish={"kind": "adapter" if is_adapted else "auto"},
+        )
+    )
     model, tokenizer = load_model(config.model)
     prompt, sampling = tokenizer.encode(PROMPT), Sampling(max_new_tokens=16)
-    learner = Learner(copy.deepcopy(model), config.learn, config.loss, length_constant=7)
+    own = with_adapters(copy.deepcopy(model), config.model, seed=0)
+    learner = Learner(own, config.learn, config.loss, length_constant=7)
 
     async def main() -> None:
         engine = build_engine(config, model, tokenizer, MODEL)
         try:
             await engine.open()
             publisher = Publisher(engine, learner, "float32", TrainState.fresh())
+            seen = []
             for version in range(3):
                 await publisher.publish(version)
                 gap = publisher.check(version, None)["learn/canary_gap"]
-                print(f"version {version}: canary gap {gap:.3g}")
+                size = engine.take_metrics()["time/publish_bytes"]
+                print(f"version {version}: canary gap {gap:.3g}, {size:,.0f} bytes")
                 assert gap < LIMIT
                 found, again = [
                     await asyncio.gather(
@@ -274,23 +310,27 @@ def test_a_server_without_the_plugin_samples_and_takes_weights(tmp_path: Path) -
                 assert [one.token_ids for one in found] == [one.token_ids for one in again]
                 assert len({one.token_ids for one in found}) > 1
                 for one in found:
-                    assert one.entropy_kind is EntropyKind.TOP_K
                     check_against_the_model(one)
-                with torch.no_grad():
-                    for parameter in learner.model.parameters():
-                        parameter.mul_(1.001)
+                seen.append(found[0].sampling_logprobs[0])
+                learner.imitate([demonstration(found[0])], lr=1e-4)
+            assert len(set(seen)) == 3
         finally:
             await engine.close()
 
+    def demonstration(one: Completion) -> Tree:
+        parts = Part("p" * len(prompt), (Part("s" * len(one.token_ids)),))
+        return build_tree(parts, tokens=[*prompt, *one.token_ids])
+
     def check_against_the_model(one: Completion) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), plain_attention(learner.model):
             path = torch.tensor([[*prompt, *one.token_ids]])
             logits = learner.model(path).logits[0, len(prompt) - 1 : -1].float()
         logprobs = logits.log_softmax(dim=-1)
         own = logprobs.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
-        likely = logprobs.topk(20).values
-        partial = -(likely.exp() * likely).sum(dim=1)
+        counted = logprobs.topk(20).values if is_plain else logprobs
+        entropies = -(counted.exp() * counted).sum(dim=1)
+        assert one.entropy_kind is (EntropyKind.TOP_K if is_plain else EntropyKind.EXACT)
         assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=LIMIT)
-        assert torch.allclose(torch.tensor(one.entropies), partial, atol=LIMIT)
+        assert torch.allclose(torch.tensor(one.entropies), entropies, atol=LIMIT)
 
     asyncio.run(main())

@@ -1,5 +1,5 @@
-"""The command line: `treegraft init | train | sft | eval | study | run | view | compare | data |
-buffer | serve | push | profile | config | doctor`.
+"""The command line: `treegraft init | train | sft | cluster | eval | study | run | view | compare |
+data | buffer | serve | push | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -41,7 +41,7 @@ from treegraft.cli.prune import prune, show
 from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.cli.study import study
-from treegraft.cli.train import sft, train
+from treegraft.cli.train import cluster, sft, train
 from treegraft.core.errors import (
     CheckpointError,
     DataError,
@@ -135,6 +135,7 @@ app.command()(init)
 
 app.command()(train)
 app.command()(sft)
+app.command()(cluster)
 app.command("eval")(evaluate)
 app.command()(push)
 

@@ -188,7 +188,8 @@ def _print_trajectory(traces: tuple[Trace, ...], note: Mapping[str, Any]) -> Non
     for step in note.get("steps") or [{"gain": None, "is_cut": False}] * len(kept):
         gain = "" if step["gain"] is None else f"{step['gain']:+.1f}"
         text = value_text(content_from_json(step["value"])) if step["is_cut"] else next(left)
-        mark = Text("cut" if step["is_cut"] else "", "dim")
+        why = "cut, a circle" if step["gain"] is None else "cut"
+        mark = Text(why if step["is_cut"] else "", "dim")
         shown.add_row(Text(gain), mark, Text(plain(text), "dim" if step["is_cut"] else ""))
     say(plain(first.key), "italic")
     Console().print(shown)

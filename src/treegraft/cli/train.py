@@ -150,3 +150,41 @@ def sft(
             accepts_changes=bool(accept_changes),
             display=display,
         )
+
+
+def cluster(
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
+    smoke: Smoke = None,
+) -> None:
+    """Train an agent with a recipe on a Ray cluster, as its table [cluster] says.
+
+    The run folder, and the trees in it, are those of `treegraft train`.
+    """
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
+    else:
+        refuse_idle(context, "with --resume", "--smoke")
+    recipe, typed = _typed(recipe, overrides, resume)
+    config = _settings(recipe, typed, resume, "cluster", smoke)
+    # What a rank goes on with is what it began with, but for the recipe.
+    accepted = ["--accept-changes"] if accept_changes else []
+    began = [str(recipe), *(["--smoke"] if smoke else [])]
+    asked = began if resume is None else ["--resume", str(resume), *accepted]
+    with _traced(recipe or str(resume), typed), display_on(None) as display:
+        from treegraft.cluster.command import run_on_cluster
+
+        code = run_on_cluster(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            begin=["cluster", *asked, *typed],
+            again=[] if resume is None else [*accepted, *typed],
+            display=display,
+        )
+    if code:
+        raise typer.Exit(code)

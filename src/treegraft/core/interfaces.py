@@ -182,10 +182,11 @@ class Tool(Protocol):
     Raises `ToolError` for a mistake of the agent and `ToolUnavailable` for a failure of the
     service; any other exception counts as the agent's (its text becomes the observation).
 
-    Two further attributes may be there: `is_remote` (True: calls are retried where the service
-    failed, and their rate is limited) and `fingerprint` (a text that changes with anything that
+    Three further attributes may be there: `is_remote` (True: calls are retried where the service
+    failed, and their rate is limited), `fingerprint` (a text that changes with anything that
     results depend on beside the body: the results of a cacheable tool with one may be kept on disk
-    and used by other runs).
+    and used by other runs) and `deadline_s` (longest wait for a call, in seconds, in place of that
+    of the settings).
     """
 
     name: str
@@ -372,6 +373,16 @@ class Opening(Protocol):
             tool: the tool that is called, where the beginning of a call names it; None for the one
                 that the step called, or else the first.
         """
+
+
+@runtime_checkable
+class AnswerOpening(Protocol):
+    """The further method of a format in which a final answer can be begun for the policy; needed by
+    explorers with the attribute `begins_answers = True`."""
+
+    def answer_opening(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the thought of one step of the policy and the tokens that begin an answer;
+        otherwise as `Opening.call_opening`."""
 
 
 class TaskSource(Protocol):

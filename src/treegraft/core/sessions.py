@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from typing import Any, Protocol, Self
 
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
@@ -131,6 +132,11 @@ class SessionOpener(Protocol):
         ...
 
 
+COUNTS: ContextVar[dict[str, Any] | None] = ContextVar("counts", default=None)
+"""Where the calls of a tree that grows for another process are counted, apart from those of others:
+a dataclass for each tool by its name, and one of the environments by ""; None elsewhere."""
+
+
 class SessionSource(Protocol):
     """Sessions with a state for each trajectory: the environments of a run."""
 
@@ -140,6 +146,10 @@ class SessionSource(Protocol):
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
+        ...
+
+    def add_counts(self, counts: Mapping[str, Any]) -> None:
+        """Adds what the sessions of a tree in another process have counted in `COUNTS`."""
         ...
 
 

@@ -28,7 +28,8 @@ from treegraft.core.files import (
 )
 from treegraft.core.types import Status, Tree
 from treegraft.evals.suites import EvalSet
-from treegraft.runs.record import RunFolder, parse_tree, tree_to_json
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_json import parse_tree, tree_to_json
 from treegraft.settings.config import renamed_now, settings_with, values_of_old
 
 FORMAT_VERSION = 1

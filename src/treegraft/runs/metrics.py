@@ -28,6 +28,9 @@ METRICS: Mapping[str, str] = {
     " or more than run.tasks_per_update",
     "rollout/second_stage_frac": "share of trees that grew on after their first leaves were scored"
     " (explore.num_first)",
+    "rollout/staleness_mean": "mean number of policy versions by which sampled steps are older than"
+    " the weights that learn from them (rollout.max_staleness)",
+    "rollout/staleness_max": "largest such number of a step",
     "rollout/num_trajectories": "trajectories grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
     "rollout/num_tool_calls": "executed tool calls",
@@ -119,7 +122,10 @@ METRICS: Mapping[str, str] = {
     "eval/gain_sampled": "the same of eval/accuracy_sampled",
     "eval/gain_sampled_low": "lower end of its 95 % paired bootstrap interval",
     "eval/gain_sampled_high": "upper end of its 95 % paired bootstrap interval",
-    "time/rollout_s": "seconds to grow all trees, scores included",
+    "time/rollout_s": "seconds to grow all trees, scores included; with rollout.max_staleness only"
+    " those that were waited for",
+    "time/overlap_s": "seconds in which this update's trees grew while something else was done,"
+    " such as learning from earlier ones (rollout.max_staleness)",
     "time/warmup_s": "seconds of the warm-up, without evaluations",
     "time/warmup_cpu_s": "CPU seconds of all threads of this process in the same",
     "time/learn_s": "seconds to learn",
@@ -169,6 +175,7 @@ METRICS: Mapping[str, str] = {
 
 @functools.cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Pattern and key in the table."""
     # Longer patterns first, so that the most specific one wins: "eval/accuracy_sampled_{category}"
     # before "eval/accuracy_{category}".
     keys = sorted((key for key in METRICS if "{" in key), key=len, reverse=True)
@@ -177,15 +184,23 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
         before, after = map(re.escape, re.split(r"\{\w+\}", key))
         # A name may be any text but the slash that ends a group; {k} is a count.
         inner = r"\d+" if "{k}" in key else "[^/]+"
-        compiled.append((re.compile(before + inner + after), METRICS[key]))
+        compiled.append((re.compile(f"{before}({inner}){after}"), key))
     return compiled
+
+
+def find_entry(key: str) -> tuple[str, str] | None:
+    """Returns the key of the table that a metric's key belongs to, and the name that stands in it
+    for {name}, "" for none; None for a key that the table does not know."""
+    if key in METRICS:
+        return key, ""
+    found = ((known, pattern.fullmatch(key)) for pattern, known in _patterns())
+    return next(((known, match[1]) for known, match in found if match), None)
 
 
 def find_meaning(key: str) -> str | None:
     """Returns the meaning of a metric, None for a key that the table does not know."""
-    if key in METRICS:
-        return METRICS[key]
-    return next((text for pattern, text in _patterns() if pattern.fullmatch(key)), None)
+    entry = find_entry(key)
+    return None if entry is None else METRICS[entry[0]]
 
 
 def meaning(key: str) -> str:

@@ -14,17 +14,16 @@ reader finds half of one.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from itertools import accumulate, chain, compress, groupby, islice, repeat
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, TypeVar, get_args
+from typing import IO, Any
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
@@ -34,203 +33,12 @@ from treegraft.core.files import (
     storage_fault,
     write_atomically,
 )
-from treegraft.core.steps import observation_from
 from treegraft.core.text import plain
 from treegraft.core.types import (
-    BranchCause,
-    BranchDecision,
-    BudgetState,
-    Cause,
-    EntropyKind,
-    Leaf,
-    Origin,
-    Status,
-    Step,
-    StepContent,
-    StopReason,
-    Task,
-    ToolCall,
     Trajectory,
     Tree,
 )
-
-CAUSES: Mapping[str, type[Any]] = {
-    cause.__name__.removesuffix("Cause").lower(): cause for cause in get_args(Cause)
-}
-"""By the kinds that files name: "graft" for `GraftCause`."""
-_KINDS = {cause: kind for kind, cause in CAUSES.items()}
-SAMPLED_COLUMNS: Mapping[str, float] = {
-    "sampling_logprobs": 0.0,
-    "entropies": 0.0,
-    "old_logprobs": 0.0,
-    "ratios": 1.0,
-    "credit_factors": 1.0,
-}
-"""Columns written for sampled tokens only, with the value that a tree has for the others."""
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""Errors that parsing a damaged line may raise."""
-T = TypeVar("T")
-
-
-# ---------------------------------------------------------------------- trees
-
-
-def tree_to_json(tree: Tree) -> str:
-    """Returns a tree as one line; `tree_from_json` gives an equal tree back."""
-    head, steps = _texts(tree)
-    return f"{head}{','.join(steps)}]}}"
-
-
-def _task_to_dict(task: Task) -> dict[str, Any]:
-    data = asdict(task)
-    # Tasks without messages are written as 0.6 did.
-    if not task.messages:
-        del data["messages"]
-    return data
-
-
-def _texts(tree: Tree) -> tuple[str, list[str]]:
-    """A line up to its first step, and each of its steps; the index needs their places."""
-    head = {
-        "group_id": tree.group_id,
-        "task": _task_to_dict(tree.task),
-        "budget": asdict(tree.budget),
-        "leaves": [asdict(leaf) for leaf in tree.leaves],
-        "steps": [],
-    }
-    data = [head, *map(step_to_dict, tree.steps)]
-    write = functools.partial(json.dumps, separators=(",", ":"), default=str)
-    texts = [write(part, ensure_ascii=False) for part in data]
-    # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
-    if any(re.search("[\ud800-\udfff]", text) for text in texts):
-        texts = [write(part) for part in data]
-    return texts[0].removesuffix("]}"), texts[1:]
-
-
-def _runs(values: Sequence[int]) -> list[list[int]]:
-    """Run lengths: (1, 1, 1, 2) -> [[1, 3], [2, 1]]."""
-    return [[int(value), len(list(group))] for value, group in groupby(values)]
-
-
-def step_to_dict(step: Step) -> dict[str, Any]:
-    """Returns a step as its file holds it: `origins` and `loss_mask` as [value, count] runs, the
-    `SAMPLED_COLUMNS` with entries for sampled tokens only."""
-    cause = step.cause
-    data: dict[str, Any] = {
-        "id": step.id,
-        "parent": step.parent,
-        "depth": step.depth,
-        "token_ids": step.token_ids,
-        "origins": _runs(step.origins),
-        "loss_mask": _runs(step.loss_mask),
-        "entropy_kind": step.entropy_kind,
-        "temperature": step.temperature,
-        "content": asdict(step.content),
-        "stop_reason": step.stop_reason,
-        "violation": step.violation,
-        "policy_version": step.policy_version,
-        "cause": None if cause is None else {"kind": _KINDS[type(cause)], **asdict(cause)},
-        "decision": None if step.decision is None else asdict(step.decision),
-        "lesson_ids": step.lesson_ids,
-        "advantage": step.advantage,
-    }
-    # Prompts, results and grafts are most of the tokens; their fillers would double the file.
-    mask = step.sampled_mask
-    for name in SAMPLED_COLUMNS:
-        column = getattr(step, name)
-        data[name] = None if column is None else list(compress(column, mask))
-    # Without factors a step is written as before there were any.
-    if step.credit_factors is None:
-        del data["credit_factors"]
-    return data
-
-
-def tree_from_json(line: str | bytes) -> Tree:
-    """Returns the tree that `tree_to_json` wrote."""
-    return _tree_from_dict(parse_json(line))
-
-
-def parse_tree(line: bytes, where: str) -> Tree:
-    """Returns the tree of a line of a file.
-
-    Raises:
-        DataError: it is not a recorded tree; the message begins with `where`.
-    """
-    try:
-        tree = tree_from_json(line)
-        tree.trajectories()  # every leaf has its path
-        return tree
-    except DAMAGE as error:
-        raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
-
-
-def _tree_from_dict(data: dict[str, Any]) -> Tree:
-    task = data["task"]
-    lists = {name: tuple(task.get(name, ())) for name in ("reference", "messages")}
-    return Tree(
-        task=Task(**{**task, **lists}),
-        group_id=data["group_id"],
-        budget=BudgetState(**data["budget"]),
-        leaves=tuple(Leaf(**{**leaf, "status": Status(leaf["status"])}) for leaf in data["leaves"]),
-        steps=tuple(_step_from_dict(step) for step in data["steps"]),
-    )
-
-
-def _expanded(runs: Sequence[list[int]], kind: Callable[[int], T]) -> tuple[T, ...]:
-    """[[1, 3], [2, 1]] -> (1, 1, 1, 2), each value made a `kind`."""
-    return tuple(chain.from_iterable(repeat(kind(value), count) for value, count in runs))
-
-
-def _step_from_dict(data: dict[str, Any]) -> Step:
-    runs = data.pop("origins")
-    for name, found in (("origins", runs), ("loss_mask", data["loss_mask"])):
-        # Before they are expanded: a damaged count would fill the memory.
-        if sum(count for _, count in found) != len(data["token_ids"]):
-            raise ValueError(f"step '{data['id']}': {name} are not those of its tokens")
-    num_sampled = sum(count for origin, count in runs if origin == Origin.POLICY)
-    columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(SAMPLED_COLUMNS)
-    for name, filler in SAMPLED_COLUMNS.items():
-        values = data.pop("credit_factors", None) if name == "credit_factors" else data.pop(name)
-        if values is None:
-            continue
-        if len(values) != num_sampled:
-            raise ValueError(
-                f"step '{data['id']}': {name} has {len(values)} entries for {num_sampled} sampled"
-                " tokens"
-            )
-        rest = iter(values)
-        columns[name] = tuple(
-            chain.from_iterable(
-                islice(rest, count) if origin == Origin.POLICY else repeat(filler, count)
-                for origin, count in runs
-            )
-        )
-    content, cause = data.pop("content"), data.pop("cause")
-    # The first versions recorded neither decisions nor lesson_ids.
-    decision = data.pop("decision", None)
-    if decision is not None:
-        decision = BranchDecision(**{**decision, "seen": BranchCause(**decision["seen"])})
-    return Step(
-        **{
-            **data,
-            **columns,
-            "token_ids": tuple(data["token_ids"]),
-            "lesson_ids": tuple(data.get("lesson_ids", ())),
-            "origins": _expanded(runs, Origin),
-            "loss_mask": _expanded(data["loss_mask"], bool),
-            "entropy_kind": EntropyKind(data["entropy_kind"]),
-            "stop_reason": None if data["stop_reason"] is None else StopReason(data["stop_reason"]),
-            "content": StepContent(
-                thought=content["thought"],
-                calls=tuple(ToolCall(**call) for call in content["calls"]),
-                observations=tuple(map(observation_from, content["observations"])),
-                answer=content["answer"],
-            ),
-            "cause": None if cause is None else CAUSES[cause.pop("kind")](**cause),
-            "decision": decision,
-        }
-    )
-
+from treegraft.runs.tree_json import DAMAGE, parse_tree, tree_from_dict, tree_texts
 
 # ---------------------------------------------------------------------- the index of a file
 
@@ -259,7 +67,7 @@ def write_trees(path: Path, trees: Iterable[Tree]) -> None:
     """Writes trees to `path`, one per line, and in a run folder the index of the file."""
     lines, places, begin = list[str](), list[dict[str, Any]](), 0
     for tree in trees:
-        head, texts = _texts(tree)
+        head, texts = tree_texts(tree)
         end, steps = begin + len(head.encode()), {}
         for step, text in zip(tree.steps, texts, strict=True):
             first = end
@@ -327,7 +135,7 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             data["steps"] = [
                 parse_json(part(*place.steps[one])) if place.steps else known[one] for one in ids
             ]
-            return _tree_from_dict(data).trajectories()[0]
+            return tree_from_dict(data).trajectories()[0]
         except DAMAGE as error:
             raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from treegraft.settings.cluster import ClusterSettings
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
@@ -65,6 +66,10 @@ class RolloutSettings(Settings):
     loss.graft_coef would still learn from."""
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
+    max_staleness: int = setting(0, ge=0, ignored_by_eval=True)
+    """Policy versions by which a step may be older than the weights that learn from it. From 1 on,
+    trees of coming updates grow while earlier ones are learned, and a resumed run is no longer
+    equal bit for bit; 0 samples and learns in turn."""
 
 
 class ReplaySettings(Settings):
@@ -136,6 +141,13 @@ class TrackSettings(Settings):
     variables, else "treegraft"."""
     record_trees: bool = True
     """Write whole trees to trees/."""
+    prometheus: str | None = setting(None, resumable=True, ignored_by_eval=True)
+    """Address at which a Prometheus server finds the latest metrics of the run, such as
+    "127.0.0.1:9464"; None for none."""
+    spans: str | None = setting(None, resumable=True, ignored_by_eval=True)
+    """Where spans of OpenTelemetry go, which show what the seconds of an update went to: "file" for
+    spans-ROLE.jsonl in the run folder, or the address of a collector (OTLP over HTTP); None for
+    none."""
 
 
 class Config(Settings):
@@ -159,6 +171,7 @@ class Config(Settings):
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
     publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))
+    cluster: ClusterSettings = setting(ClusterSettings(), resumable=True, ignored_by_eval=True)
     credit: CreditSettings = setting(CreditSettings(), ignored_by_eval=True)
     loss: LossSettings = setting(LossSettings(), ignored_by_eval=True)
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)

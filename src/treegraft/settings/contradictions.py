@@ -275,7 +275,7 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix", "axpo")
+    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix", "axpo", "commit")
     leading = [name for name in known if name in explore.explorers]
     for name in leading:
         # A balanced budget has no number to compare.
@@ -377,6 +377,26 @@ def _replay_wrong(config: Config) -> Iterator[Contradiction]:
         )
 
 
+def _overlap_wrong(config: Config) -> Iterator[Contradiction]:
+    name = "rollout.max_staleness"
+    if not config.rollout.max_staleness:
+        return
+    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
+        yield Contradiction(
+            (name, "loss.engine_ratio_cap"),
+            f"{name}: got {config.rollout.max_staleness}, but trees of an older policy need the"
+            " ratio to it; set loss.engine_ratio_cap (about 2), or"
+            ' loss.old_logprobs = "engine".',
+        )
+    if config.replay.fresh_frac < 1:
+        yield Contradiction(
+            (name, "replay.fresh_frac"),
+            f"{name}: got {config.rollout.max_staleness}, but with replay.fresh_frac ="
+            f" {config.replay.fresh_frac} what an update samples depends on what the one before has"
+            " learned; set one of them to its default.",
+        )
+
+
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
     # A folder or hub id has one of these signs; a plain word is a misspelt name.
@@ -421,5 +441,6 @@ def contradictions(config: Config) -> list[Contradiction]:
         _tasks_wrong,
         _run_wrong,
         _replay_wrong,
+        _overlap_wrong,
     )
     return [fault for check in checks for fault in check(config)]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
 from treegraft.core.interfaces import Tool
-from treegraft.core.sessions import Act, Sessions, SessionSource, SharedSession
+from treegraft.core.sessions import COUNTS, Act, Sessions, SessionSource, SharedSession
 from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.settings.tools import ToolsSettings
@@ -43,6 +43,11 @@ class _Usage:
     num_retries: int = 0
     latency_s: float = 0.0
 
+    def add(self, counts: Mapping[str, Any]) -> None:
+        """Adds counts by their names here."""
+        for name, number in counts.items():
+            setattr(self, name, getattr(self, name) + number)
+
 
 class _Entry:
     """A tool of the box with its optional attributes and its usage."""
@@ -50,8 +55,23 @@ class _Entry:
     def __init__(self, tool: Tool) -> None:
         self.tool, self.name = tool, tool.name
         self.is_remote = bool(getattr(tool, "is_remote", False))
-        self.usage = _Usage()
+        self.deadline_s: float | None = getattr(tool, "deadline_s", None)
+        self._usage = _Usage()
         self.next_start = 0.0
+
+    @property
+    def usage(self) -> _Usage:
+        """Where a call is counted that is made now."""
+        apart = COUNTS.get()
+        if apart is None:
+            return self._usage
+        found: _Usage = apart.setdefault(self.name, _Usage())
+        return found
+
+    def take_usage(self) -> _Usage:
+        """Returns the counts since the last take."""
+        usage, self._usage = self._usage, _Usage()
+        return usage
 
     @property
     def fingerprint(self) -> str:
@@ -149,12 +169,20 @@ class Toolbox:
         usage.num_failures += observation.is_error
         return observation
 
+    def add_usage(self, counts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Adds what a tree in another process has counted in `COUNTS`, as dicts."""
+        for name, added in counts.items():
+            if name:
+                self._entries[name].usage.add(added)
+            elif self._environments is not None:
+                self._environments.add_counts(added)
+
     def take_metrics(self) -> dict[str, float]:
         """Returns calls, shares and mean latency per tool since the last take; no shares of tools
         without a call."""
         metrics = {} if self._environments is None else self._environments.take_metrics()
         for name, entry in self._entries.items():
-            usage, entry.usage = entry.usage, _Usage()
+            usage = entry.take_usage()
             metrics[f"tools/{name}_calls"] = float(usage.num_calls)
             if usage.num_calls:
                 metrics[f"tools/{name}_failure_frac"] = usage.num_failures / usage.num_calls
@@ -237,7 +265,7 @@ class Toolbox:
         self, entry: _Entry, body: str, task: Task, act: Act | None = None
     ) -> Observation:
         """Returns the observation of one run, at the latest when the deadline is over."""
-        deadline_s = self._settings.deadline_s
+        deadline_s = entry.deadline_s or self._settings.deadline_s
         await self._wait_turn(entry)
         # A semaphore belongs to one event loop; a toolbox may serve several, one after another.
         loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -79,6 +79,8 @@ class BufferStats:
 class TraceBuffer:
     """Traces on disk with their vectors in memory. One thread may write while others search."""
 
+    _opened: Callable[..., TraceFile] = TraceFile
+
     def __init__(self, path: str | Path, encoder: str | Encoder | None = "minilm") -> None:
         """Opens the buffer, or makes an empty one where there is no file.
 
@@ -101,7 +103,7 @@ class TraceBuffer:
             self._encoder = build_encoder(name)
         self._is_checked = False
         self._digested = (-1, hashlib.blake2b(digest_size=16))
-        self._file = TraceFile(self.path, create=encoder is not None)
+        self._file = self._opened(self.path, create=encoder is not None)
         try:
             self.encoder_name, self.dim, self._probe = self._agree(name)
             self._table = RowTable(self.dim)
@@ -436,7 +438,6 @@ class TraceBuffer:
         )
         counts = {source: num for source, num, _ in trajectories}
         num_trajectories = sum(counts.values())
-        num_steps = sum(steps for _, _, steps in trajectories)
         sources = self._file.query(
             f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source"
         )
@@ -446,7 +447,7 @@ class TraceBuffer:
             num_trajectories=num_trajectories,
             num_terminal=int(terminal),
             num_tasks=int(tasks),
-            steps_per_trajectory=num_steps / max(1, num_trajectories),
+            steps_per_trajectory=sum(num for _, _, num in trajectories) / max(1, num_trajectories),
             sources={
                 source: SourceStats(num, counts[source], mean) for source, num, mean in sources
             },

@@ -35,7 +35,7 @@ from treegraft.core.types import (
 )
 from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import read_trajectory
-from treegraft.runs.record import tree_from_json
+from treegraft.runs.tree_json import tree_from_json
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import StoredCounts
 from treegraft.traces.keys import says_something, split_steps

@@ -6,11 +6,14 @@
 π is an agent that knows the task's tools: a step that the rest leans on makes the rest likelier, a
 detour makes it less likely. A result counts as context only. Greedy and the worst first, since
 beside a detour right steps have D < 0 as well. No call is made and nothing is sampled.
+
+In an environment a walk that comes back to where it was is cut first: its single steps are not
+idle, since without one of them the next no longer fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -38,8 +41,8 @@ class Weighed:
     position: int
     """In the trajectory as it was stored."""
     gain: float | None
-    """D in nats: of a step that was cut at that moment, of another in the end; None for the
-    answer."""
+    """D in nats: of a step that was cut at that moment, of another in the end; None for the answer
+    and for a step of a circle."""
     is_cut: bool
 
 
@@ -49,6 +52,7 @@ def cut_idle_steps(
     *,
     margin: float = 0.0,
     is_kept: Callable[[StepContent], bool] = lambda content: False,
+    circles: Sequence[Collection[int]] = (),
 ) -> list[list[Weighed]]:
     """Returns for each trajectory its steps in order, each with its D and whether it is cut.
 
@@ -56,10 +60,16 @@ def cut_idle_steps(
         score: is given one tree for each trajectory that is not done yet, round after round.
         margin: nats; a step is cut while its D, the smallest, is below.
         is_kept: steps that stay whatever their D is.
+        circles: positions that are cut before anything is weighed, for each trajectory; none for
+            an empty sequence.
     """
-    left = [list(range(len(one.steps))) for one in trajectories]
-    found: list[dict[int, Weighed]] = [{} for _ in trajectories]
-    active = [n for n, one in enumerate(trajectories) if len(one.steps) > 1]
+    gone = circles or [()] * len(trajectories)
+    left = [
+        [j for j in range(len(one.steps)) if j not in cut]
+        for one, cut in zip(trajectories, gone, strict=True)
+    ]
+    found = [{j: Weighed(j, None, is_cut=True) for j in cut} for cut in gone]
+    active = [n for n, positions in enumerate(left) if len(positions) > 1]
     for n, one in enumerate(trajectories):
         last = len(one.steps) - 1
         found[n][last] = Weighed(last, None, is_cut=False)
@@ -80,6 +90,23 @@ def cut_idle_steps(
                     remaining.append(n)
         active = remaining
     return [[by_position[j] for j in sorted(by_position)] for by_position in found]
+
+
+def circling(contents: Sequence[StepContent]) -> list[range]:
+    """Returns the positions of the steps that led back to an earlier result, walk by walk: of steps
+    with equal results the first stays, and all that lies behind it up to the last is a walk.
+
+        results  a b c b d    ->    steps 2 and 3
+    """
+    results = [tuple(one.text for one in content.observations) for content in contents]
+    last = {result: position for position, result in enumerate(results) if result}
+    found, position = [], 0
+    while position < len(results):
+        end = last.get(results[position], position)
+        if end > position:
+            found.append(range(position + 1, end + 1))
+        position = end + 1
+    return found
 
 
 def deletions_tree(trajectory: Trajectory, positions: Sequence[int]) -> Tree:

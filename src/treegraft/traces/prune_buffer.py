@@ -28,7 +28,7 @@ from treegraft.tools.environments.rehearsal import rehearse_all
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import attempts_tree
 from treegraft.traces.keys import read_trajectory, split_steps
-from treegraft.traces.prune import Score, Trajectory, Weighed, cut_idle_steps
+from treegraft.traces.prune import Score, Trajectory, Weighed, circling, cut_idle_steps
 from treegraft.traces.store import Place, TraceFile
 
 CHUNK = 64
@@ -74,7 +74,7 @@ class PruneReport:
         self.num_shortened += bool(cut)
         self.num_steps += len(note["steps"])
         self.num_cut += len(cut)
-        self.cut_gains += cut
+        self.cut_gains += [gain for gain in cut if gain is not None]
         kept = (step["gain"] for step in note["steps"] if not step["is_cut"])
         self.kept_gains += [gain for gain in kept if gain is not None]
 
@@ -192,7 +192,9 @@ class BufferPruning:
                 chunk = todo[start : start + CHUNK]
                 began = time.process_time()
                 ready = [one for one in await reader.prepared(chunk) if not one.reason]
-                settled = await reader.checked(self._weighed(ready, score))
+                # Only an environment can say that the rest is the same without a walk.
+                circles = [self._circles(one) if reader.has_environment else [] for one in ready]
+                settled = await reader.checked(self._weighed(ready, circles, score))
                 self.report.cpu_s += time.process_time() - began
                 self.report.num_here += len(ready)
                 settled += [_Settled(one) for one in chunk if one.reason]
@@ -206,14 +208,23 @@ class BufferPruning:
                 total = num_done + len(todo)
                 display.phase("pruning", self.report.num_trajectories, total, detail)
 
-    def _weighed(self, ready: Sequence[_Stored], score: Score) -> list[_Settled]:
-        tools = set(self._choice.kept_tools)
+    def _is_kept(self, content: StepContent) -> bool:
+        return any(call.name in self._choice.kept_tools for call in content.calls)
 
-        def is_kept(content: StepContent) -> bool:
-            return any(call.name in tools for call in content.calls)
+    def _circles(self, one: _Stored) -> list[int]:
+        """Positions of the walks that came back to where they were; the last step stays."""
+        contents = one.contents[:-1]
+        walks = circling(contents)
+        cut = [walk for walk in walks if not any(self._is_kept(contents[j]) for j in walk)]
+        return [position for walk in cut for position in walk]
 
+    def _weighed(
+        self, ready: Sequence[_Stored], circles: Sequence[Sequence[int]], score: Score
+    ) -> list[_Settled]:
         readable = [one.readable for one in ready if one.readable is not None]
-        found = cut_idle_steps(readable, score, margin=self._choice.margin, is_kept=is_kept)
+        found = cut_idle_steps(
+            readable, score, margin=self._choice.margin, is_kept=self._is_kept, circles=circles
+        )
         return [_Settled(one, weighed) for one, weighed in zip(ready, found, strict=True)]
 
 
@@ -249,6 +260,13 @@ class _Settled:
     def place(self) -> Place:
         first = self.stored.traces[0]
         return first.source, first.task_id, first.trajectory
+
+    def restored(self, *, but_circles: bool = False) -> list[Weighed]:
+        """Its steps without cuts, or with those of walks in a circle alone, which have no D."""
+        return [
+            replace(step, is_cut=but_circles and step.is_cut and step.gain is None)
+            for step in self.steps
+        ]
 
     def contents(self) -> list[StepContent]:
         """The steps that are left."""
@@ -299,6 +317,10 @@ class _Reader:
         if self._unknown == tokenizer.eos_token_id:
             self._unknown = None
 
+    @property
+    def has_environment(self) -> bool:
+        return self._setup.kind is not None
+
     def read(self, stored: Sequence[tuple[Trace, ...]]) -> list[_Stored]:
         """Returns the trajectories, those that cannot be weighed with the reason.
 
@@ -319,8 +341,7 @@ class _Reader:
         return found
 
     def _one(self, traces: tuple[Trace, ...]) -> _Stored:
-        has_environment = self._setup.kind is not None
-        found = read_trajectory(traces, self._tasks, has_environment=has_environment)
+        found = read_trajectory(traces, self._tasks, has_environment=self.has_environment)
         if isinstance(found, str):
             return _Stored(traces, reason=found)
         reason = "" if traces[-1].reward > 0 else "with a reward not above 0"
@@ -366,21 +387,31 @@ class _Reader:
 
     async def checked(self, settled: Sequence[_Settled]) -> list[_Settled]:
         """Returns them; those that the cuts would cost a part of their reward, or that their
-        environment contradicts, with all steps."""
+        environment contradicts, without the walks in a circle alone, else with all steps."""
+        needed = await self._needed(settled)
+        retried = {
+            one.place: _Settled(one.stored, one.restored(but_circles=True))
+            for one in settled
+            if one.place in needed
+        }
+        needed_too = await self._needed(list(retried.values()))
+        checked = []
+        for one in settled:
+            other = retried.get(one.place, one)
+            if one.place in needed_too or (one.place in retried and not other.is_shortened):
+                one.stored.reason = NEEDED
+                other = _Settled(one.stored, one.restored())
+            checked.append(other)
+        return checked
+
+    async def _needed(self, settled: Sequence[_Settled]) -> set[Place]:
+        """Those whose cuts cost them something."""
         cut = [one for one in settled if one.is_shortened]
         if self._setup.environments is None:
             needed = [one for one in cut if await self._falls(one)]
         else:
             needed = await self._contradicted(cut, self._setup.environments)
-        for one in needed:
-            one.stored.reason = NEEDED
-        places = {one.place for one in needed}
-        return [
-            _Settled(one.stored, [replace(step, is_cut=False) for step in one.steps])
-            if one.place in places
-            else one
-            for one in settled
-        ]
+        return {one.place for one in needed}
 
     async def _falls(self, one: _Settled) -> bool:
         """Whether the recipe's reward is lower without the cut steps; not where it has none."""

@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from treegraft.core.batches import Batcher
@@ -22,12 +22,29 @@ from treegraft.traces.keys import retrieval_key
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class Question:
+    """What a trajectory wants to have of the buffer."""
+
     key: str
     task_id: str
     whole: bool
     draw: int | None
     """Seed of a random draw; None for the nearest trace."""
+
+
+def question_of(
+    settings: BufferSettings,
+    task: Task,
+    contents: Sequence[StepContent],
+    *,
+    whole: bool,
+    noise_key: NoiseKey,
+) -> Question:
+    """Returns the question of a history: for the nearest trace, or as often as the recipe says for
+    a random one."""
+    is_random = keyed_unit(*noise_key, "noise rate") < settings.random_prob
+    draw = keyed_int(*noise_key, "random trace") if is_random else None
+    return Question(retrieval_key(task.question, contents), task.id, whole, draw)
 
 
 def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) -> str:
@@ -67,25 +84,36 @@ class BufferRetriever:
         """Args: buffer: stays the caller's to close, after this. is_tried: steps are tried in an
         environment.
         """
-        self._buffer, self._settings = buffer, settings
+        self.buffer, self._settings = buffer, settings
         self._is_tried, self._num_nearest = is_tried, settings.num_tries if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         self._counts: Counter[str] = Counter()
-        self._busy_s = 0.0
 
     async def retrieve(
         self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
     ) -> Retrieved | None:
         """Returns the nearest eligible trace, or a random one as often as the recipe says; None
         where none is eligible."""
-        is_random = keyed_unit(*noise_key, "noise rate") < self._settings.random_prob
-        draw = keyed_int(*noise_key, "random trace") if is_random else None
-        found = await self._batcher.ask(
-            _Question(retrieval_key(task.question, contents), task.id, whole, draw)
+        found = await self.ask(
+            question_of(self._settings, task, contents, whole=whole, noise_key=noise_key)
         )
-        self._counts["asked"] += 1
-        self._counts["nothing"] += found is None
+        self.count({"asked": 1, "nothing": found is None})
         return found
+
+    async def ask(self, question: Question) -> Retrieved | None:
+        """Returns the answer to a question that may be another process's, and counts none."""
+        return await self._batcher.ask(question)
+
+    def count(self, counts: Mapping[str, float]) -> None:
+        """Adds what retrievals have cost, here or in another process: "asked", "nothing", "cut" and
+        "busy_s"."""
+        self._counts.update(counts)
+
+    def take_counts(self) -> dict[str, float]:
+        """Returns what `count` has added since the last call."""
+        counts: dict[str, float] = dict(self._counts)
+        self._counts.clear()
+        return counts
 
     async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
         """Returns the task's own stored trajectories without gaps, of the sources that the recipe
@@ -98,7 +126,7 @@ class BufferRetriever:
         sources, first_key = self._settings.sources, retrieval_key(task.question, ())
         whole = [
             path
-            for path in self._buffer.trajectories(task.id)
+            for path in self.buffer.trajectories(task.id)
             if [trace.position for trace in path] == list(range(len(path)))
             # Under another seed the same id may stand for another question; environments show it.
             if path[0].key == first_key or self._is_tried
@@ -113,16 +141,16 @@ class BufferRetriever:
             ),
         )
 
-    def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
+    def _answer(self, batch: Sequence[Question]) -> list[Retrieved | None]:
         """Returns the answers to a batch; runs in the thread of retrievals."""
-        settings, buffer = self._settings, self._buffer
+        settings, buffer = self._settings, self.buffer
         began, num_cut_before = time.monotonic(), buffer.num_keys_cut
         # By identity: two samples of a group may ask the same.
         sought = [question for question in batch if question.draw is None]
         drawn = [question for question in batch if question.draw is not None]
         found: dict[int, Retrieved] = {}
 
-        def excluded(questions: Sequence[_Question]) -> list[str | None]:
+        def excluded(questions: Sequence[Question]) -> list[str | None]:
             return [None if settings.allow_same_task else one.task_id for one in questions]
 
         try:
@@ -156,27 +184,24 @@ class BufferRetriever:
         finally:
             # Idle threads of this one's team would slow the engine's down.
             release_threads()
-        self._busy_s += time.monotonic() - began
-        self._counts["cut"] += buffer.num_keys_cut - num_cut_before
+        num_cut = buffer.num_keys_cut - num_cut_before
+        self.count({"cut": num_cut, "busy_s": time.monotonic() - began})
         return [found.get(id(question)) for question in batch]
 
-    def _retrieved(self, question: _Question, trace: Trace, similarity: float) -> Retrieved:
-        rest = self._buffer.rest(trace) if question.whole else ()
+    def _retrieved(self, question: Question, trace: Trace, similarity: float) -> Retrieved:
+        rest = self.buffer.rest(trace) if question.whole else ()
         kept = tuple(one for one in rest if self._settings.terminal == "allow" or not one.terminal)
         return Retrieved(traces=kept or (trace,), similarity=similarity)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call."""
-        asked = self._counts["asked"]
-        metrics = {
-            "retrieve/num_asked": float(asked),
-            "retrieve/nothing_frac": self._counts["nothing"] / max(1, asked),
-            "retrieve/num_keys_cut": float(self._counts["cut"]),
-            "time/retrieve_s": self._busy_s,
+        counts = Counter(self.take_counts())
+        return {
+            "retrieve/num_asked": float(counts["asked"]),
+            "retrieve/nothing_frac": counts["nothing"] / max(1, counts["asked"]),
+            "retrieve/num_keys_cut": float(counts["cut"]),
+            "time/retrieve_s": float(counts["busy_s"]),
         }
-        self._counts.clear()
-        self._busy_s = 0.0
-        return metrics
 
     def close(self) -> None:
         """Ends the thread."""

@@ -65,6 +65,14 @@ def buffer_file(path: Path) -> Path:
     return found
 
 
+def may_retrieve(config: Config) -> bool:
+    """Returns whether the explorers of a recipe retrieve, as far as that is known without them."""
+    explorers = config.explore.explorers
+    # A user's own explorer may; it cannot be asked before it is built.
+    is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
+    return retrieves(explorers) or is_asked
+
+
 class RunBuffer:
     """The buffer that a run's rollouts retrieve from; none where the recipe's explorers do
     not retrieve."""
@@ -91,10 +99,7 @@ class RunBuffer:
         self.buffer: TraceBuffer | None = None
         self.retriever: BufferRetriever | None = None
         """None, like `buffer`, unless the buffer is used and open."""
-        explorers = config.explore.explorers
-        # A user's own explorer may retrieve too; it cannot be asked before it is built.
-        is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
-        self.is_used = retrieves(explorers) or is_asked or config.loss.lesson_coef > 0
+        self.is_used = may_retrieve(config) or config.loss.lesson_coef > 0
         self.is_imitated = takes_warmup_of_buffer(config)
         """Whether the warm-up takes its demonstrations from it."""
         # Loaded before the run folder is made: an encoder that cannot be loaded is bad input.
@@ -102,7 +107,7 @@ class RunBuffer:
         self.is_due = self.is_used or is_built_for_warmup
         """Whether the run needs it, for grafts, lessons or the warm-up."""
         # Lessons are read by task, without a search.
-        is_only_read = not (retrieves(explorers) or is_asked or config.buffer.grow.num_best)
+        is_only_read = not (may_retrieve(config) or config.buffer.grow.num_best)
         self._encoder = self._checked_encoder(is_only_read) if self.is_due else None
 
     @property

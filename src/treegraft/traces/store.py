@@ -71,10 +71,13 @@ Place = tuple[str, str, str]
 class TraceFile:
     """One open buffer file. Every method may be called from any thread."""
 
-    def __init__(self, path: Path, *, create: bool) -> None:
-        """Raises DataError: no file and `create` is off, not a file of ours, of a newer format,
+    def __init__(self, path: Path, *, create: bool, is_frozen: bool = False) -> None:
+        """Args: is_frozen: nobody ever writes to the file, which is read without locks and without
+        a file beside it, also on a network's disk.
+
+        Raises DataError: no file and `create` is off, not a file of ours, of a newer format,
         damaged, or not to be opened."""
-        self.path = path
+        self.path, self._is_frozen = path, is_frozen
         if not create and not path.exists():
             raise DataError(
                 f"buffer '{path}': there is no such file; build one with: treegraft buffer build"
@@ -86,9 +89,17 @@ class TraceFile:
             )
         self._lock = threading.RLock()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            place: str | Path = path
+            if is_frozen:
+                place = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
-                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                place,
+                timeout=BUSY_TIMEOUT_S,
+                isolation_level=None,
+                check_same_thread=False,
+                uri=is_frozen,
             )
         except (OSError, sqlite3.Error) as error:
             raise DataError(
@@ -118,7 +129,7 @@ class TraceFile:
             )
         # SQLite itself does not wait here for others who switch to the log at the same moment.
         deadline = time.monotonic() + BUSY_TIMEOUT_S
-        while True:
+        while not self._is_frozen:
             try:
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 break
@@ -234,14 +245,10 @@ class TraceFile:
 
     def to_trace(self, row: Sequence[Any]) -> Trace:
         """Returns the trace of a row of `COLUMNS`. Raises DataError for one that does not parse."""
-        key, value, reward, source, task_id, position, terminal, trajectory, version = row
         try:
-            content = content_from_json(json.loads(value))
-            text = json.loads(key)
+            return trace_from_row(row)
         except (ValueError, TypeError, KeyError) as error:
             raise self.damage(f"a stored trace does not parse: {error}") from error
-        place = (source, task_id, position)
-        return Trace(text, content, reward, *place, bool(terminal), trajectory, version)
 
     def vectors(self, after: int, last: int, num: int, dim: int) -> npt.NDArray[np.float32]:
         """Returns [traces, dim] of the rows after one, up to another, in their order. Raises
@@ -336,6 +343,15 @@ def trace_row(trace: Trace) -> tuple[Any, ...]:
     texts = (to_json(trace.key), to_json(value))
     place = (trace.source, trace.task_id, trace.position, int(trace.terminal), trace.trajectory)
     return (*texts, float(trace.reward), *place, trace.policy_version)
+
+
+def trace_from_row(row: Sequence[Any]) -> Trace:
+    """Returns the trace whose `trace_row` this is. Raises ValueError, TypeError, KeyError: it is
+    something else."""
+    key, value, reward, source, task_id, position, terminal, trajectory, version = row
+    content, text = content_from_json(json.loads(value)), json.loads(key)
+    place = (source, task_id, position)
+    return Trace(text, content, reward, *place, bool(terminal), trajectory, version)
 
 
 def content_from_json(value: Any) -> str | StepContent:

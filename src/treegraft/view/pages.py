@@ -20,7 +20,7 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.runs.health import HealthWarning
-from treegraft.runs.record import SAMPLED_COLUMNS, step_to_dict
+from treegraft.runs.tree_json import SAMPLED_COLUMNS, step_to_dict
 from treegraft.view.branching import content_numbers, entropy_changes
 
 _STEP_FIELDS = (

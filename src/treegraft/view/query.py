@@ -12,7 +12,7 @@ from typing import Any
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import GraftCause, Tree
-from treegraft.runs.record import parse_tree
+from treegraft.runs.tree_json import parse_tree
 from treegraft.view.pages import summarise, texts
 from treegraft.view.runs import Run, TreeFile
 

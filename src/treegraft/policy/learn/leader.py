@@ -13,14 +13,15 @@ from torch import Tensor
 
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import WeightSource
+from treegraft.core.spans import joined, span
 from treegraft.core.types import Tree
 from treegraft.policy.head import base_model, head_problem
+from treegraft.policy.learn.handover import packed, unpacked
 from treegraft.policy.learn.pieces import Pieces, cut_model, model_shape
 from treegraft.policy.learn.ranks import Ranks, deaf_to_ends
 from treegraft.policy.learn.scores import packing_problem
 from treegraft.policy.learn.sharded import ShardedLearner
 from treegraft.policy.weights import adapted_modules
-from treegraft.runs.record import tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 
 
@@ -64,8 +65,8 @@ class Leader:
             return CALLS[name](self._learner, **arguments)
 
     def _on_trees(self, name: str, trees: Sequence[Tree], **arguments: Any) -> Any:
-        texts = [tree_to_json(tree) for tree in trees]
-        with self._ranks.ordered(name, trees=texts, **arguments):
+        texts, columns = packed(trees)
+        with self._ranks.ordered(name, columns, trees=texts, **arguments):
             return TREE_CALLS[name](self._learner, trees, **arguments)
 
     def with_exact_entropies(
@@ -183,17 +184,17 @@ def serve_rank(ranks: Ranks, config: Config) -> Mapping[str, Any] | None:
         try:
             while True:
                 order = ranks.next_order()
-                name = order.pop("do")
+                name, trace = order.pop("do"), order.pop("trace", None)
                 if name == "end":
                     result: Mapping[str, Any] | None = order["result"]
                     return result
-                with ranks.blaming():
+                with ranks.blaming(), joined(trace, f"rank {ranks.rank}"), span(name):
                     if name == "build":
                         learner = _built(ranks, order["shape"], config, order["files"], None)
                         continue
                     assert learner is not None
                     if name in TREE_CALLS:
-                        order["trees"] = [tree_from_json(text) for text in order["trees"]]
+                        order["trees"] = unpacked(order["trees"], order.pop("columns"))
                         TREE_CALLS[name](learner, **order)
                     else:
                         CALLS[name](learner, **order)

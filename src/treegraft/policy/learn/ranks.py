@@ -30,6 +30,7 @@ from torch import Tensor
 
 import treegraft
 from treegraft.core.errors import RankError, SettingError
+from treegraft.core.spans import carrier
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, differences
 
@@ -176,7 +177,7 @@ class Ranks:
     def _meet(self, config: Config) -> list[Peer]:
         """Tells the others of this process, and returns them once rank 0 has found all alike."""
         hello = Hello(
-            *(socket.gethostname(), os.getpid(), _versions(), _code_checksum()),
+            *(socket.gethostname(), os.getpid(), _versions(), code_checksum()),
             *(config_json(config), _process_space()),
         )
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
@@ -203,8 +204,11 @@ class Ranks:
     # ------------------------------------------------------------------ orders
 
     @contextlib.contextmanager
-    def ordered(self, name: str, **arguments: Any) -> Iterator[None]:
+    def ordered(self, name: str, columns: Tensor | None = None, **arguments: Any) -> Iterator[None]:
         """Tells the other ranks to do what this one, rank 0, does in the block.
+
+        Args:
+            columns: numbers that go beside the arguments, [values] int64.
 
         Raises:
             RankError: a rank has ended or does not answer.
@@ -212,16 +216,20 @@ class Ranks:
         self.check()
         self._is_together = False
         with self.blaming():
-            self._send({"do": name, **arguments})
+            trace = carrier()
+            self._send({"do": name, **arguments} | ({"trace": trace} if trace else {}), columns)
             yield
         self._is_together = True
 
-    def _send(self, order: Mapping[str, Any]) -> None:
-        text = json.dumps(order).encode()
+    def _send(self, order: Mapping[str, Any], columns: Tensor | None) -> None:
+        size = {} if columns is None else {"columns": columns.numel()}
+        text = json.dumps({**order, **size}).encode()
         self._num_orders += 1
         self._tell(order["do"])
         self._store.set(f"order/{self._num_orders}", str(len(text)))
         dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
+        if columns is not None:
+            dist.broadcast(columns, 0)
 
     def next_order(self) -> dict[str, Any]:
         """Returns rank 0's next order.
@@ -245,6 +253,9 @@ class Ranks:
         text = torch.empty(int(self._store.get(key)), dtype=torch.uint8)
         dist.broadcast(text, 0)
         order: dict[str, Any] = json.loads(text.numpy().tobytes())
+        if "columns" in order:
+            order["columns"] = torch.empty(order["columns"], dtype=torch.int64)
+            dist.broadcast(order["columns"], 0)
         self._tell(order["do"])
         return order
 
@@ -354,7 +365,8 @@ def _versions() -> str:
     return f"torch {torch.__version__}, treegraft {treegraft.__version__}"
 
 
-def _code_checksum() -> str:
+def code_checksum() -> str:
+    """Returns a checksum of this package's Python files."""
     digest = hashlib.blake2b(digest_size=8)
     root = Path(treegraft.__file__).parent
     for path in sorted(root.rglob("*.py")):

@@ -15,7 +15,7 @@ from typing import Any
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import GraftCause, Origin, Tree
-from treegraft.runs.record import parse_tree
+from treegraft.runs.tree_json import parse_tree
 from treegraft.view.report.bands import Point, shared_points
 from treegraft.view.report.drawing import (
     add_legend,

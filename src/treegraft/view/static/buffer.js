@@ -75,7 +75,7 @@ function wholeTrajectory(run, trace, hash) {
   const kept = trace.steps.values();
   return weighed.map(({ gain, is_cut: isCut, value }) => {
     const weight = gain !== null && h("span", { title: "how much likelier the step makes the rest for the model that pruned" }, `D ${gain > 0 ? "+" : ""}${num(gain)} nats`);
-    if (isCut) return h("article", { class: "step cut" }, h("header", null, h("b", null, "cut"), weight), contentParts(value));
+    if (isCut) return h("article", { class: "step cut" }, h("header", null, h("b", null, gain === null ? "cut: a walk that came back to where it was" : "cut"), weight), contentParts(value));
     const step = kept.next().value;
     return step && h("article", { class: `step by-retrieved${step.hash === hash ? " sel" : ""}` }, h("header", null, h("a", { href: to.trace(run, step.hash) }, `step ${step.position}`), weight, step.terminal && h("span", { class: "dim" }, "holds the answer")), said(step));
   });

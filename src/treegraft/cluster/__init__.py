@@ -1,0 +1,1 @@
+"""A run on a Ray cluster: the same update, from engines and growers on many machines."""

@@ -1,0 +1,84 @@
+"""The work of `treegraft cluster`: a run whose engines and growers stand on a Ray cluster, and
+where the recipe asks for them several ranks of the learner too."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from treegraft.cluster.job import Job
+from treegraft.cluster.ray import ADDRESS, connected
+from treegraft.cluster.site import needs_of, place_of, ray_site
+from treegraft.core.interfaces import Display
+from treegraft.runs.start import new_start
+from treegraft.settings.config import Config
+from treegraft.train import train
+
+
+def run_on_cluster(
+    config: Config,
+    *,
+    recipe: str | None,
+    resume: Path | None,
+    accepts_changes: bool,
+    begin: Sequence[str],
+    again: Sequence[str],
+    display: Display | bool | None = None,
+) -> int:
+    """Returns the exit code of a run, which has ended.
+
+    Args:
+        recipe, resume, accepts_changes: as of `train`.
+        begin: arguments of `treegraft` that ask for this run, for its ranks.
+        again: overrides and options with which ranks that start again go on with it.
+
+    Raises:
+        TreegraftError: bad input, before any work starts where that can be known.
+        KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
+            SIGHUP or SIGUSR1.
+    """
+    is_rank = ADDRESS in os.environ
+    has_job = config.cluster.learner_gpus > 0 or config.cluster.num_ranks > 1
+    if is_rank or not has_job:
+        run = partial(
+            train,
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=accepts_changes,
+            display=display,
+        )
+        if is_rank and os.environ.get("RANK") != "0":
+            run()
+            return 0
+        with ray_site(config) as site:
+            run(site=site)
+        return 0
+    if resume is None:
+        # Ranks that start again have to find the folder.
+        run_dir = new_start(config, recipe).path
+        begin = [*begin, *([] if config.run.name else [f"run.name={run_dir.name}"])]
+    else:
+        run_dir = resume
+    others = needs_of(config)
+    name = "GPU" if config.cluster.learner_gpus else "CPU"
+    needs = {**others, "CPU": others["CPU"] + config.cluster.num_ranks}
+    if name == "GPU":
+        needs["GPU"] += config.cluster.num_ranks
+    going_on = ["cluster", "--resume", str(run_dir), *again]
+    with connected(config, needs):
+        return Job(
+            config, place_of(config, None), run_dir, begin, going_on, others, say
+        ).carry_out()
+
+
+def say(text: str) -> None:
+    """Prints a line at once; a terminal that is gone is no fault of the run."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError:
+        pass

@@ -1,0 +1,215 @@
+"""The site of a run: its engines and growers on a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from treegraft.cluster.actors import Actor, Place, start
+from treegraft.cluster.asking import ClusterEngine
+from treegraft.cluster.buffer import BufferReplica, States
+from treegraft.cluster.engines import EngineActor, request_to_json
+from treegraft.cluster.growers import ClusterGrower, GrowerActor
+from treegraft.cluster.keeper import START_S, Keeper, Member
+from treegraft.cluster.pool import Pool
+from treegraft.cluster.ray import connected
+from treegraft.cluster.tools import ToolWorker
+from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Engine, WeightSource
+from treegraft.core.types import Completion
+from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
+from treegraft.rollout.loop import Grower
+from treegraft.settings.config import Config
+from treegraft.settings.load import config_json
+from treegraft.traces.run_buffer import may_retrieve
+
+
+def needs_of(config: Config) -> Mapping[str, float]:
+    """Returns what all actors of a run take up together, by Ray's names."""
+    settings = config.cluster
+    num_others = settings.num_engines + settings.growers
+    num_helpers = sum(count for _, count in _helpers(config).values())
+    return {"CPU": float(num_others + num_helpers), "GPU": float(settings.server_gpus)}
+
+
+def _helpers(config: Config) -> Mapping[str, tuple[type[Actor], int]]:
+    """The kinds of actors that a recipe needs beside engines and growers, and how many."""
+    settings = config.cluster
+    return {
+        "tools": (ToolWorker, settings.tool_workers if config.tools.use else 0),
+        "buffer": (BufferReplica, settings.buffer_replicas if may_retrieve(config) else 0),
+    }
+
+
+@contextmanager
+def ray_site(config: Config) -> Iterator[RaySite]:
+    """Holds a connection to the cluster of a recipe, which has been checked.
+
+    Raises:
+        SettingError: no cluster that the run could use.
+    """
+    with connected(config, needs_of(config)):
+        yield RaySite()
+
+
+class RaySite:
+    """A `Site` on the cluster that this process is connected to."""
+
+    def __init__(self) -> None:
+        self._keeper: Keeper | None = None
+        self._states: States | None = None
+        self._has_replicas = False
+
+    @asynccontextmanager
+    async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
+        """Holds the engines, and the growers beside them; see `Site`."""
+        _refuse_unfit(config)
+        place, settings = place_of(config, model_path), config.cluster
+        count = settings.num_engines
+        engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
+        keeper = self._keeper = engine.keeper
+        gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
+        engines = [
+            Member("engine", one, partial(start, EngineActor, "engine", one, place, gpus))
+            for one in range(count)
+        ]
+        growers = [
+            Member(
+                "grower",
+                one,
+                partial(start, GrowerActor, "grower", one, place, {"num_cpus": 1, "num_gpus": 0}),
+            )
+            for one in range(settings.growers)
+        ]
+        try:
+            await self._open_helpers(keeper, config, place)
+            await keeper.open(engines, growers)
+            yield engine
+        finally:
+            self._keeper = None
+            await keeper.close()
+            if self._states is not None:
+                self._states.close()
+
+    async def _open_helpers(self, keeper: Keeper, config: Config, place: Place) -> None:
+        cpu = {"num_cpus": 1, "num_gpus": 0}
+        made = {
+            role: [
+                Member(role, one, partial(start, kind, role, one, place, cpu))
+                for one in range(count)
+            ]
+            for role, (kind, count) in _helpers(config).items()
+        }
+        workers, replicas = ([one.handle for one in made[role]] for role in ("tools", "buffer"))
+        self._has_replicas = bool(replicas)
+        facts: list[Any] = []
+        if workers:
+            facts = await Pool(workers, "tool workers", START_S).ask("describe")
+        services = (json.dumps(facts), workers, replicas)
+        await keeper.help([*made["tools"], *made["buffer"]], services)
+
+    def grower(self, *parts: Any, **more: Any) -> Grower:
+        """Returns a grower whose trees grow in the growers of the cluster; see `Site`."""
+        assert self._keeper is not None, "growers are made while the engine is held"
+        return ClusterGrower(self._keeper, self._states, *parts, **more)
+
+    def show_in(self, folder: Path) -> None:
+        """Keeps the state of all roles in this run folder, and the states of its buffer."""
+        if self._has_replicas:
+            self._states = States(folder / "buffer" / "states")
+        if self._keeper is not None:
+            self._keeper.show_in(folder)
+
+
+class KeptEngine(ClusterEngine):
+    """Rank 0's engine: it publishes to those that stand on the cluster."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.engine, max_context=None)
+        self.keeper = Keeper(config, self)
+
+    @property
+    def death(self) -> BaseException | None:
+        """Why no completion can come any more; None while an engine is there or may come back."""
+        return self.keeper.death
+
+    async def publish(self, source: WeightSource, version: int) -> None:
+        """Gives all engines new weights; see `interfaces.Engine`."""
+        await self.keeper.publish(source, version)
+        due = self.keeper.due
+        assert due is not None
+        self.fingerprint = due.fingerprint
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns how often engines were asked, and how many answer and have died."""
+        keeper = self.keeper
+        metrics = super().take_metrics() | {
+            "time/engine_servers": float(len(self._route)),
+            "time/engine_restarts": float(keeper.num_restarts),
+            "time/engine_drained": float(keeper.num_drained),
+            "time/publish_bytes": float(keeper.num_bytes),
+        }
+        keeper.num_restarts = keeper.num_drained = keeper.num_bytes = 0
+        return metrics
+
+
+class KeptVllm(KeptEngine):
+    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
+    compared after each publish."""
+
+    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
+        """Returns the completion of each canary prompt by each engine that answers, by its name."""
+        return await self.keeper.each(self._canaries)
+
+    async def _canaries(self, number: int) -> Sequence[Completion]:
+        return [
+            await self.ask(
+                number,
+                request_to_json(ids, CANARY_SAMPLING, canary_key(one), None, self.policy_version),
+                None,
+            )
+            for one, ids in enumerate(PROMPTS)
+        ]
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Samples by other engines until the next publish, as long as one is left."""
+        for member in self.keeper.engines:
+            if str(member) == name:
+                self.keeper.drain(member, why)
+
+
+def _refuse_unfit(config: Config) -> None:
+    """Refuses settings of an engine that several of them on several machines cannot have."""
+    if config.engine.kind == "vllm" and config.engine.vllm.servers:
+        raise SettingError(
+            f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"
+            " start servers of their own; expected none. Leave it out, or use `treegraft train`."
+        )
+    if config.publish.kind == "adapter":
+        raise SettingError(
+            'publish.kind: got "adapter" on a cluster, where whole weights are published; expected'
+            ' "auto", "shared" or "disk".'
+        )
+
+
+def place_of(config: Config, model_path: Path | str | None) -> Place:
+    """Returns what an actor needs to be like this process.
+
+    Args:
+        model_path: where weights and tokenizer are read; None for model.path.
+    """
+    from treegraft.policy.learn.ranks import code_checksum
+
+    return Place(
+        cwd=os.getcwd(),
+        path=tuple(sys.path),
+        code=code_checksum(),
+        config=config_json(config),
+        model_path=None if model_path is None else str(model_path),
+    )

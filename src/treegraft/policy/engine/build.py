@@ -1,0 +1,70 @@
+"""From [engine] to an engine that is open."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from treegraft.core.interfaces import Engine, Tokenizer
+from treegraft.core.plugins import make, pick
+from treegraft.settings.config import Config
+
+if TYPE_CHECKING:
+    from treegraft.policy.engine.vllm.engine import VllmEngine
+
+
+def needs_weights(config: Config, model_path: Path | str) -> bool:
+    """Returns whether the engine gets its weights from the process that makes it."""
+    if config.engine.kind == "vllm":
+        from treegraft.policy.engine.vllm.build import needs_weights
+
+        return needs_weights(config, model_path)
+    return config.engine.kind == "native"
+
+
+@asynccontextmanager
+async def opened_engine(
+    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
+) -> AsyncIterator[Engine]:
+    """Holds the engine of a recipe.
+
+    Args:
+        model: the native engine's own; another one reads what it needs.
+        model_path: one of the user's loads its own weights from here.
+
+    Raises:
+        TreegraftError: it cannot be made.
+    """
+    engine = _build_engine(config, model, tokenizer, model_path)
+    try:
+        if config.engine.kind == "vllm":
+            await cast("VllmEngine", engine).open()
+        yield engine
+    finally:
+        await engine.close()
+
+
+def _build_engine(
+    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
+) -> Engine:
+    kind = config.engine.kind
+    if kind == "native":
+        from treegraft.policy.engine.native import NativeEngine
+
+        return NativeEngine(model, tokenizer, config.engine)
+    if kind == "vllm":
+        from treegraft.policy.engine.vllm.build import build_engine
+
+        return build_engine(config, model, tokenizer, model_path)
+    engine: Engine = make(
+        pick(kind, {"native": None, "vllm": None}, "engine.kind"),
+        Engine,
+        kind,
+        "engine.kind",
+        tokenizer=tokenizer,
+        settings=config.engine,
+        model_path=str(model_path),
+    )
+    return engine

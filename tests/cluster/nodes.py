@@ -1,0 +1,149 @@
+"""Ray clusters of several nodes on the loopback interface, and runs on them that tests disturb."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import tiny, write_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = {"num_cpus": 2, "object_store_memory": 100_000_000}
+
+
+class Nodes:
+    """A head without CPUs, and nodes with two each."""
+
+    def __init__(self, num: int = 2) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 0,
+                "include_dashboard": False,
+                "object_store_memory": 100_000_000,
+            },
+        )
+        self.nodes = [self.add() for _ in range(num)]
+
+    def add(self) -> Any:
+        """Adds a node and returns it."""
+        return self.cluster.add_node(**NODE)
+
+    def remove(self, number: int) -> None:
+        """Kills all processes of a node."""
+        self.cluster.remove_node(self.nodes[number], allow_graceful=False)
+
+
+def variables() -> dict[str, str]:
+    """Returns Ray's variables for a cluster on loopback that asks for a token."""
+    return {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    }
+
+
+@contextmanager
+def three_nodes(**more: str) -> Iterator[Nodes]:
+    """Holds a head and two nodes.
+
+    Args:
+        more: environment variables of all processes there.
+    """
+    before = dict(os.environ)
+    os.environ.update(variables() | more)
+    nodes = None
+    try:
+        nodes = Nodes()
+        yield nodes
+    finally:
+        if nodes is not None:
+            nodes.cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Disturbed:
+    """A run of `treegraft cluster` in a process of its own."""
+
+    def __init__(self, folder: Path, address: str, **tables: Mapping[str, Any]) -> None:
+        self.run = folder / "cluster"
+        table = {"address": address, "engines": 2, "growers": 2, **tables.pop("cluster", {})}
+        table |= {"tool_workers": 0}
+        run = {"dir": str(folder), "name": "cluster", **tables.pop("run", {})}
+        recipe = tiny(run=run, cluster=table, **tables)
+        path = write_recipe(folder / "cluster.json", recipe)
+        self.log = folder / "cluster.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "treegraft", "cluster", str(path)],
+                cwd=folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def roles(self, role: str = "") -> list[dict[str, Any]]:
+        """Returns what the run says of its actors; none before they stand."""
+        with suppress(OSError, ValueError):
+            found = json.loads((self.run / "roles.json").read_text())["roles"]
+            return [one for one in found if role in ("", one["role"])]
+        return []
+
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 180.0) -> Any:
+        """Returns the condition's first true value; fails when the run ends before it, or late."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if found := condition():
+                return found
+            assert self.process.poll() is None, f"ended before {what}: {self.log.read_text()}"
+            time.sleep(0.05)
+        raise AssertionError(f"no {what} within {timeout_s} s: {self.log.read_text()}")
+
+    def num_lines(self) -> int:
+        """Returns the updates that are done."""
+        with suppress(OSError):
+            return len((self.run / "metrics.jsonl").read_text().splitlines())
+        return 0
+
+    def growing(self) -> bool:
+        """Returns whether trees grow at this moment."""
+        return any(one["queue"] for one in self.roles("grower"))
+
+    def is_whole_again(self) -> bool:
+        """Returns whether all actors live, three or more of them not for the first time."""
+        roles = self.roles()
+        num_again = sum(one["starts"] - 1 for one in roles)
+        return num_again >= 3 and all(one["state"] == "live" for one in roles)
+
+    def kill(self, role: str, number: int) -> int:
+        """Kills the process of an actor and returns its number."""
+        (pid,) = [one["pid"] for one in self.roles(role) if one["number"] == number]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait(self, timeout_s: float = 300.0) -> int:
+        """Returns the exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the run, whatever it does."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()

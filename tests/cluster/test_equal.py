@@ -1,0 +1,63 @@
+"""The trees of a cluster are those of one process, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cluster.nodes import Disturbed, Nodes, three_nodes
+from tests.cluster.parts import needs_ray
+from tests.cluster.worlds import LONGEST
+from tests.tiny import differing, tiny
+
+from treegraft.train import train
+
+pytestmark = [needs_ray, pytest.mark.slow]
+
+BRANCHED: Mapping[str, Any] = {
+    "tasks": {"kind": "tests.cluster.worlds:SlowWorld"},
+    "explore": {"explorers": ["entropy"], "num_leaves": 6, "entropy": {"num_starts": 3}},
+}
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with three_nodes(**{LONGEST: "2"}) as found:
+        yield found
+
+
+def single(folder: Path, **tables: Mapping[str, Any]) -> Path:
+    """Returns the folder of a run in this process."""
+    run = {"dir": str(folder), "name": "single", **tables.pop("run", {})}
+    train(tiny(run=run, **tables), display=False)
+    return folder / "single"
+
+
+def others_than_settings(a: Path, b: Path) -> list[str]:
+    """Returns the files in which two runs differ, but for the table [cluster] of their settings."""
+    return [name for name in differing(a, b) if not name.endswith("config.json")]
+
+
+def test_trees_are_the_same_whatever_dies(
+    tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {**BRANCHED, "run": {"num_updates": 6}}
+    monkeypatch.setenv(LONGEST, "0")
+    expected = single(tmp_path, **tables)
+    run = Disturbed(tmp_path, nodes.cluster.address, **tables)
+    try:
+        run.until(lambda: run.num_lines() > 0 and run.growing(), "growing trees")
+        run.kill("grower", 0)
+        run.until(lambda: run.num_lines() > 1 and run.growing(), "growing trees")
+        run.kill("engine", 1)
+        run.until(lambda: run.num_lines() > 2 and run.growing(), "growing trees")
+        nodes.remove(0)
+        nodes.add()
+        run.until(run.is_whole_again, "the lost actors' return")
+        assert run.wait() == 0, run.log.read_text()
+    finally:
+        run.end()
+    assert others_than_settings(expected, run.run) == []
+    assert "is back" in run.log.read_text()

@@ -1,0 +1,97 @@
+"""Bad input to `treegraft cluster`: one paragraph, before any work."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.tiny import tiny, write_recipe
+
+from treegraft.__main__ import main
+from treegraft.cluster import ray as joining
+from treegraft.core.errors import SettingError
+from treegraft.settings.cluster import ClusterSettings
+from treegraft.settings.config import Config
+
+Seen = dict[str, str]
+
+
+def lying(version: str | None) -> Callable[[str], str]:
+    """Returns what importlib says of packages where Ray has this version, None for no Ray."""
+    real = importlib.metadata.version
+
+    def say(name: str) -> str:
+        if name != "ray":
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(None, "Ray is not installed"), ("2.59.1", "got Ray 2.59.1"), ("3.0.0", "got Ray 3.0.0")],
+)
+def test_ray_is_missing_or_another(
+    version: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lying(version))
+    recipe = write_recipe(tmp_path / "tiny.json", tiny(run={"dir": str(tmp_path / "runs")}))
+    monkeypatch.setattr("sys.argv", ["treegraft", "cluster", str(recipe)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert said in error and "treegraft[cluster]" in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        ({"CPU": 3.0, "GPU": 0.0}, "has 1 CPUs, expected at least 3"),
+        ({"CPU": 1.0, "GPU": 8.0}, "has 0 GPUs, expected at least 8"),
+    ],
+)
+def test_too_few(needs: dict[str, float], said: str) -> None:
+    """A cluster of one CPU and no GPU, which for Ray has no entry then."""
+    with pytest.raises(SettingError, match=said):
+        joining._refuse_small(ClusterSettings(), needs, {"CPU": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"python": "3.9"}, "node far has python 3.9, expected"),
+        ({"torch": "1.0"}, "node far has torch 1.0, expected"),
+        ({"code": "0"}, "the treegraft package of node far differs"),
+        ({"token": ""}, "node far does not see the folder"),
+    ],
+)
+def test_a_node_is_not_like_this_one(change: Seen, said: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(os.urandom(8))
+    own = json.loads(joining.look(str(token)))
+    joining._refuse_other("node far", own, own, tmp_path)
+    with pytest.raises(SettingError, match=said):
+        joining._refuse_other("node far", own | change, own, tmp_path)
+
+
+def test_a_folder_that_a_node_does_not_see(tmp_path: Path) -> None:
+    assert json.loads(joining.look(str(tmp_path / "missing")))["token"] == ""
+
+
+def test_the_defaults_need_one_engine_and_one_grower() -> None:
+    assert Config().cluster.num_engines == 1
+    assert ClusterSettings(server_gpus=4).num_engines == 4
+    assert ClusterSettings(server_gpus=4, engines=2).num_engines == 2

@@ -1,0 +1,39 @@
+"""Passes of the engine and the learner on another device than the CPU, without numbers: see
+`tests.shapes_only`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("torch.utils.backend_registration", reason="torch has no devices of Python's")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
+def test_no_pass_mixes_devices_and_decoding_waits_for_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.shapes_only"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    parts = found["parts"]
+    assert len(parts) == 8
+    for name, said in parts.items():
+        # An operation on two devices has to be seen, or the rest would prove nothing.
+        expected = "FakeTensorDeviceMismatchError" if name.endswith("mix") else ""
+        assert expected in said and bool(expected) == bool(said), f"{name}: {said}"
+    # Once a pack or an optimiser step, never once a token: two of each in two epochs.
+    assert 0 < max(found["waits"].values()) <= 24, found["waits"]
