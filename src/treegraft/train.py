@@ -30,7 +30,7 @@ from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.ahead import Ahead
 from treegraft.rollout.limits import training_limits
-from treegraft.rollout.loop import Grower, Watch
+from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import (
     has_version,
     paired_gain,
@@ -40,6 +40,7 @@ from treegraft.rollout.measure import (
 )
 from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.rollout.site import Site
+from treegraft.rollout.watch import Watch
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from treegraft.core.errors import DataError, EngineError, SettingError
@@ -53,28 +51,7 @@ from treegraft.rollout.once import Once
 from treegraft.rollout.restart import StoredSteps, find_stored
 from treegraft.rollout.retried import Retries, check_retries
 from treegraft.rollout.tree import OpenPath, OpenTree
-
-
-@dataclass(slots=True)
-class Watch:
-    """The waits under way, by owner: {"engine": 40, "tool python": 2}."""
-
-    waits: Counter[str] = field(default_factory=Counter)
-
-    @contextmanager
-    def waiting(self, owner: str) -> Iterator[None]:
-        """Counts one wait for the time of the block."""
-        self.waits[owner] += 1
-        try:
-            with span(owner):
-                yield
-        finally:
-            self.waits[owner] -= 1
-
-    def __str__(self) -> str:
-        """Returns "waiting for engine (40), tool python (2)"; "" where nothing is waited for."""
-        waits = [f"{owner} ({count})" for owner, count in sorted(self.waits.items()) if count]
-        return f"waiting for {', '.join(waits)}" if waits else ""
+from treegraft.rollout.watch import Watch
 
 
 class Grower:
