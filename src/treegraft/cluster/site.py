@@ -111,8 +111,7 @@ class RaySite:
         facts: list[Any] = []
         if workers:
             facts = await Pool(workers, "tool workers", START_S).ask("describe")
-        services = (json.dumps(facts), workers, replicas)
-        await keeper.help([*made["tools"], *made["buffer"]], services)
+        await keeper.help([*made["tools"], *made["buffer"]], json.dumps(facts))
 
     def grower(self, *parts: Any, **more: Any) -> Grower:
         """Returns a grower whose trees grow in the growers of the cluster; see `Site`."""
