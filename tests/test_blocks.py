@@ -265,6 +265,9 @@ def test_any_traffic_leaves_the_blocks_in_order(
                 *[number // 3 % 2] * (number // 11 % 90),
             ]
             seen.append(path)
+            known = path[: min(BLOCK, len(path) - 1)]
+            shared = (common_length(one.token_ids, known) for one in cache.root.children)
+            assert min(cache.matched(path), BLOCK) == max(shared, default=0)
             cache.open(list(path), len(path) + number % 50)
         elif act == "feed" and row is not None and row.fed < len(row.token_ids):
             feed(cache, row, 1 + number % (len(row.token_ids) - row.fed))

@@ -70,7 +70,7 @@ SIGNATURES = {
         "*entropy",
         "*latency_s",
     ],
-    "train": ["config", "*recipe", "*resume", "*accepts_changes", "*display"],
+    "train": ["config", "*recipe", "*resume", "*accepts_changes", "*display", "*site"],
 }
 """Parameters in order; a star marks those that only a keyword reaches, "=" a default that is
 promised."""

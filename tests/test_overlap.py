@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.test_grafted_runs import BOTH
-from tests.tiny import tiny
+from tests.tiny import is_timing, tiny
 
 from treegraft.core.errors import SettingError
 from treegraft.core.threads import in_thread
@@ -213,6 +213,20 @@ def test_the_first_update_is_that_of_a_synchronous_run(overlapped: Path, tmp_pat
         for run_dir in (plain, overlapped):
             assert [tree.task.id for tree in trees_of(run_dir, number)] == ids
     assert not any("staleness" in key or "overlap" in key for key in read_metrics(plain)[-1])
+
+
+def test_only_the_age_of_trees_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no tree begins early, everything is what it is in turn."""
+    cap = {"loss": {"engine_ratio_cap": 2.0}}
+    plain = start(tmp_path, "plain", overlaps=False, **cap).run_dir
+    monkeypatch.setattr(Ahead, "begin", lambda self, version: None)
+    late = start(tmp_path, "late").run_dir
+    for number in range(1, 5):
+        assert trees_of(plain, number) == trees_of(late, number)
+    for ours, theirs in zip(read_metrics(late), read_metrics(plain), strict=True):
+        assert {key: ours[key] for key in theirs if not is_timing(key)} == {
+            key: value for key, value in theirs.items() if not is_timing(key)
+        }
 
 
 def test_a_stopped_run_loses_nothing_and_learns_nothing_twice(

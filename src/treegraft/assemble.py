@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,10 +40,9 @@ from treegraft.rollout.loop import Grower
 from treegraft.rollout.site import Site
 from treegraft.settings.config import Config
 from treegraft.settings.explore import RETRIEVING, retrieves
-from treegraft.settings.tools import ToolsSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
-from treegraft.tools.build import build_tools, open_environments, words_of
+from treegraft.tools.build import MakeTools, build_tools, open_environments, words_of
 from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
@@ -53,10 +52,6 @@ from treegraft.tools.toolbox import Toolbox
 if TYPE_CHECKING:
     from treegraft.policy.engine.vllm.engine import VllmEngine
     from treegraft.policy.learn.ranks import Ranks
-
-
-MakeTools = Callable[[ToolsSettings, Sequence[Tool]], list[Tool]]
-"""Makes the tools of a recipe, given those of its tasks and environments; see `build_tools`."""
 
 
 @dataclass(kw_only=True)
@@ -226,7 +221,7 @@ async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
         TreegraftError: a part that cannot be made.
     """
     async with AsyncExitStack() as stack:
-        scenario = _Scenario(config, None)
+        scenario = _Scenario(config, None, build_tools)
         model, tokenizer = scenario.load_model(None, has_weights=False)
         yield scenario.setup(stack, model, tokenizer, is_ours=False)
 
@@ -239,7 +234,7 @@ async def assemble_judge(
     are written already. Raises `TreegraftError` for a part that cannot be made."""
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
-            scenario = _Scenario(config, None)
+            scenario = _Scenario(config, None, build_tools)
             model, tokenizer = scenario.load_model(model_path, has_weights=True)
             is_ours = (Path(model_path) / "treegraft").is_dir()
             setup = scenario.setup(stack, model, tokenizer, is_ours=is_ours)
@@ -290,9 +285,8 @@ async def assemble_engine(
     """
     place = model_path or config.model.path
     # The vocabulary of a tiny model is that of tasks and tools.
-    scenario = _Scenario(config, None)
-    has_weights = needs_weights(config, place)
-    model, tokenizer = scenario.load_model(model_path, has_weights=has_weights)
+    scenario = _Scenario(config, None, build_tools)
+    model, tokenizer = scenario.load_model(model_path, has_weights=needs_weights(config, place))
     async with opened_engine(config, model, tokenizer, place) as engine:
         yield engine
 
@@ -325,7 +319,7 @@ async def assemble_training(
             from treegraft.policy.load import with_adapters
 
             credit_rule = find_credit_rule(config)
-            scenario = _Scenario(config, source)
+            scenario = _Scenario(config, source, build_tools)
             # Adapters are restored with the optimiser's state, onto the model that they adapt.
             model_path = None if config.model.lora.rank else checkpoint
             source_path = model_path or config.model.path
@@ -344,8 +338,7 @@ async def assemble_training(
                 ) from error
             opening: AbstractAsyncContextManager[Engine]
             if site is None:
-                place = model_path or config.model.path
-                opening = opened_engine(config, own or trained, tokenizer, place)
+                opening = opened_engine(config, own or trained, tokenizer, source_path)
             else:
                 opening = site.engine(config, model_path)
             engine = await stack.enter_async_context(opening)
@@ -400,9 +393,7 @@ class _Scenario:
     """The parts that need no model: tasks, rewards, environment and tools. Made and checked first,
     so that contradictions are refused before weights are loaded."""
 
-    def __init__(
-        self, config: Config, source: TaskSource | None, make_tools: MakeTools = build_tools
-    ) -> None:
+    def __init__(self, config: Config, source: TaskSource | None, make_tools: MakeTools) -> None:
         self.config = config
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
         self.rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Display, LearnerLike
+from treegraft.core.spans import span
 from treegraft.core.threads import in_thread
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
@@ -29,7 +30,7 @@ from treegraft.policy.learn.symptoms import symptoms
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.ahead import Ahead
 from treegraft.rollout.limits import training_limits
-from treegraft.rollout.loop import Grower, Watch
+from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import (
     has_version,
     paired_gain,
@@ -39,6 +40,7 @@ from treegraft.rollout.measure import (
 )
 from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.rollout.site import Site
+from treegraft.rollout.watch import Watch
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
@@ -234,7 +236,8 @@ async def story(
                 grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
                 async with growing_ahead(run, parts, grower, replay) as ahead:
                     while run.state.update < config.run.num_updates:
-                        await update(run, parts, publisher, buffer, replay, book, grower, ahead)
+                        with span("update", update=run.state.update + 1):
+                            await update(run, parts, publisher, buffer, replay, book, grower, ahead)
                         await evaluate_and_keep(run, parts)
             return run.result()
 
@@ -412,7 +415,8 @@ async def evaluate_and_keep(run: Run, parts: Parts) -> None:
     evaluated: dict[str, float] = {}
     if is_evaluation_due(run, parts):
         watch = Watch()
-        evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
+        with span("evaluation", update=run.state.update):
+            evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
     run.keep_update(evaluated)
 
 

@@ -13,7 +13,7 @@ from treegraft.core.errors import DataError
 from treegraft.evals.evaluate import evaluate
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.publish import Publisher
-from treegraft.rollout.loop import Watch
+from treegraft.rollout.watch import Watch
 from treegraft.runs.run import Run
 from treegraft.traces.demonstrations import read_demonstrations
 from treegraft.traces.run_buffer import RunBuffer

@@ -163,3 +163,25 @@ def test_ranks_that_sample_on_a_server_grow_the_trees_of_one_process(tmp_path: P
         expected = pytest.approx(other.get("learn/grad_norm", 0.0), rel=1e-4)
         assert mine.get("learn/grad_norm", 0.0) == expected
         assert mine.get("learn/engine_gap", 0.0) < 1e-4
+
+
+@pytest.mark.slow
+def test_ranks_learn_beside_the_growing_of_trees_and_trace_it(tmp_path: Path) -> None:
+    overlap = ("rollout.max_staleness=1", "loss.engine_ratio_cap=2", "track.spans=file")
+    with job(tmp_path, "demo", "run.num_updates=3", *overlap, *SMALL) as (_, _, lines):
+        assert "finished run" in "".join(lines)
+    folder = tmp_path / "run"
+    assert updates(folder) == [0, 1, 2, 3]
+    ages = [line["rollout/staleness_max"] for line in read_metrics(folder)[1:]]
+    assert max(ages) == 1
+    spans = {}
+    for name in ("spans-rank-0.jsonl", "spans-rank-1.jsonl"):
+        for text in (folder / name).read_text(encoding="utf-8").splitlines():
+            one = json.loads(text)
+            spans[one["context"]["span_id"]] = one
+    learned = [
+        one
+        for one in spans.values()
+        if one["name"] == "learn" and one["resource"]["attributes"]["treegraft.role"] == "rank 1"
+    ]
+    assert [spans[one["parent_id"]]["name"] for one in learned] == ["learn"] * 3

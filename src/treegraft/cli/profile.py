@@ -35,7 +35,8 @@ from treegraft.cli.machine import load_average, machine, number
 from treegraft.core.files import write_atomically
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.publish import Publisher
-from treegraft.rollout.loop import Grower, Watch
+from treegraft.rollout.loop import Grower
+from treegraft.rollout.watch import Watch
 from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.run import Run
 from treegraft.settings.config import Config

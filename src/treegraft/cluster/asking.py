@@ -20,7 +20,7 @@ SUSPECT_S = 3.0
 """How long an engine that failed a request is asked last, in seconds."""
 
 
-class _Lost(Exception):
+class Lost(Exception):
     """A request that its engine did not answer."""
 
 
@@ -95,8 +95,8 @@ class ClusterEngine:
                     )
                     self.counts["requests"] += 1
                     try:
-                        return await self._ask(number, request, told)
-                    except _Lost as error:
+                        return await self.ask(number, request, told)
+                    except Lost as error:
                         fault = str(error)
                         self.counts["moved"] += 1
                         loop = asyncio.get_running_loop()
@@ -124,9 +124,11 @@ class ClusterEngine:
             except TimeoutError:
                 continue
 
-    async def _ask(
+    async def ask(
         self, number: int, request: str, on_probe: Callable[[Sequence[float]], None] | None
     ) -> Completion:
+        """Returns the completion of one engine; raises `Lost` where it does not answer by the
+        weights that are due."""
         task = asyncio.create_task(self._answer(self._route[number], request, on_probe))
         asking = self._asking.setdefault(number, set())
         asking.add(task)
@@ -134,7 +136,7 @@ class ClusterEngine:
             # In a task of its own, so that an engine which hangs can be given up.
             await asyncio.wait([task])
             if task.cancelled():
-                raise _Lost(f"engine {number} was given up")
+                raise Lost(f"engine {number} was given up")
             return task.result()
         finally:
             task.cancel()
@@ -151,16 +153,16 @@ class ClusterEngine:
                 found = value_of(await answer)
                 if "stale" in found:
                     self.counts["stale"] += 1
-                    raise _Lost(f"it holds version {found['stale']} of the weights")
+                    raise Lost(f"it holds version {found['stale']} of the weights")
                 if "probe" not in found:
                     return completion_of(found)
                 if on_probe is not None:
                     on_probe(tuple(found["probe"]))
-            raise _Lost("it ended without a completion")
+            raise Lost("it ended without a completion")
         except ray.exceptions.RayTaskError as error:
             raise EngineError(f"engine: a fault of its own: {error.cause!r}") from error
         except ray.exceptions.RayError as error:
-            raise _Lost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+            raise Lost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         except asyncio.CancelledError:
             ray.cancel(answers)
             raise

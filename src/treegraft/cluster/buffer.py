@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from treegraft.settings.load import load_config
 from treegraft.tools.search.encoders import Encoder
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever, Question, question_of
-from treegraft.traces.store import trace_from_row, trace_row
+from treegraft.traces.store import TraceFile, trace_from_row, trace_row
 
 NUM_STATES = 2
 """States that a replica holds open, and that have files: trees of the next update may grow while
@@ -63,6 +64,12 @@ class States:
     def _drop(self, num: int) -> None:
         for _ in range(num):
             self._paths.pop(0).unlink(missing_ok=True)
+
+
+class _Frozen(TraceBuffer):
+    """A buffer that nobody writes to."""
+
+    _opened = staticmethod(partial(TraceFile, is_frozen=True))
 
 
 class BufferReplica(Serving):
@@ -107,7 +114,7 @@ class BufferReplica(Serving):
             return self._states[state][1]
 
     def _opened(self, path: Path) -> TraceBuffer:
-        buffer = TraceBuffer(path, self._encoder, is_frozen=True)
+        buffer = _Frozen(path, self._encoder)
         self._encoder = buffer.load_encoder()
         return buffer
 

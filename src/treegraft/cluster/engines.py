@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -137,16 +138,18 @@ class EngineActor(Actor):
         """Published last; -1 before the first."""
         self._is_whole = True
         """False while weights are taken over, and after a publish that broke off."""
+        self._num_tokens, self._busy_s = 0, 0.0
         self._publishing = asyncio.Lock()
         self._published = asyncio.Event()
 
     def more(self) -> dict[str, Any]:
-        """Returns the version that it answers by, and whether another actor has to take its
-        place."""
+        """Returns the version that it answers by, the tokens that it has sampled and the seconds
+        of the requests for them, and whether another actor has to take its place."""
         is_broken = not self._is_whole and not self._publishing.locked()
         return {
             "is_open": self._engine is not None,
             "version": self._version,
+            "sampled": [self._num_tokens, self._busy_s],
             "is_broken": is_broken or (self._engine is not None and self._engine.death is not None),
         }
 
@@ -191,6 +194,7 @@ class EngineActor(Actor):
             if self._version < asked["version"]:
                 yield json.dumps({"value": {"stale": self._version}})
                 return
+            began = time.monotonic()
             work = asyncio.create_task(
                 self._opened().complete(
                     asked["prefix"],
@@ -207,7 +211,10 @@ class EngineActor(Actor):
                     if probing.done() and not work.done():
                         yield json.dumps({"value": {"probe": list(probing.result())}})
                     probing.cancel()
-                yield json.dumps({"value": asdict(await work)})
+                completion = await work
+                self._num_tokens += len(completion.token_ids)
+                self._busy_s += time.monotonic() - began
+                yield json.dumps({"value": asdict(completion)})
             finally:
                 work.cancel()
         except TreegraftError as error:

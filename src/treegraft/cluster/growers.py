@@ -10,28 +10,28 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
 
-from treegraft.assemble import MakeTools, Parts, assemble
+from treegraft.assemble import Parts, assemble
 from treegraft.cluster.actors import Actor, replying
 from treegraft.cluster.asking import ClusterEngine
 from treegraft.cluster.buffer import ReplicaRetriever, States
-from treegraft.cluster.keeper import Keeper
+from treegraft.cluster.keeper import START_S, Keeper
 from treegraft.cluster.pool import Pool
 from treegraft.cluster.tools import remote_tools
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Explorer, NoiseKey
+from treegraft.core.sessions import COUNTS
 from treegraft.core.types import Filters, Task, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import Limits
-from treegraft.rollout.loop import Grower, Watch
+from treegraft.rollout.loop import Grower
+from treegraft.rollout.watch import Watch
 from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_json, tree_to_json
 from treegraft.settings.config import Config
-from treegraft.tools.build import build_tools
+from treegraft.tools.build import MakeTools, build_tools
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.retrieve import BufferRetriever
 
-NUM_KINDS = 4
-"""Growers that an actor keeps: those of training and evaluation, of this update and the next."""
 _COUNTS = ("num_grafts_without_room", "num_untrue_stored", "num_failed_stored")
 """What a `Grower` counts."""
 
@@ -45,8 +45,10 @@ class GrowerActor(Actor):
         self._stack = AsyncExitStack()
         self._parts: Parts | None = None
         self._engine: ClusterEngine | None = None
-        self._growers: dict[str, Grower] = {}
-        """By the JSON of explorer, limits and state of the buffer; the latest NUM_KINDS."""
+        self._explorer: Explorer | None = None
+        """The recipe's, once it is asked for."""
+        self._is_ready = asyncio.Event()
+        self._workers: Pool | None = None
         self._replicas: Pool | None = None
         self._watch = Watch()
         self._num_trees, self._route = 0, -1
@@ -57,7 +59,7 @@ class GrowerActor(Actor):
             "is_open": self._parts is not None,
             "route": self._route,
             "trees": self._num_trees,
-            "waits": str(self._watch),
+            "waits": {owner: num for owner, num in self._watch.waits.items() if num},
         }
 
     @replying
@@ -81,8 +83,8 @@ class GrowerActor(Actor):
         make_tools: MakeTools = build_tools
         patience_s = self.config.rollout.deadline_s
         if workers:
-            pool = Pool(workers, "tool workers", patience_s)
-            make_tools = partial(remote_tools, json.loads(facts), pool, patience_s)
+            self._workers = Pool(workers, "tool workers", patience_s)
+            make_tools = partial(remote_tools, json.loads(facts), self._workers, patience_s)
         self._replicas = Pool(replicas, "buffer replicas", patience_s) if replicas else None
         making = assemble(
             self.config,
@@ -94,20 +96,38 @@ class GrowerActor(Actor):
         self._engine = engine
 
     @replying
-    async def take(self, route: int, version: int, numbers: list[int], engines: list[Any]) -> None:
-        """Takes over which engines answer, and by which version of the weights."""
+    async def take(
+        self,
+        route: int,
+        version: int,
+        numbers: list[int],
+        engines: list[Any],
+        workers: Sequence[Any] = (),
+        replicas: Sequence[Any] = (),
+    ) -> None:
+        """Takes over which engines answer, and by which version of the weights; and which tool
+        workers and buffer replicas there are."""
         if self._engine is None:
             raise EngineError("grower: it is not open yet")
         self._engine.take(version, dict(zip(numbers, engines, strict=True)))
+        for pool, handles in ((self._workers, workers), (self._replicas, replicas)):
+            if pool is not None:
+                pool.take(handles)
         self._route = route
+        self._is_ready.set()
 
     @replying
     async def grow(self, order: str) -> dict[str, Any]:
-        """Returns one tree, scored, and what was counted meanwhile."""
+        """Returns one tree, scored, and what was counted for it."""
         asked = json.loads(order)
-        if self._parts is None or self._engine is None:
-            raise EngineError("grower: it is not open yet")
-        parts, grower = self._parts, self._grower(asked["kind"])
+        # An actor that was started anew may be asked before it is opened.
+        async with asyncio.timeout(START_S):
+            await self._is_ready.wait()
+        assert self._engine is not None
+        grower = self._grower(asked["kind"])
+        # This tree's alone: what else is under way may die with this process, and grow again.
+        usage: dict[str, Any] = {}
+        COUNTS.set(usage)
         self._num_trees += 1
         try:
             tree = await grower.grow(
@@ -115,41 +135,33 @@ class GrowerActor(Actor):
             )
         finally:
             self._num_trees -= 1
-        counts = {name: getattr(grower, name) for name in _COUNTS}
-        for name in _COUNTS:
-            setattr(grower, name, 0)
         asked_engines = dict(self._engine.counts)
         self._engine.counts.clear()
         return {
             "tree": tree_to_json(tree),
-            "counts": counts,
+            "counts": {name: getattr(grower, name) for name in _COUNTS},
             "engine": asked_engines,
-            "usage": parts.toolbox.take_usage(),
+            "usage": {name: asdict(one) for name, one in usage.items()},
             "retrieved": {} if grower.retriever is None else grower.retriever.take_metrics(),
         }
 
     def _grower(self, kind: Mapping[str, Any]) -> Grower:
-        key = json.dumps(kind, sort_keys=True)
-        if key not in self._growers:
-            parts = self._parts
-            assert parts is not None
-            config = self.config
-            explorer: Explorer = Independent()
-            if kind["explores"]:
-                explorer = build_explorer(
-                    config.explore,
-                    vocab_size=len(parts.tokenizer),
-                    penalty=config.reward.penalty,
-                )
-            limits = Limits(**{**kind["limits"], "filters": Filters(**kind["limits"]["filters"])})
-            retriever = None
-            if kind["state"] is not None and self._replicas is not None:
-                retriever = ReplicaRetriever(self._replicas, config.buffer, kind["state"])
-            self._growers[key] = grower = parts.grower(explorer, limits, retriever)
-            grower.watch = self._watch
-            for old in list(self._growers)[:-NUM_KINDS]:
-                del self._growers[old]
-        return self._growers[key]
+        """The grower of one tree, whose counts are that tree's."""
+        parts, config = self._parts, self.config
+        assert parts is not None
+        explores = kind["explores"]
+        if explores and self._explorer is None:
+            self._explorer = build_explorer(
+                config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty
+            )
+        explorer = self._explorer if explores and self._explorer is not None else Independent()
+        limits = Limits(**{**kind["limits"], "filters": Filters(**kind["limits"]["filters"])})
+        retriever = None
+        if kind["state"] is not None and self._replicas is not None:
+            retriever = ReplicaRetriever(self._replicas, config.buffer, kind["state"])
+        grower = parts.grower(explorer, limits, retriever)
+        grower.watch = self._watch
+        return grower
 
     def _task(self, asked: Mapping[str, Any]) -> Task:
         """The task as it was sent or, where that is not all of it, the one of its own data."""

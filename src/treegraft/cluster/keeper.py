@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from treegraft.cluster.actors import value_of
-from treegraft.cluster.asking import ClusterEngine
+from treegraft.cluster.asking import ClusterEngine, Lost
 from treegraft.cluster.engines import Weights, pieces_of
 from treegraft.core.errors import EngineError, TreegraftError
 from treegraft.core.files import write_atomically
@@ -22,6 +23,7 @@ from treegraft.core.interfaces import WeightSource
 from treegraft.core.text import plain
 from treegraft.settings.config import Config
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
@@ -34,6 +36,11 @@ CLOSE_S = 30.0
 """Longest wait for an actor's own end."""
 SHOW_S = 3.0
 """Time between two writings of roles.json, in seconds."""
+SLOW_SHARE = 0.25
+"""An engine is slow where it samples less than this share of what the others do in the median, in
+all and for each second of a request."""
+SLOW_LOOKS = 3
+"""Looks in a row after which it is drained."""
 MAX_DEATHS = 3
 """Growers that may die while a tree grows in them before the tree is blamed for it."""
 
@@ -43,6 +50,9 @@ class State(StrEnum):
 
     STARTING = "starting"
     LIVE = "live"
+    DRAINED = "drained"
+    """An engine that is slow or off the learner's policy: it is not asked until the next publish,
+    unless no other is left."""
     DOWN = "down"
 
 
@@ -61,6 +71,9 @@ class Member:
         self.version, self.route = -1, -1
         self.num_starts = 0
         self.num_trees = 0
+        self.sampled = (0.0, 0.0)
+        """Of an engine: tokens, and seconds of requests, at the last look at its speed."""
+        self.num_slow = 0
         self.lost = asyncio.Event()
         self.looking = asyncio.Lock()
 
@@ -82,29 +95,29 @@ class Keeper:
         self.growers: list[Member] = []
         self.helpers: list[Member] = []
         """Tool workers and buffer replicas."""
-        self.services: tuple[Any, ...] = ()
-        """What growers are told of the helpers when they open."""
+        self.facts = "[]"
+        """What growers are told of the tools that workers hold."""
         self.due: Weights | None = None
         self._route = 0
+        self._told: tuple[Any, ...] = ()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_live = time.monotonic()
         self._folder: Path | None = None
-        self.num_restarts = 0
-        self.num_bytes = 0
+        self.num_restarts = self.num_drained = self.num_bytes = 0
 
     # ------------------------------------------------------------------ the beginning and the end
 
-    async def help(self, helpers: Sequence[Member], services: tuple[Any, ...]) -> None:
+    async def help(self, helpers: Sequence[Member], facts: str) -> None:
         """Waits until tool workers and buffer replicas can be used; before `open`.
 
         Args:
-            services: what growers are told of them.
+            facts: of `ToolWorker.describe`, in JSON.
 
         Raises:
             TreegraftError: one that cannot be opened, or not within START_S.
         """
-        self.helpers, self.services = list(helpers), services
+        self.helpers, self.facts = list(helpers), facts
         await asyncio.gather(*map(self._first, self.helpers))
 
     async def open(self, engines: Sequence[Member], growers: Sequence[Member]) -> None:
@@ -157,6 +170,14 @@ class Keeper:
         if self._folder is not None:
             (self._folder / "roles.json").unlink(missing_ok=True)
 
+    def _serving(self) -> tuple[list[Any], list[Any]]:
+        """Handles of the tool workers and of the buffer replicas, which may be other ones after a
+        failed start."""
+        tools, buffer = (
+            [one.handle for one in self.helpers if one.role == role] for role in ("tools", "buffer")
+        )
+        return tools, buffer
+
     @property
     def _all(self) -> Sequence[Member]:
         return (*self.growers, *self.engines, *self.helpers)
@@ -189,6 +210,8 @@ class Keeper:
                 ray.kill(member.handle, no_restart=False)
             else:
                 self._go_live(member)
+                if self._told != self._standing():
+                    self._tell()
 
     async def _look(self, member: Member) -> None:
         """Asks an actor how it is, and gives it what it lacks."""
@@ -203,8 +226,9 @@ class Keeper:
         if seen.get("is_broken"):
             raise EngineError("its engine has died")
         if not seen["is_open"]:
-            member.version = member.route = -1
-            limit = (self.engine.max_context, *self.services) if member in self.growers else ()
+            self._lose(member, "it has been started anew")
+            known = (self.engine.max_context, self.facts, *self._serving())
+            limit = known if member in self.growers else ()
             member.opened = value_of(await member.handle.open.remote(*limit)) or {}
         if member in self.engines:
             while self.due is not None and member.version != self.due.version:
@@ -212,7 +236,8 @@ class Keeper:
         elif member in self.growers and member.route != self._route:
             route, version, engines = self._route, self.engine.policy_version, self._answering()
             numbers, handles = [one.number for one in engines], [one.handle for one in engines]
-            value_of(await member.handle.take.remote(route, version, numbers, handles))
+            parts = (numbers, handles, *self._serving())
+            value_of(await member.handle.take.remote(route, version, *parts))
             member.route = route
 
     async def _give(self, member: Member, due: Weights) -> None:
@@ -223,7 +248,7 @@ class Keeper:
         member.version = due.version
 
     def _go_live(self, member: Member) -> None:
-        if member.state is State.LIVE:
+        if member.state in (State.LIVE, State.DRAINED):
             return
         if member.state is State.DOWN:
             _log.warning("%s is back", member)
@@ -234,8 +259,8 @@ class Keeper:
 
     def _lose(self, member: Member, fault: str) -> None:
         member.version = member.route = -1
-        member.fault = fault
-        if member.state is not State.LIVE:
+        member.fault, member.sampled, member.num_slow = fault, (0.0, 0.0), 0
+        if member.state not in (State.LIVE, State.DRAINED):
             return
         _log.warning("%s: %s; others do its work", member, fault)
         self.num_restarts += 1
@@ -244,16 +269,51 @@ class Keeper:
         self._tell()
 
     def _answering(self) -> list[Member]:
-        """The engines that hold the weights which are due."""
+        """The engines that hold the weights which are due, drained ones only for want of others."""
         due = -1 if self.due is None else self.due.version
-        return [one for one in self.engines if one.state is State.LIVE and one.version == due]
+        ready = [one for one in self.engines if one.version == due]
+        live = [one for one in ready if one.state is State.LIVE]
+        return live or [one for one in ready if one.state is State.DRAINED]
+
+    def _standing(self) -> tuple[Any, ...]:
+        """What growers have to know: the version, and who answers by it."""
+        due = -1 if self.due is None else self.due.version
+        return (due, *((one.number, one.num_starts) for one in self._answering()))
+
+    def drain(self, member: Member, why: str) -> None:
+        """Moves an engine's requests to the others until the next publish."""
+        member.state, member.fault, member.since = State.DRAINED, why, time.time()
+        self.num_drained += 1
+        _log.warning("%s; its requests go to other engines until the next publish", why)
+        self._tell()
+
+    def drain_slow(self) -> None:
+        """Looks at how much each engine has sampled since the last look, and drains those that are
+        much slower than the others."""
+        speeds: dict[Member, tuple[float, float]] = {}
+        for one in self.engines:
+            if one.state is State.LIVE and "sampled" in one.seen:
+                tokens, seconds = one.seen["sampled"]
+                new, spent = tokens - one.sampled[0], seconds - one.sampled[1]
+                one.sampled = (tokens, seconds)
+                if spent > 0:
+                    speeds[one] = (new, new / spent)
+        for one, (total, each) in speeds.items():
+            others = [speed for other, speed in speeds.items() if other is not one]
+            is_slow = bool(others) and all(
+                own < SLOW_SHARE * statistics.median(speed[kind] for speed in others)
+                for kind, own in enumerate((total, each))
+            )
+            one.num_slow = one.num_slow + 1 if is_slow else 0
+            if one.num_slow >= SLOW_LOOKS:
+                self.drain(one, f"{one} samples {each:.3g} tokens a second of a request")
 
     def _tell(self) -> None:
         """Lets growers and this process know which engines answer."""
         answering = self._answering()
         if answering:
             self._last_live = time.monotonic()
-        self._route += 1
+        self._route, self._told = self._route + 1, self._standing()
         version = 0 if self.due is None else self.due.version
         self.engine.take(version, {one.number: one.handle for one in answering})
         self._changed.set()
@@ -308,12 +368,30 @@ class Keeper:
 
         faults: list[str] = []
         self._last_live = time.monotonic()
+        for member in self.engines:
+            if member.state is State.DRAINED:
+                member.state, member.num_slow = State.LIVE, 0
         await asyncio.gather(*(give(one) for one in self.engines if one.state is State.LIVE))
         self._tell()
         while not self._answering():
             if self.death is not None:
                 raise EngineError(f"publish: no engine took version {version}: {'; '.join(faults)}")
             await asyncio.sleep(WATCH_S)
+
+    async def each(self, ask: Callable[[int], Awaitable[T]]) -> dict[str, T]:
+        """Returns what each engine answers to a question, by its name; without those that do not
+        answer within engine.deadline_s, whose requests move."""
+        found: dict[str, T] = {}
+
+        async def one(member: Member) -> None:
+            try:
+                async with asyncio.timeout(self.config.engine.deadline_s):
+                    found[str(member)] = await ask(member.number)
+            except (Lost, TimeoutError, TreegraftError) as error:
+                self._lose(member, str(error) or "it did not answer within engine.deadline_s")
+
+        await asyncio.gather(*map(one, self._answering()))
+        return found
 
     def _stored(self, source: WeightSource) -> list[Any]:
         """Hands weights to Ray, which sends them once to each machine that asks for them."""
@@ -397,6 +475,7 @@ class Keeper:
 
     async def _show(self) -> None:
         while True:
+            self.drain_slow()
             if self._folder is not None:
                 with suppress(OSError):
                     write_atomically(self._folder / "roles.json", json.dumps(self.roles()))
@@ -417,7 +496,7 @@ class Keeper:
                     "fault": one.fault,
                     "starts": one.num_starts,
                     "queue": one.num_trees if one in self.growers else None,
-                    "waits": one.seen.get("waits", ""),
+                    "waits": one.seen.get("waits", {}),
                     "version": one.version if one in self.engines else None,
                 }
                 for one in self._all
@@ -432,6 +511,9 @@ async def _awaited(answer: Any) -> Any:
 def _words(error: BaseException) -> str:
     """An error in a line: the cause that Ray reports at its end, or its beginning."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    is_gone = type(error).__name__ in ("ActorUnavailableError", "ActorDiedError")
+    if is_gone and "creation task" not in lines[0]:
+        return "its process has ended or cannot be reached"
     if not lines:
         return type(error).__name__
     said = lines[-1] if "creation task" in lines[0] else f"{type(error).__name__}: {lines[0]}"

@@ -8,13 +8,12 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 from treegraft.cluster.actors import Actor, replying
+from treegraft.policy.learn.launch import open_store
 
 LOOK_S = 1.0
 """Longest time after which `look` returns."""
@@ -50,21 +49,8 @@ class RankActor(Actor):
     async def open_store(self) -> int:
         """Returns the port at which the ranks find each other; it outlives each of them."""
         import ray
-        from torch import distributed
 
-        untyped: Any = distributed
-        address = ray.util.get_node_ip_address()
-        listening = socket.create_server((address, 0))
-        port: int = listening.getsockname()[1]
-        self._store = untyped.TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            # Not a socket of its own, which would listen on every interface.
-            master_listen_fd=listening.detach(),
-        )
+        self._store, port = open_store(ray.util.get_node_ip_address())
         return port
 
     @replying

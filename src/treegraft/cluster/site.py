@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,16 @@ from typing import Any
 from treegraft.cluster.actors import Actor, Place, start
 from treegraft.cluster.asking import ClusterEngine
 from treegraft.cluster.buffer import BufferReplica, States
-from treegraft.cluster.engines import EngineActor
+from treegraft.cluster.engines import EngineActor, request_to_json
 from treegraft.cluster.growers import ClusterGrower, GrowerActor
 from treegraft.cluster.keeper import START_S, Keeper, Member
 from treegraft.cluster.pool import Pool
 from treegraft.cluster.ray import connected
 from treegraft.cluster.tools import ToolWorker
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Engine, WeightSource
+from treegraft.core.types import Completion
+from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
@@ -51,6 +54,7 @@ def ray_site(config: Config) -> Iterator[RaySite]:
     Raises:
         SettingError: no cluster that the run could use.
     """
+    refuse_unfit(config)
     with connected(config, needs_of(config)):
         yield RaySite()
 
@@ -68,7 +72,7 @@ class RaySite:
         """Holds the engines, and the growers beside them; see `Site`."""
         place, settings = place_of(config, model_path), config.cluster
         count = settings.num_engines
-        engine = KeptEngine(config)
+        engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
         keeper = self._keeper = engine.keeper
         gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
         engines = [
@@ -107,8 +111,7 @@ class RaySite:
         facts: list[Any] = []
         if workers:
             facts = await Pool(workers, "tool workers", START_S).ask("describe")
-        services = (json.dumps(facts), workers, replicas)
-        await keeper.help([*made["tools"], *made["buffer"]], services)
+        await keeper.help([*made["tools"], *made["buffer"]], json.dumps(facts))
 
     def grower(self, *parts: Any, **more: Any) -> Grower:
         """Returns a grower whose trees grow in the growers of the cluster; see `Site`."""
@@ -148,10 +151,54 @@ class KeptEngine(ClusterEngine):
         metrics = super().take_metrics() | {
             "time/engine_servers": float(len(self._route)),
             "time/engine_restarts": float(keeper.num_restarts),
+            "time/engine_drained": float(keeper.num_drained),
             "time/publish_bytes": float(keeper.num_bytes),
         }
-        keeper.num_restarts = keeper.num_bytes = 0
+        keeper.num_restarts = keeper.num_drained = keeper.num_bytes = 0
         return metrics
+
+
+class KeptVllm(KeptEngine):
+    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
+    compared after each publish."""
+
+    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
+        """Returns the completion of each canary prompt by each engine that answers, by its name."""
+        return await self.keeper.each(self._canaries)
+
+    async def _canaries(self, number: int) -> Sequence[Completion]:
+        return [
+            await self.ask(
+                number,
+                request_to_json(ids, CANARY_SAMPLING, canary_key(one), None, self.policy_version),
+                None,
+            )
+            for one, ids in enumerate(PROMPTS)
+        ]
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Samples by other engines until the next publish, as long as one is left."""
+        for member in self.keeper.engines:
+            if str(member) == name:
+                self.keeper.drain(member, why)
+
+
+def refuse_unfit(config: Config) -> None:
+    """Refuses settings of an engine that several of them on several machines cannot have.
+
+    Raises:
+        SettingError: the first of them.
+    """
+    if config.engine.kind == "vllm" and config.engine.vllm.servers:
+        raise SettingError(
+            f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"
+            " start servers of their own; expected none. Leave it out, or use `treegraft train`."
+        )
+    if config.publish.kind == "adapter":
+        raise SettingError(
+            'publish.kind: got "adapter" on a cluster, where whole weights are published; expected'
+            ' "auto", "shared" or "disk".'
+        )
 
 
 def place_of(config: Config, model_path: Path | str | None) -> Place:

@@ -375,6 +375,16 @@ class Opening(Protocol):
         """
 
 
+@runtime_checkable
+class AnswerOpening(Protocol):
+    """The further method of a format in which a final answer can be begun for the policy; needed by
+    explorers with the attribute `begins_answers = True`."""
+
+    def answer_opening(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the thought of one step of the policy and the tokens that begin an answer;
+        otherwise as `Opening.call_opening`."""
+
+
 class TaskSource(Protocol):
     """A data set of tasks. Reading it is repeatable: the same settings give the same tasks."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from typing import Any, Protocol, Self
 
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
@@ -131,6 +132,11 @@ class SessionOpener(Protocol):
         ...
 
 
+COUNTS: ContextVar[dict[str, Any] | None] = ContextVar("counts", default=None)
+"""Where the calls of a tree that grows for another process are counted, apart from those of others:
+a dataclass for each tool by its name, and one of the environments by ""; None elsewhere."""
+
+
 class SessionSource(Protocol):
     """Sessions with a state for each trajectory: the environments of a run."""
 
@@ -142,12 +148,8 @@ class SessionSource(Protocol):
         """Returns the counts since the last take."""
         ...
 
-    def take_counts(self) -> dict[str, float]:
-        """Returns the counts since the last take, in the form that `add_counts` takes."""
-        ...
-
-    def add_counts(self, counts: Mapping[str, float]) -> None:
-        """Adds what sessions in another process have counted."""
+    def add_counts(self, counts: Mapping[str, Any]) -> None:
+        """Adds what the sessions of a tree in another process have counted in `COUNTS`."""
         ...
 
 

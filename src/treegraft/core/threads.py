@@ -10,6 +10,7 @@ takes half as long again (LOG.md). So a thread that is done for a while gives it
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import ctypes
 import functools
 import threading
@@ -52,10 +53,11 @@ async def in_thread(work: Callable[[], Result], name: str) -> Result:
     outcome: Future[Result] = Future()
     # From here on a cancelled wait leaves the outcome alone.
     outcome.set_running_or_notify_cancel()
+    context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            outcome.set_result(work())
+            outcome.set_result(context.run(work))
         except BaseException as error:  # handed over to the caller, whatever it is
             outcome.set_exception(error)
 

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, Literal
 
 ROOT_ID = "0"
 SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -237,10 +237,8 @@ def _repr_for_hash(content: StepContent) -> str:
     # hashes with it and have to recognise their traces.
     seen = [f"{repr(observation)[:-1]}, is_cached=False)" for observation in content.observations]
     as_tuple = f"({seen[0]},)" if len(seen) == 1 else f"({', '.join(seen)})"
-    return (
-        f"StepContent(thought={content.thought!r}, calls={content.calls!r},"
-        f" observations={as_tuple}, answer={content.answer!r})"
-    )
+    before = f"thought={content.thought!r}, calls={content.calls!r}"
+    return f"StepContent({before}, observations={as_tuple}, answer={content.answer!r})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,8 +443,8 @@ class Step:
     """Why branches were opened beside it or were not; None where no rule was asked: a first step, a
     branch's own first step, a step after a graft, an explorer that does not branch."""
     lesson_ids: tuple[int, ...] = ()
-    """For a graft: its agent's own text, as the policy would have written it here; read by learning
-    from grafts alone."""
+    """For a graft: its agent's own text, as the policy would have written it here; for a retry that
+    teaches, its forced opening. Read by learning from grafts alone."""
     advantage: float | None = None
     """The advantage of its tokens on every trajectory (hard attribution); None: on each trajectory
     that one's own."""
@@ -603,8 +601,8 @@ class Expand:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Opens siblings of a finished step that keep its thought and begin a tool call, in a tree
-    whose leaves have all ended."""
+    """Opens siblings of a finished step that keep its thought and begin a tool call or an answer,
+    in a tree whose leaves have all ended."""
 
     step_id: str
     """A step that the agent sampled, below the prompt or a tool's result."""
@@ -614,6 +612,10 @@ class Retry:
     tool: str | None = None
     """The tool whose call begins; None for the one that the step called, or else the first. A
     format whose calls begin without a name leaves the choice to the policy."""
+    opens: Literal["call", "answer"] = "call"
+    """What it begins."""
+    is_lesson: bool = False
+    """Whether the opening is learned from where it paid, as a graft is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Trajectory, Tree
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
-from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import eval_metrics
+from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
 from treegraft.runs.record import write_trees
 from treegraft.runs.start import open_checkpoint

@@ -20,7 +20,7 @@ from treegraft.evals.scores import suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
-from treegraft.rollout.loop import Watch
+from treegraft.rollout.watch import Watch
 from treegraft.runs.display import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, EvalSettings, settings_with

@@ -74,15 +74,16 @@ def _uncertainty(step: Step) -> float:
 
 def check_tools(settings: ExploreSettings, names: Sequence[str]) -> None:
     """Raises SettingError where calls are begun for the agent and it has no such tool."""
-    if "axpo" not in settings.explorers:
-        return
-    if not names:
-        raise SettingError(
-            "explore.explorers: got 'axpo', which begins tool calls for the agent, but there is no"
-            " tool; expected at least one. Add one to tools.use, or leave 'axpo' out."
-        )
-    if (wanted := settings.axpo.tool) and wanted not in names:
-        raise SettingError(
-            f"explore.axpo.tool: got '{wanted}', expected one of {', '.join(names)}, or an empty"
-            f" text for the first.{nearest(wanted, names)}"
-        )
+    for name, wanted in (("axpo", settings.axpo.tool), ("commit", settings.commit.tool)):
+        if name not in settings.explorers:
+            continue
+        if not names:
+            raise SettingError(
+                f"explore.explorers: got '{name}', which begins tool calls for the agent, but there"
+                f" is no tool; expected at least one. Add one to tools.use, or leave '{name}' out."
+            )
+        if wanted and wanted not in names:
+            raise SettingError(
+                f"explore.{name}.tool: got '{wanted}', expected one of {', '.join(names)}, or an"
+                f" empty text for the first.{nearest(wanted, names)}"
+            )

@@ -9,6 +9,7 @@ from treegraft.core.plugins import make, pick
 from treegraft.explore.axpo import Axpo
 from treegraft.explore.balanced import BalancedBranching
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
+from treegraft.explore.commit import CommitBranching
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
@@ -27,6 +28,7 @@ EXPLORERS: Mapping[str, type[Explorer]] = {
     "entropy_peaks": EntropyPeaks,
     "prefix": UniformPrefix,
     "axpo": Axpo,
+    "commit": CommitBranching,
 }
 
 
@@ -50,6 +52,8 @@ def _one_explorer(
     found = pick(name, EXPLORERS, "explore.explorers")
     if found is Axpo:
         return Axpo(settings.axpo)
+    if found is CommitBranching:
+        return CommitBranching(settings.commit)
     if found is BalancedBranching:
         return BalancedBranching(settings.entropy, settings.balanced, vocab_size=vocab_size)
     if found is EntropyBranching:

@@ -19,6 +19,7 @@ class Composed:
         # Those of `fill`, which is the first one's.
         self.expands = getattr(explorers[0], "expands", False)
         self.retries = getattr(explorers[0], "retries", False)
+        self.begins_answers = getattr(explorers[0], "begins_answers", False)
         self.plans_starts = getattr(explorers[0], "plans_starts", True)
         self.wants_rewards = getattr(explorers[0], "wants_rewards", False)
         self.has_stages = getattr(explorers[0], "has_stages", False)

@@ -7,11 +7,10 @@ decisions of its own tree; no tree waits for another.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from treegraft.core.errors import DataError, EngineError, SettingError
@@ -27,6 +26,7 @@ from treegraft.core.interfaces import (
     TreeScorer,
 )
 from treegraft.core.sessions import Point, SessionOpener, Sessions
+from treegraft.core.spans import span
 from treegraft.core.types import (
     Branch,
     BranchDecision,
@@ -51,27 +51,7 @@ from treegraft.rollout.once import Once
 from treegraft.rollout.restart import StoredSteps, find_stored
 from treegraft.rollout.retried import Retries, check_retries
 from treegraft.rollout.tree import OpenPath, OpenTree
-
-
-@dataclass(slots=True)
-class Watch:
-    """The waits under way, by owner: {"engine": 40, "tool python": 2}."""
-
-    waits: Counter[str] = field(default_factory=Counter)
-
-    @contextmanager
-    def waiting(self, owner: str) -> Iterator[None]:
-        """Counts one wait for the time of the block."""
-        self.waits[owner] += 1
-        try:
-            yield
-        finally:
-            self.waits[owner] -= 1
-
-    def __str__(self) -> str:
-        """Returns "waiting for engine (40), tool python (2)"; "" where nothing is waited for."""
-        waits = [f"{owner} ({count})" for owner, count in sorted(self.waits.items()) if count]
-        return f"waiting for {', '.join(waits)}" if waits else ""
+from treegraft.rollout.watch import Watch
 
 
 class Grower:
@@ -146,7 +126,8 @@ class Grower:
         async def grow(task: Task) -> Tree:
             group_id = f"{group_prefix}/{task.id}"
             async with gate:
-                tree = await self.grow(task, noise_key=noise_key, group_id=group_id)
+                with span("tree", group_id=group_id):
+                    tree = await self.grow(task, noise_key=noise_key, group_id=group_id)
             if on_tree is not None:
                 on_tree(next(number), tree)
             return tree
@@ -238,6 +219,8 @@ class _Growth:
         """Where children may be opened once all leaves have ended, by the step above them; empty
         where the explorer opens none."""
         self._num_starts = 0
+        # Of the tree's own span: a probe's answer comes from the engine's thread, without one.
+        self._context = contextvars.copy_context()
         self._retries = Retries(tree, grower.format, grower.limits, self._ends, self._begin)
         self.stored: StoredSteps | None = None
         """What rollouts may begin below; None where the explorer never does."""
@@ -318,7 +301,8 @@ class _Growth:
         return True
 
     def _launch(self, path: OpenPath, cause: Cause | None) -> None:
-        self._group.create_task(self._run(path, self._tree.next_id(path.parent), cause))
+        run = self._run(path, self._tree.next_id(path.parent), cause)
+        self._group.create_task(run, context=self._context.copy())
 
     async def _run(self, path: OpenPath, step_id: str, cause: Cause | None) -> None:
         """Runs one trajectory to its end; any failure of ours in it becomes a failed leaf.

@@ -1,12 +1,12 @@
 """Siblings of finished steps that begin with forced tokens: a thought that is kept, and the opening
-of a tool call."""
+of a tool call or an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from treegraft.core.errors import SettingError
-from treegraft.core.interfaces import Explorer, Format, Opening
+from treegraft.core.interfaces import AnswerOpening, Explorer, Format, Opening
 from treegraft.core.sessions import Point
 from treegraft.core.types import ROOT_ID, Cause, Retry, RetryCause, Start
 from treegraft.rollout.limits import MIN_ROOM, Limits
@@ -43,8 +43,12 @@ class Retries:
     def _beside(self, retry: Retry) -> list[OpenPath]:
         tree = self._tree
         step = tree.steps_to(retry.step_id)[-1]
-        assert isinstance(self._format, Opening), "checked when the grower was made"
-        opening = self._format.call_opening(step.written_ids, retry.tool)
+        if retry.opens == "answer":
+            assert isinstance(self._format, AnswerOpening), "checked when the grower was made"
+            opening = self._format.answer_opening(step.written_ids)
+        else:
+            assert isinstance(self._format, Opening), "checked when the grower was made"
+            opening = self._format.call_opening(step.written_ids, retry.tool)
         above = None if step.parent == ROOT_ID else self._ends.get(str(step.parent))
         if above is None and step.parent != ROOT_ID:
             return []
@@ -59,15 +63,20 @@ class Retries:
                 above.point.reserve(num)
             paths = [above.copy() for _ in range(num)]
         for path in paths:
-            path.opening = opening
+            path.opening, path.is_lesson = opening, retry.is_lesson
         return paths
 
 
 def check_retries(explorer: Explorer, format: Format) -> None:
-    """Raises SettingError where the explorer begins tool calls and the format cannot."""
+    """Raises SettingError where the explorer begins tool calls or answers and the format cannot."""
     if getattr(explorer, "retries", False) and not isinstance(format, Opening):
         raise SettingError(
             f"explore.explorers: {type(explorer).__name__} begins tool calls for the agent, but the"
             f" format {type(format).__name__} has no method call_opening; expected a format with"
             " one, as 'tags' and 'chat' are. Write it, or choose another explorer."
+        )
+    if getattr(explorer, "begins_answers", False) and not isinstance(format, AnswerOpening):
+        raise SettingError(
+            f"explore.commit.answers: got true, but the format {type(format).__name__} has no"
+            " method answer_opening; expected a format with one, as 'tags' is. Set it to false."
         )

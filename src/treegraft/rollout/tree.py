@@ -53,6 +53,8 @@ class OpenPath:
     """Its leaf has ended; later reports of the engine about it are ignored."""
     opening: tuple[int, ...] = ()
     """Forced tokens that its next step begins with."""
+    is_lesson: bool = False
+    """Whether they are learned from where they paid."""
     point: Point | None = None
     """Where its session comes from; None once it has one."""
     session: Session | None = None
@@ -153,6 +155,7 @@ class OpenTree:
             violation=violation,
             policy_version=completion.policy_version,
             cause=cause or _own_cause(path),
+            lesson_ids=opening if path.is_lesson else (),
         )
         path.num_sampled += 1
         path.after = Origin.POLICY

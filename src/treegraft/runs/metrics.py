@@ -175,6 +175,7 @@ METRICS: Mapping[str, str] = {
 
 @functools.cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Pattern and key in the table."""
     # Longer patterns first, so that the most specific one wins: "eval/accuracy_sampled_{category}"
     # before "eval/accuracy_{category}".
     keys = sorted((key for key in METRICS if "{" in key), key=len, reverse=True)
@@ -183,15 +184,23 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
         before, after = map(re.escape, re.split(r"\{\w+\}", key))
         # A name may be any text but the slash that ends a group; {k} is a count.
         inner = r"\d+" if "{k}" in key else "[^/]+"
-        compiled.append((re.compile(before + inner + after), METRICS[key]))
+        compiled.append((re.compile(f"{before}({inner}){after}"), key))
     return compiled
+
+
+def find_entry(key: str) -> tuple[str, str] | None:
+    """Returns the key of the table that a metric's key belongs to, and the name that stands in it
+    for {name}, "" for none; None for a key that the table does not know."""
+    if key in METRICS:
+        return key, ""
+    found = ((known, pattern.fullmatch(key)) for pattern, known in _patterns())
+    return next(((known, match[1]) for known, match in found if match), None)
 
 
 def find_meaning(key: str) -> str | None:
     """Returns the meaning of a metric, None for a key that the table does not know."""
-    if key in METRICS:
-        return METRICS[key]
-    return next((text for pattern, text in _patterns() if pattern.fullmatch(key)), None)
+    entry = find_entry(key)
+    return None if entry is None else METRICS[entry[0]]
 
 
 def meaning(key: str) -> str:

@@ -14,10 +14,12 @@ from treegraft.core.errors import CheckpointError, EngineError, StorageError, Tr
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
+from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
 from treegraft.runs.background import BackgroundWriter
 from treegraft.runs.beside import Beside, ways_out
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
+from treegraft.runs.exporter import Exporter, check_exporter
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import read_metrics, write_trees
 from treegraft.runs.start import Start, update_latest
@@ -83,6 +85,8 @@ class Run:
         self._is_opened = False
         try:
             self._make_trackers = find_trackers(self.config.track.trackers)
+            check_place(self.config.track.spans)
+            check_exporter(self.config.track.prometheus)
         except BaseException:
             start.give_up(start.folder)
             raise
@@ -139,6 +143,7 @@ class Run:
                 self.start.give_up(self.folder)
                 raise
             self._is_opened = True
+            ends.enter_context(recorded(self.config.track.spans, self.path, "rank 0"))
             with self._told_ends():
                 yield
 
@@ -161,6 +166,10 @@ class Run:
         self.health = Monitor(self.config.health, self.start.history())
         for text in (*self.start.notices, *defects):
             self.display.warn(text)
+        if place := self.config.track.prometheus:
+            exporter = Exporter(place, lambda: self.latest, run=self.path.name, role="rank 0")
+            ends.callback(exporter.close)
+            self.display.note(f"metrics for Prometheus: {exporter.address}")
         title = f"{self.config.model.path} on {self.config.tasks.kind}"
         self.display.started(self.path, title, self.config.run.num_updates)
         if self.health.standing:
@@ -406,7 +415,8 @@ class Clock:
     def __call__(self, part: str) -> Iterator[None]:
         """Adds the time of the block to a part."""
         began = time.monotonic()
-        yield
+        with span(part):
+            yield
         self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - began
 
     def take_metrics(self) -> dict[str, float]:

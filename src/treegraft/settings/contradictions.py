@@ -275,7 +275,7 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix", "axpo")
+    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix", "axpo", "commit")
     leading = [name for name in known if name in explore.explorers]
     for name in leading:
         # A balanced budget has no number to compare.

@@ -19,6 +19,7 @@ with_peaks = has("explore.explorers", "entropy_peaks")
 with_tree_search = has("explore.explorers", "tree_search")
 with_prefix = has("explore.explorers", "prefix")
 with_axpo = has("explore.explorers", "axpo")
+with_commit = has("explore.explorers", "commit")
 RETRIEVING = ("graft", "prefix")
 """Explorers that need a Step-Trace Buffer."""
 
@@ -29,10 +30,12 @@ def retrieves(explorers: list[str]) -> bool:
 
 
 def teaches(config: Settings) -> str:
-    """Returns why nothing of another agent is learned, "" where it can be: grafts, and whole stored
-    trajectories."""
+    """Returns why nothing is learned that the agent did not sample, "" where it can be: grafts,
+    whole stored trajectories, forced openings."""
     is_whole = value_of(config, "explore.prefix.rule") == "whole"
-    return "" if is_whole and not with_prefix(config) else with_graft(config)
+    if not with_commit(config) or (is_whole and not with_prefix(config)):
+        return ""
+    return with_graft(config)
 
 
 _grafts = (with_graft, when("explore.graft.num_hybrid"), when("explore.graft.probability"))
@@ -200,10 +203,14 @@ class PeaksSettings(Settings):
     branches."""
 
 
-def _at_answers(config: Settings) -> str:
+def _names_tools(config: Settings) -> str:
     if value_of(config, "format.kind") == "chat":
         return "format.kind is 'chat', in which a call begins before the tool is named"
-    return when("explore.axpo.places", "answers")(config)
+    return ""
+
+
+def _at_answers(config: Settings) -> str:
+    return _names_tools(config) or when("explore.axpo.places", "answers")(config)
 
 
 class AxpoSettings(Settings):
@@ -221,20 +228,43 @@ class AxpoSettings(Settings):
     """Reward from which a rollout did not fail."""
 
 
+def _quarter_of_the_leaves(config: Settings) -> int:
+    return max(1, int(value_of(config, "explore.num_leaves")) // 4)
+
+
+def _marks_answers(config: Settings) -> bool:
+    return value_of(config, "format.kind") != "chat"
+
+
+class CommitSettings(Settings):
+    num_starts: int = setting(4, ge=1, default_of=_quarter_of_the_leaves)
+    """First-level rollouts, at most explore.num_leaves, of which a quarter is the default. Where
+    only some of them succeed, the others of explore.num_leaves follow."""
+    num_retries: int = setting(2, ge=1)
+    """Rollouts that go on in place of one answer, in each round."""
+    tool: str = setting("", idle_unless=(_names_tools,))
+    """The tool whose call is opened in place of an answer; empty for the first."""
+    answers: bool = setting(True, default_of=_marks_answers)
+    """Whether answers are begun in place of calls, too, where no rollout has answered; the format
+    "chat" has no mark that begins one."""
+    min_reward: float = 1.0
+    """Reward from which a rollout did not fail."""
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = setting(
         ["independent"],
         min_length=1,
         built_in=(
             *("independent", "entropy", "graft", "tree_search", "balanced", "entropy_peaks"),
-            *("prefix", "axpo"),
+            *("prefix", "axpo", "commit"),
         ),
     )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), "tree_search" (Tree-GRPO), "balanced" (AEPO), "entropy_peaks" (APPO), "prefix"
-    (rollouts below steps of stored trajectories), "axpo" (AXPO), or import paths
-    "package.module:Explorer". Starts come from the first, grafts from the first that wants one,
-    branches from all."""
+    (rollouts below steps of stored trajectories), "axpo" (AXPO), "commit" (calls in place of
+    answers that failed), or import paths "package.module:Explorer". Starts come from the first,
+    grafts from the first that wants one, branches from all."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
@@ -254,6 +284,8 @@ class ExploreSettings(Settings):
     """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
     axpo: AxpoSettings = setting(AxpoSettings(), idle_unless=with_axpo)
     """Retries of failed rollouts behind a forced tool-call opening (AXPO, arXiv 2605.28774)."""
+    commit: CommitSettings = setting(CommitSettings(), idle_unless=with_commit)
+    """Calls in place of answers where every rollout failed, round after round."""
     tree_search: TreeSearchSettings = setting(TreeSearchSettings(), idle_unless=with_tree_search)
     """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
     graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)

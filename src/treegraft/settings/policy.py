@@ -10,6 +10,7 @@ from pydantic import Field
 from treegraft.settings.explore import (
     teaches,
     with_axpo,
+    with_commit,
     with_entropy,
     with_graft,
     with_peaks,
@@ -51,13 +52,18 @@ def _by_objective(**values: float) -> Callable[[Any], float]:
 
 
 def _branches(config: Settings) -> str:
-    if not all(one(config) for one in (with_entropy, with_tree_search, with_peaks, with_axpo)):
+    branching = (with_entropy, with_tree_search, with_peaks, with_axpo, with_commit)
+    if not all(one(config) for one in branching):
         return ""
     return "explore.explorers is without 'entropy' and 'tree_search', so no step has two children"
 
 
 def _restarts(config: Settings) -> str:
-    return with_prefix(config) if with_axpo(config) else ""
+    return with_prefix(config) if with_axpo(config) and with_commit(config) else ""
+
+
+def _together(config: Settings) -> str:
+    return "apart" if with_commit(config) else "together"
 
 
 def _shares_steps(config: Settings) -> str:
@@ -270,9 +276,11 @@ class CreditSettings(Settings):
     token_entropy_weight: float = setting(0.0, ge=0)
     """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
     1 + this times the standardised entropy of its token; 0 for none."""
-    restarts: Literal["apart", "together"] = setting("apart", idle_unless=(_restarts,))
+    restarts: Literal["apart", "together"] = setting(
+        "apart", default_of=_together, idle_unless=(_restarts,)
+    )
     """Rollouts that begin below stored steps, and retries, are compared with those of the same
-    place ("apart"), or with all of the tree ("together", an ablation)."""
+    place ("apart"), or with all of the tree ("together", the default of "commit" alone)."""
     stored: Literal["joint", "own"] = setting(
         "joint",
         idle_unless=(

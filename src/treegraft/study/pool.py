@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -134,6 +135,9 @@ def _work(connection: Connection, function: Callable[..., Any]) -> None:
             answer = (None, traceback.format_exc())
         with suppress(OSError):
             connection.send(answer)
+        # What is left are modules, which the collector need not look at in every further job.
+        gc.collect()
+        gc.freeze()
 
 
 def _end_with_parent() -> None:

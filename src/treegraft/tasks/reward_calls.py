@@ -138,6 +138,34 @@ def _call(name: str, body: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+class Called:
+    """A reward function with what its signature says, which is read once for all calls."""
+
+    def __init__(self, function: RewardFunc) -> None:
+        parameters = inspect.signature(function).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        # The method of an object that is called is not a coroutine function itself.
+        method = getattr(function, "__call__", None)  # noqa: B004
+        self._function = function
+        self._names = None if takes_all else tuple(parameters)
+        self._is_async = any(map(inspect.iscoroutinefunction, (function, method)))
+        self.scores_one = scores_one(function)
+        """It is called for one trajectory at a time."""
+
+    async def with_each(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Returns what the function returned for each of `calls`, with the arguments that it names,
+        or with all where it takes **kwargs."""
+        function, names = self._function, self._names
+        if names is not None:
+            calls = [{name: call[name] for name in names if name in call} for call in calls]
+        if self._is_async:
+            return list(await asyncio.gather(*(function(**call) for call in calls)))
+        # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads,
+        # and the process could not end.
+        returned = await run_in_thread(lambda: [function(**call) for call in calls])
+        return [await one if inspect.isawaitable(one) else one for one in returned]
+
+
 class Arguments:
     """The arguments of all reward functions for the trajectories of one tree."""
 
@@ -160,12 +188,12 @@ class Arguments:
             "trajectories": trajectories,
         }
 
-    async def give_to(self, function: RewardFunc) -> list[Any]:
+    async def give_to(self, function: Called) -> list[Any]:
         """Returns what a function says of the trajectories, in their order."""
-        if scores_one(function):
+        if function.scores_one:
             calls = [self._of_one(number) for number in range(len(self._texts))]
-            return _scores(await _call_with(function, calls))
-        (returned,) = await _call_with(function, [self._by_name])
+            return _scores(await function.with_each(calls))
+        (returned,) = await function.with_each([self._by_name])
         return list(returned)
 
     def _of_one(self, number: int) -> dict[str, Any]:
@@ -190,19 +218,3 @@ class Arguments:
 def _scores(returned: Sequence[Any]) -> list[Any]:
     """The scores among what a function of verl's returned, which may say more in a dict."""
     return [one["score"] if isinstance(one, Mapping) else one for one in returned]
-
-
-async def _call_with(function: RewardFunc, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns what a function returned for each of `calls`, with the arguments that it names, or
-    with all where it takes **kwargs."""
-    parameters = inspect.signature(function).parameters
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        calls = [{name: call[name] for name in parameters if name in call} for call in calls]
-    # The method of an object that is called is not a coroutine function itself.
-    method = getattr(function, "__call__", None)  # noqa: B004
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method):
-        return list(await asyncio.gather(*(function(**call) for call in calls)))
-    # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads, and
-    # the process could not end.
-    returned = await run_in_thread(lambda: [function(**call) for call in calls])
-    return [await one if inspect.isawaitable(one) else one for one in returned]

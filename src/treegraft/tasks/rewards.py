@@ -19,7 +19,13 @@ from treegraft.core.plugins import pick
 from treegraft.core.types import Leaf, Origin, Status, Task, Trajectory, Tree
 from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks import scoring
-from treegraft.tasks.reward_calls import Arguments, WrittenText, check_columns, check_function
+from treegraft.tasks.reward_calls import (
+    Arguments,
+    Called,
+    WrittenText,
+    check_columns,
+    check_function,
+)
 
 Accuracy = Literal["auto", "f1", "exact_match", "math"]
 
@@ -185,6 +191,8 @@ class RewardScorer:
             correct.
         """
         self._functions = tuple(functions)
+        own = [function for _, function, _ in functions]
+        self._calls = [Called(function) for function in (*own, self._correctness)]
         self._written_text = written_text
         self._deadline_s = deadline_s
         self._success_reward = success_reward
@@ -195,8 +203,7 @@ class RewardScorer:
         if not trajectories:
             return tree
         arguments = Arguments(tree.task, trajectories, self._written_text)
-        functions = [*(function for _, function, _ in self._functions), self._correctness]
-        calls = (self._ask(function, arguments, len(trajectories)) for function in functions)
+        calls = (self._ask(one, arguments, len(trajectories)) for one in self._calls)
         # Failed leaves were not asked about, so their places are skipped below.
         by_leaf = zip(*await asyncio.gather(*calls), strict=True)
         leaves = [
@@ -219,7 +226,7 @@ class RewardScorer:
 
         return [is_correct(path) for path in trajectories]
 
-    async def _ask(self, function: RewardFunc, arguments: Arguments, num: int) -> list[_Outcome]:
+    async def _ask(self, function: Called, arguments: Arguments, num: int) -> list[_Outcome]:
         """Returns a function's reward of each trajectory, or the one error for all of them."""
         deadline = asyncio.timeout(self._deadline_s)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, get_type_hints
 
@@ -117,9 +118,9 @@ class FunctionTool:
         """Returns the result of `func`, such as an object's method, called with the arguments in
         `body`. Raises as a call of the tool does."""
         found = dict.fromkeys(self._task_params, task) | self._arguments(body)
-        bound = self._signature.bind_partial()
         # Positional parameters are passed in the order in which they stand here.
-        bound.arguments = {n: found[n] for n in self._signature.parameters if n in found}
+        given = OrderedDict((n, found[n]) for n in self._signature.parameters if n in found)
+        bound = inspect.BoundArguments(self._signature, given)
         return await run_either(func, lambda: func(*bound.args, **bound.kwargs), run_blocking)
 
     async def close(self) -> None:

@@ -9,12 +9,12 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
 from treegraft.core.interfaces import Tool
-from treegraft.core.sessions import Act, Sessions, SessionSource, SharedSession
+from treegraft.core.sessions import COUNTS, Act, Sessions, SessionSource, SharedSession
 from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.settings.tools import ToolsSettings
@@ -43,6 +43,11 @@ class _Usage:
     num_retries: int = 0
     latency_s: float = 0.0
 
+    def add(self, counts: Mapping[str, Any]) -> None:
+        """Adds counts by their names here."""
+        for name, number in counts.items():
+            setattr(self, name, getattr(self, name) + number)
+
 
 class _Entry:
     """A tool of the box with its optional attributes and its usage."""
@@ -51,8 +56,22 @@ class _Entry:
         self.tool, self.name = tool, tool.name
         self.is_remote = bool(getattr(tool, "is_remote", False))
         self.deadline_s: float | None = getattr(tool, "deadline_s", None)
-        self.usage = _Usage()
+        self._usage = _Usage()
         self.next_start = 0.0
+
+    @property
+    def usage(self) -> _Usage:
+        """Where a call is counted that is made now."""
+        apart = COUNTS.get()
+        if apart is None:
+            return self._usage
+        found: _Usage = apart.setdefault(self.name, _Usage())
+        return found
+
+    def take_usage(self) -> _Usage:
+        """Returns the counts since the last take."""
+        usage, self._usage = self._usage, _Usage()
+        return usage
 
     @property
     def fingerprint(self) -> str:
@@ -150,24 +169,11 @@ class Toolbox:
         usage.num_failures += observation.is_error
         return observation
 
-    def take_usage(self) -> dict[str, dict[str, float]]:
-        """Returns the counts of each tool since the last take, in the form that `add_usage` takes
-        in another process."""
-        found: dict[str, dict[str, float]] = {}
-        for name, entry in self._entries.items():
-            usage, entry.usage = entry.usage, _Usage()
-            found[name] = asdict(usage)
-        if self._environments is not None:
-            found[""] = self._environments.take_counts()
-        return found
-
-    def add_usage(self, counts: Mapping[str, Mapping[str, float]]) -> None:
-        """Adds what calls in another process have counted."""
+    def add_usage(self, counts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Adds what a tree in another process has counted in `COUNTS`, as dicts."""
         for name, added in counts.items():
             if name:
-                own = self._entries[name].usage
-                for field, number in added.items():
-                    setattr(own, field, getattr(own, field) + number)
+                self._entries[name].usage.add(added)
             elif self._environments is not None:
                 self._environments.add_counts(added)
 
@@ -176,7 +182,7 @@ class Toolbox:
         without a call."""
         metrics = {} if self._environments is None else self._environments.take_metrics()
         for name, entry in self._entries.items():
-            usage, entry.usage = entry.usage, _Usage()
+            usage = entry.take_usage()
             metrics[f"tools/{name}_calls"] = float(usage.num_calls)
             if usage.num_calls:
                 metrics[f"tools/{name}_failure_frac"] = usage.num_failures / usage.num_calls

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -79,20 +79,14 @@ class BufferStats:
 class TraceBuffer:
     """Traces on disk with their vectors in memory. One thread may write while others search."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        encoder: str | Encoder | None = "minilm",
-        *,
-        is_frozen: bool = False,
-    ) -> None:
+    _opened: Callable[..., TraceFile] = TraceFile
+
+    def __init__(self, path: str | Path, encoder: str | Encoder | None = "minilm") -> None:
         """Opens the buffer, or makes an empty one where there is no file.
 
         Args:
             encoder: a name for `build_encoder`, or an object; None means the one that the buffer
                 was built with.
-            is_frozen: a file that is there and that nobody ever writes to, such as one of
-                `copy_to`.
 
         Raises:
             DataError: the file is not a buffer, is damaged, was built with another encoder, or is
@@ -104,13 +98,12 @@ class TraceBuffer:
         self._writing, self._encoding = threading.RLock(), threading.Lock()
         name = encoder if isinstance(encoder, str) else None
         self._encoder: Encoder | None = None if isinstance(encoder, str) else encoder
-        if name is not None and not is_frozen and not self.path.exists():
+        if name is not None and not self.path.exists():
             # Before the file is made, so that a misspelt encoder leaves none behind.
             self._encoder = build_encoder(name)
         self._is_checked = False
         self._digested = (-1, hashlib.blake2b(digest_size=16))
-        can_create = encoder is not None and not is_frozen
-        self._file = TraceFile(self.path, create=can_create, is_frozen=is_frozen)
+        self._file = self._opened(self.path, create=encoder is not None)
         try:
             self.encoder_name, self.dim, self._probe = self._agree(name)
             self._table = RowTable(self.dim)
@@ -445,7 +438,6 @@ class TraceBuffer:
         )
         counts = {source: num for source, num, _ in trajectories}
         num_trajectories = sum(counts.values())
-        num_steps = sum(steps for _, _, steps in trajectories)
         sources = self._file.query(
             f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source"
         )
@@ -455,7 +447,7 @@ class TraceBuffer:
             num_trajectories=num_trajectories,
             num_terminal=int(terminal),
             num_tasks=int(tasks),
-            steps_per_trajectory=num_steps / max(1, num_trajectories),
+            steps_per_trajectory=sum(num for _, _, num in trajectories) / max(1, num_trajectories),
             sources={
                 source: SourceStats(num, counts[source], mean) for source, num, mean in sources
             },

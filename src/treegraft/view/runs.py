@@ -25,6 +25,7 @@ from treegraft.runs.record import RunFolder, TreePlace, read_places, read_trajec
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
 from treegraft.view.pages import summarise
+from treegraft.view.roles import roles_line
 
 T = TypeVar("T")
 FILE_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
@@ -148,6 +149,7 @@ class Run:
             "update": done,
             "num_updates": total,
             "is_live": is_live,
+            "roles": roles_line(self.path / "roles.json") if is_live else "",
             "last": table.last(LAST),
             "sums": {axis: values[0] for axis, values in table.axes([-1]).items()}
             if table.num_lines

@@ -63,7 +63,7 @@ _NO_STATE: dict[str, Any] = {
     "is_live": 0,
     "last": {},
     "sums": {},
-    **dict.fromkeys(("explorers", "model", "seed"), ""),
+    **dict.fromkeys(("roles", "explorers", "model", "seed"), ""),
 }
 _TYPES = {
     ".html": "text/html; charset=utf-8",

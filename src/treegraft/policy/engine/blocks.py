@@ -236,8 +236,11 @@ class PathCache:
         while True:
             at = len(chain) * BLOCK
             wanted = list(path_ids[at : min(at + BLOCK, limit)])
-            best, common = None, 0
+            best, common, least = None, 0, wanted[:1]
             for child in node.children:
+                # Most differ at once, and one that has less in common than the best cannot be it.
+                if child.token_ids[: len(least)] != least:
+                    continue
                 # Of equals a tail without users: it can be taken over, others must be copied.
                 length = common_length(child.token_ids, wanted)
                 if length > common or (
@@ -246,7 +249,7 @@ class PathCache:
                     and best is not None
                     and _is_taken(best) > _is_taken(child)
                 ):
-                    best, common = child, length
+                    best, common, least = child, length, wanted[:length]
             if common < BLOCK or best is None:
                 return chain, best, common
             chain.append(best)

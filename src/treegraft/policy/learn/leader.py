@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import WeightSource
+from treegraft.core.spans import joined, span
 from treegraft.core.types import Tree
 from treegraft.policy.head import base_model, head_problem
 from treegraft.policy.learn.handover import packed, unpacked
@@ -183,11 +184,11 @@ def serve_rank(ranks: Ranks, config: Config) -> Mapping[str, Any] | None:
         try:
             while True:
                 order = ranks.next_order()
-                name = order.pop("do")
+                name, trace = order.pop("do"), order.pop("trace", None)
                 if name == "end":
                     result: Mapping[str, Any] | None = order["result"]
                     return result
-                with ranks.blaming():
+                with ranks.blaming(), joined(trace, f"rank {ranks.rank}"), span(name):
                     if name == "build":
                         learner = _built(ranks, order["shape"], config, order["files"], None)
                         continue

@@ -29,7 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Step, Trajectory, Tree, ids_to
+from treegraft.core.types import (
+    LEARNING_RULES,
+    Leaf,
+    Origin,
+    RetryCause,
+    Step,
+    Trajectory,
+    Tree,
+    ids_to,
+)
 
 
 class Node(NamedTuple):
@@ -357,9 +366,10 @@ def has_lesson(leaf: Leaf) -> bool:
 
 
 def teaches(path: Trajectory, step: Step) -> bool:
-    """Whether a trajectory imitates a step's lesson: a graft's, or one of the stored trajectory
-    that it is; never of stored steps that it began below."""
-    return bool(step.lesson_ids) and has_lesson(path.leaf) and (step.is_graft or path.is_stored)
+    """Whether a trajectory imitates a step's lesson: a graft's, a forced opening's, or one of the
+    stored trajectory that it is; never of stored steps that it began below."""
+    is_own = step.is_graft or path.is_stored or isinstance(step.cause, RetryCause)
+    return bool(step.lesson_ids) and has_lesson(path.leaf) and is_own
 
 
 def num_loss_tokens(path: Trajectory) -> int:

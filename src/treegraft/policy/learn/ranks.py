@@ -30,6 +30,7 @@ from torch import Tensor
 
 import treegraft
 from treegraft.core.errors import RankError, SettingError
+from treegraft.core.spans import carrier
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, differences
 
@@ -215,7 +216,8 @@ class Ranks:
         self.check()
         self._is_together = False
         with self.blaming():
-            self._send({"do": name, **arguments}, columns)
+            trace = carrier()
+            self._send({"do": name, **arguments} | ({"trace": trace} if trace else {}), columns)
             yield
         self._is_together = True
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypedDict
 
 from treegraft.core.errors import DataError
@@ -16,6 +17,8 @@ from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, Origin, StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule
 
+SHORT, NUM_SHORT = 120, 8192
+"""Characters of texts whose tokens are remembered, and how many of them."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _TEXT = re.compile(r"\\text\s*\{(.*)\}", re.DOTALL)
@@ -126,6 +129,7 @@ class MarkedFormat(ABC):
     ) -> None:
         """Args: see `FormatOptions`."""
         self._tokenizer = tokenizer
+        self._short_ids = lru_cache(maxsize=NUM_SHORT)(self._encode_anew)
         self._require_think, self._require_boxed = require_think, require_boxed
         self._answer_rule = answer or AnswerRule()
         self._max_context = max_context
@@ -209,6 +213,12 @@ class MarkedFormat(ABC):
         return self._forged.sub(_broken, self._specials.broken(clean(text)))
 
     def _encode(self, text: str, **options: bool) -> list[int]:
+        # Marks and short results come again and again.
+        if len(text) <= SHORT:
+            return [*self._short_ids(text, **options)]
+        return self._encode_anew(text, **options)
+
+    def _encode_anew(self, text: str, **options: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False, **options))
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -205,13 +205,23 @@ class TagsFormat(MarkedFormat):
     def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
         """Returns the step up to its call or answer, and the opening tag of a tool: of `tool`, or
         of the one that it called, or else of the first."""
+        ids, kept, action = self._up_to_action(token_ids)
+        called = action if action in self._tool_names else self._tool_names[0]
+        return self._continued(ids, kept, f"<{tool or called}>")
+
+    def answer_opening(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the step up to its call or answer, and the opening tag of an answer."""
+        ids, kept, _ = self._up_to_action(token_ids)
+        return self._continued(ids, kept, f"<{ANSWER}>")
+
+    def _up_to_action(self, token_ids: Sequence[int]) -> tuple[Sequence[int], str, str]:
+        """A step's tokens, its text up to its call or answer, and the name of that; no text and no
+        name where it has neither."""
         ids, _ = self._before_end(token_ids)
         text = self._decode(ids)
         tags = (tag for tag in self._tag.finditer(text) if not tag[1] and tag[2] != THINK)
         action = next(tags, None)
-        called = action[2] if action and action[2] in self._tool_names else self._tool_names[0]
-        kept = text[: action.start()] if action else ""
-        return self._continued(ids, kept, f"<{tool or called}>")
+        return (ids, text[: action.start()], action[2]) if action else (ids, "", "")
 
     # Results, foreign steps, and steps as the agent would have written them
 

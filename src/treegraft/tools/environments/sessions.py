@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, EnvironmentKind, LiveEnvironment
-from treegraft.core.sessions import Point, Runner, Session
+from treegraft.core.sessions import COUNTS, Point, Runner, Session
 from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tools import EnvironmentSettings
@@ -46,6 +46,16 @@ class _Usage:
     num_failures: int = 0
 
 
+@dataclass(slots=True)
+class _Counts:
+    """All that environments count."""
+
+    usage: _Usage = field(default_factory=_Usage)
+    grafts: GraftCounts = field(default_factory=GraftCounts)
+    num_copies: int = 0
+    """Copies made, those that no branch took included: a matter of timing."""
+
+
 class _Action(NamedTuple):
     """A call that was made."""
 
@@ -61,41 +71,42 @@ class Environments:
 
     def __init__(self, kind: EnvironmentKind, settings: EnvironmentSettings) -> None:
         self.kind, self.settings = kind, settings
-        self.usage, self.grafts = _Usage(), GraftCounts()
-        self.num_copies = 0
-        """Copies made, those that no branch took included: a matter of timing."""
+        self._counts = _Counts()
         self.left_behind = Background()
 
     def sessions(self, runner: Runner, task: Task) -> TreeEnvironments:
         """Returns the sessions of one tree."""
         return TreeEnvironments(self, runner, task)
 
+    @property
+    def counts(self) -> _Counts:
+        """Where that is counted which happens now."""
+        apart = COUNTS.get()
+        if apart is None:
+            return self._counts
+        found: _Counts = apart.setdefault("", _Counts())
+        return found
+
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
-        counts, grafts = asdict(self.usage), self.grafts
-        self.usage, self.grafts = _Usage(), GraftCounts()
+        taken, self._counts = self._counts, _Counts()
+        counts, grafts = asdict(taken.usage), taken.grafts
         counts |= asdict(grafts)
         metrics = {f"environment/{name}": float(count) for name, count in counts.items()}
         if self.kind.capability is Capability.FORK:
-            metrics["time/environment_copies"] = float(self.num_copies)
-            self.num_copies = 0
+            metrics["time/environment_copies"] = float(taken.num_copies)
         if grafts.num_rehearsals:
             untrue_frac = grafts.num_untrue_grafts / grafts.num_rehearsals
             metrics["environment/untrue_graft_frac"] = untrue_frac
         return metrics
 
-    def take_counts(self) -> dict[str, float]:
-        """Returns the counts since the last take, in the form that `add_counts` takes in another
-        process."""
-        counts = asdict(self.usage) | asdict(self.grafts) | {"num_copies": self.num_copies}
-        self.usage, self.grafts, self.num_copies = _Usage(), GraftCounts(), 0
-        return counts
-
-    def add_counts(self, counts: Mapping[str, float]) -> None:
-        """Adds what environments in another process have counted."""
-        for name, number in counts.items():
-            holder = next(one for one in (self.usage, self.grafts, self) if hasattr(one, name))
-            setattr(holder, name, getattr(holder, name) + number)
+    def add_counts(self, counts: Mapping[str, Any]) -> None:
+        """Adds what the environments of a tree in another process have counted."""
+        for kind in ("usage", "grafts"):
+            own = getattr(self.counts, kind)
+            for name, number in counts[kind].items():
+                setattr(own, name, getattr(own, name) + number)
+        self.counts.num_copies += counts["num_copies"]
 
     async def bounded(self, work: Awaitable[T], method: str, *, is_counted: bool = True) -> T:
         """Returns the outcome of one method; past the deadline, or cancelled, it is left behind.
@@ -114,7 +125,7 @@ class Environments:
                 )
             return run.result()
         except (Exception, asyncio.CancelledError) as error:
-            self.usage.num_failures += is_counted
+            self.counts.usage.num_failures += is_counted
             reason = str(error) if isinstance(error, ToolUnavailable) else describe(error)
             raise ToolUnavailable(f"environment '{self.kind.name}': {method}: {reason}") from error
 
@@ -188,7 +199,7 @@ class TreeEnvironments:
         """Returns a fresh environment and its first observation. Raises `ToolUnavailable`."""
         live = self.kind.make()
         self._lives.add(live)
-        self.run.usage.num_opened += 1
+        self.run.counts.usage.num_opened += 1
         try:
             return live, await self.run.bounded(live.reset(self._bare_task), "reset")
         except BaseException:
@@ -197,7 +208,7 @@ class TreeEnvironments:
 
     async def fork(self, live: LiveEnvironment) -> LiveEnvironment:
         """Returns a copy, not counted among the forks. Raises `ToolUnavailable`."""
-        self.run.num_copies += 1
+        self.run.counts.num_copies += 1
         making = asyncio.create_task(live.fork())
 
         def close_late(made: asyncio.Task[LiveEnvironment]) -> None:
@@ -287,7 +298,7 @@ class EnvironmentSession:
 
     async def repeat(self, actions: Sequence[_Action]) -> None:
         """Makes calls again. Raises `ToolUnavailable` where a result differs from the first one."""
-        usage, name = self.tree.run.usage, self.tree.kind.name
+        usage, name = self.tree.run.counts.usage, self.tree.kind.name
         for number, action in enumerate(actions, start=1):
             usage.num_replayed_calls += 1
             await self._act(action.call, is_repeat=True)
@@ -320,7 +331,7 @@ class EnvironmentSession:
         observation = await self.tree.runner.call(call, self.tree.task, act, is_repeat=is_repeat)
         if not outcomes:
             # The deadline: the method may still be at work on the state.
-            self.tree.run.usage.num_failures += 1
+            self.tree.run.counts.usage.num_failures += 1
             self._broken = (
                 f"environment '{self.tree.kind.name}': {call.name} did not end within"
                 " tools.deadline_s, so its state is not known"
@@ -375,7 +386,7 @@ class EnvironmentSession:
         which its calls have been made; None where none does."""
         tree = self.tree
         copy = self._trial if self.can_branch else None
-        found = await first_true(candidates, tree.names, tree.run.grafts, copy)
+        found = await first_true(candidates, tree.names, tree.run.counts.grafts, copy)
         return None if found is None else (found[0], found[1] or self)
 
     async def _trial(self) -> Session:
@@ -402,7 +413,7 @@ class EnvironmentSession:
         with suppress(TypeError, ValueError):
             number = float(value)
         if not math.isfinite(number):
-            self.tree.run.usage.num_failures += 1
+            self.tree.run.counts.usage.num_failures += 1
             raise ToolUnavailable(
                 f"environment '{self.tree.kind.name}': get_reward returned {value!r:.80}, expected"
                 " a finite number or None"
@@ -436,7 +447,7 @@ class _FreshPoint:
 
     async def open(self) -> EnvironmentSession:
         tree = self.tree
-        tree.run.usage.num_replays += self.history is not None
+        tree.run.counts.usage.num_replays += self.history is not None
         # Shielded: the tree's end closes an environment whose opener gives up.
         live, first = await (asyncio.shield(self.begun) if self.begun else tree.begin())
         session = EnvironmentSession(tree, live)
@@ -445,7 +456,7 @@ class _FreshPoint:
                 raise ToolUnavailable(tree.refusal)
             # All trajectories of a tree share one prompt, which holds the first observation.
             if first != tree.first:
-                tree.run.usage.num_mismatches += 1
+                tree.run.counts.usage.num_mismatches += 1
                 raise ToolUnavailable(
                     f"environment '{tree.kind.name}': reset gave {first!r:.80}, but"
                     f" {tree.first!r:.80} for the tree's first trajectory; expected a beginning"
@@ -482,7 +493,7 @@ class _CopyPoint:
     def reserve(self, num: int) -> None:
         """Announces branches: each takes a copy, the last one this point's own."""
         self.num_left += num
-        self.session.tree.run.usage.num_forks += num
+        self.session.tree.run.counts.usage.num_forks += num
         if self.copy is None:
             self.copy = self.session.start_copy()
 
@@ -500,7 +511,7 @@ class _CopyPoint:
                 if self.num_left or self.is_kept:
                     live = await tree.fork(live)
             except ToolUnavailable:
-                tree.run.usage.num_failures += not self.is_failed
+                tree.run.counts.usage.num_failures += not self.is_failed
                 self.is_failed = True
                 raise
         return EnvironmentSession(tree, live, self.history)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from treegraft.core.errors import EngineError
+from treegraft.core.spans import trace_headers
 
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for the answer to a question that needs no computing."""
@@ -139,7 +140,9 @@ class Server:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._http.request(method, f"{self.url}{path}", json=body)
+                response = await self._http.request(
+                    method, f"{self.url}{path}", json=body, headers=trace_headers()
+                )
         except TimeoutError as error:
             if timeout_s is None:
                 raise

@@ -1,0 +1,159 @@
+"""Spans of OpenTelemetry: what the seconds of an update went to, also in other processes. Nothing
+is measured, and nothing imported, where no run asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import SettingError
+
+FILE = "file"
+SETTING = "track.spans"
+EXPORT_S = 5.0
+"""Longest wait for a collector at the end of a process."""
+_MODULES = {FILE: "opentelemetry.sdk", "": "opentelemetry.exporter.otlp.proto.http"}
+
+
+class _Recording:
+    """The spans of this process, on their way to a file or a collector."""
+
+    def __init__(self, place: str, folder: str, role: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self.place, self.folder = place, folder
+        facts = {"service.name": "treegraft", "treegraft.role": role}
+        facts |= {"treegraft.run": Path(folder).name, "process.pid": os.getpid()}
+        self._provider = TracerProvider(resource=Resource.create(facts))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter(role)))
+        self.tracer = self._provider.get_tracer("treegraft")
+
+    def _exporter(self, role: str) -> Any:
+        if self.place != FILE:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+            return OTLPSpanExporter(endpoint=self.place, timeout=EXPORT_S)
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        path = Path(self.folder) / f"spans-{re.sub('[^a-z0-9]+', '-', role)}.jsonl"
+        self._file = path.open("a", encoding="utf-8")
+        return ConsoleSpanExporter(out=self._file, formatter=lambda one: one.to_json(None) + "\n")
+
+    def end(self) -> None:
+        """Sends what is left; later spans go nowhere."""
+        self._provider.shutdown()
+        if self.place == FILE:
+            self._file.close()
+
+
+_recording: _Recording | None = None
+_starting = threading.Lock()
+
+
+def check_place(place: str | None) -> None:
+    """Refuses a place that spans cannot go to.
+
+    Raises:
+        SettingError: neither "file" nor an address, or OpenTelemetry is not installed.
+    """
+    if place is None:
+        return
+    if place != FILE and not place.startswith(("http://", "https://")):
+        raise SettingError(
+            f"{SETTING}: got '{place}', expected \"file\" or the address of a collector such as"
+            " http://127.0.0.1:4318/v1/traces."
+        )
+    try:
+        found = importlib.util.find_spec(_MODULES[FILE if place == FILE else ""])
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise SettingError(
+            f"{SETTING}: got '{place}', but OpenTelemetry is not installed; run: pip install"
+            ' "treegraft[spans]"'
+        )
+
+
+@contextlib.contextmanager
+def recorded(place: str | None, folder: Path, role: str) -> Iterator[None]:
+    """Records the spans of this process for the time of the block.
+
+    Args:
+        place: "file" for spans-ROLE.jsonl in `folder`, or the address of a collector (OTLP over
+            HTTP); None records nothing.
+        folder: of the run.
+        role: what this process does, such as "rank 0".
+    """
+    global _recording
+    if place is None:
+        yield
+        return
+    _recording = recording = _Recording(place, str(folder.resolve()), role)
+    try:
+        yield
+    finally:
+        _recording = None
+        recording.end()
+
+
+def span(name: str, **attributes: str | int | float) -> AbstractContextManager[Any]:
+    """Returns a context that is one span, a child of the one around it; one without effect where
+    nothing is recorded."""
+    if _recording is None:
+        return contextlib.nullcontext()
+    found: AbstractContextManager[Any] = _recording.tracer.start_as_current_span(
+        name, attributes=attributes
+    )
+    return found
+
+
+def trace_headers() -> dict[str, str]:
+    """Returns the present span as HTTP headers (W3C trace context); empty where nothing is
+    recorded."""
+    found: dict[str, str] = {}
+    if _recording is not None:
+        from opentelemetry.propagate import inject
+
+        inject(found)
+    return found
+
+
+def carrier() -> dict[str, str]:
+    """Returns what another process of the run needs to go on with the present span (`joined`);
+    empty where nothing is recorded."""
+    if _recording is None:
+        return {}
+    return trace_headers() | {"place": _recording.place, "folder": _recording.folder}
+
+
+@contextlib.contextmanager
+def joined(carried: Mapping[str, str] | None, role: str) -> Iterator[None]:
+    """Lets the spans of the block be children of another process's, whose `carrier` this is; the
+    first one begins the recording, which ends with the process."""
+    global _recording
+    if not carried:
+        yield
+        return
+    from opentelemetry import context
+    from opentelemetry.propagate import extract
+
+    with _starting:
+        if _recording is None:
+            _recording = _Recording(carried["place"], carried["folder"], role)
+    token = context.attach(extract(carried))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+__all__ = ["carrier", "check_place", "joined", "recorded", "span", "trace_headers"]

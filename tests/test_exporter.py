@@ -1,0 +1,152 @@
+"""Metrics for a Prometheus server, and the dashboard whose queries ask for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.tiny import tiny
+
+from treegraft.core.errors import SettingError
+from treegraft.runs.exporter import Exporter, check_exporter, family_of, label_of
+from treegraft.runs.metrics import METRICS
+from treegraft.runs.run import Run
+from treegraft.train import train
+
+DASHBOARD = Path(__file__).resolve().parents[1] / "docs" / "assets" / "grafana.json"
+
+
+def needs_client() -> None:
+    pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_names_follow_from_those_of_the_metrics() -> None:
+    assert family_of("reward/mean") == "treegraft_reward_mean"
+    assert family_of("tools/{name}_calls") == "treegraft_tools_calls"
+    assert family_of("time/tool_{name}_s") == "treegraft_time_tool_s"
+    assert family_of("eval/accuracy_{category}") == family_of("eval/accuracy")
+    assert label_of("treegraft_eval_accuracy") == "category"
+    assert label_of("treegraft_health") == "name" and label_of("treegraft_reward_mean") is None
+    assert all(re.fullmatch("[a-z][a-z0-9_]*", family_of(key)) for key in METRICS)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    families = {family_of(key) for key in METRICS}
+    targets = [target for panel in board["panels"] for target in panel["targets"]]
+    asked = [*(target["expr"] for target in targets), board["templating"]["list"][1]["query"]]
+    names = {name for text in asked for name in re.findall(r"\btreegraft_\w+", text)}
+    assert len(names) > 30 and names <= families
+    for target in targets:
+        labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - {"run"}
+        known = {label_of(name) for name in re.findall(r"\btreegraft_\w+", target["expr"])}
+        assert labels <= known
+    # No two panels lie on each other.
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Labels and value of each sample, by family, as Prometheus reads them."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = text_string_to_metric_families(text)
+    return {one.name: [(each.labels, each.value) for each in one.samples] for one in families}
+
+
+@pytest.fixture
+def exporter() -> Iterator[tuple[Exporter, dict[str, float]]]:
+    needs_client()
+    metrics = {
+        "reward/mean": 0.25,
+        "tools/search_calls": 3.0,
+        "eval/accuracy": 0.5,
+        "eval/accuracy_two hops": 0.75,
+        "mine/number": 7.0,
+    }
+    found = Exporter("127.0.0.1:0", lambda: metrics, run='a "run"', role="rank 0")
+    yield found, metrics
+    found.close()
+
+
+def test_the_latest_values_are_answered(exporter: tuple[Exporter, dict[str, float]]) -> None:
+    own, metrics = exporter
+    labels = {"run": 'a "run"', "role": "rank 0"}
+    found = samples(httpx.get(own.address).text)
+    assert found["treegraft_reward_mean"] == [(labels, 0.25)]
+    assert found["treegraft_tools_calls"] == [({**labels, "name": "search"}, 3.0)]
+    assert found["treegraft_eval_accuracy"] == [
+        ({**labels, "category": ""}, 0.5),
+        ({**labels, "category": "two hops"}, 0.75),
+    ]
+    assert found["treegraft_mine_number"] == [(labels, 7.0)]
+    assert found["process_resident_memory_bytes"][0][1] > 1e6
+    text = httpx.get(own.address).text
+    assert "# HELP treegraft_reward_mean mean reward of scored rollouts" in text
+    metrics["reward/mean"] = 0.5
+    assert samples(httpx.get(own.address).text)["treegraft_reward_mean"] == [(labels, 0.5)]
+
+
+def test_foreign_names_and_taken_ports_are_refused(
+    exporter: tuple[Exporter, dict[str, float]],
+) -> None:
+    own, _ = exporter
+    assert httpx.get(own.address, headers={"Host": "evil.example"}).status_code == 421
+    place = own.address.removeprefix("http://").removesuffix("/metrics")
+    with pytest.raises(SettingError, match=r"cannot listen on .*choose another port"):
+        Exporter(place, dict, run="b", role="rank 0")
+
+
+def test_a_run_answers_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_client()
+    seen: list[dict[str, list[tuple[dict[str, str], float]]]] = []
+    made: list[Exporter] = []
+    init, keep = Exporter.__init__, Run.keep_update
+
+    def noticed(self: Exporter, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        made.append(self)
+
+    def asks(self: Run, evaluated: Any) -> None:
+        keep(self, evaluated)
+        seen.append(samples(httpx.get(made[0].address).text))
+
+    monkeypatch.setattr(Exporter, "__init__", noticed)
+    monkeypatch.setattr(Run, "keep_update", asks)
+    own = tiny(
+        run={"dir": str(tmp_path), "name": "a"},
+        track={"prometheus": "127.0.0.1:0"},
+        warmup={"num_steps": 2},
+    )
+    train(own, display=False)
+    labels = {"run": "a", "role": "rank 0"}
+    versions = [found["treegraft_policy_version"] for found in seen]
+    assert versions == [[(labels, float(number))] for number in range(3)]
+    assert seen[2]["treegraft_tools_calls"][0][0] == {**labels, "name": "search"}
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(made[0].address)
+
+
+def test_bad_places_are_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("9464", ":9464", "localhost:x", "localhost:70000"):
+        with pytest.raises(SettingError, match=r"track\.prometheus: got .*expected a host"):
+            check_exporter(place)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    own = tiny(run={"dir": str(tmp_path)}, track={"prometheus": "127.0.0.1:9464"})
+    with pytest.raises(SettingError, match=r"not installed.*treegraft\[prometheus\]"):
+        train(own, display=False)
+    assert not list(tmp_path.iterdir())
