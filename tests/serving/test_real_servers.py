@@ -266,7 +266,17 @@ def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("what", ["whole weights", "adapters", "without the plugin"])
+STALE = "vLLM's own loader leaves log-probabilities 4.5e-3 nats away from the learner's"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "whole weights",
+        "adapters",
+        pytest.param("without the plugin", marks=pytest.mark.xfail(reason=STALE, strict=True)),
+    ],
+)
 def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) -> None:
     """Given all weights, or LoRA's adapters alone, or started without our options: before and after
     each of two steps of SFT on the server's own completions, the canary and all log-probabilities
