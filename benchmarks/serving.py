@@ -44,19 +44,23 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="recipes/demo.toml")
     parser.add_argument("overrides", nargs="*", help="settings of all runs")
     parser.add_argument("--updates", type=int, default=4, help="the first one is not counted")
+    parser.add_argument("--rounds", type=int, default=1, help="each way in turn, so many times")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = {}
-        for name in options.ways:
-            kind, num_ranks = WAYS[name]
-            own = [f"run.dir={folder}", f"run.name={name}", f"engine.kind={kind}"]
-            own += ["run.num_threads=1", f"run.num_updates={options.updates}", "eval.every=0"]
-            own += ["eval.at_start=false", "eval.at_end=false", *options.overrides]
-            if kind == "native":
-                own = [one for one in own if not one.startswith("engine.vllm.")]
-            run(options.recipe, own, num_ranks)
-            found[name] = Path(folder) / name
+        found: dict[str, list[Path]] = {name: [] for name in options.ways}
+        for turn in range(options.rounds):
+            # The other way round every second time, so that no way always comes first.
+            for name in options.ways[:: -1 if turn % 2 else 1]:
+                kind, num_ranks = WAYS[name]
+                place = Path(folder) / f"{name}-{turn}"
+                own = [f"run.dir={folder}", f"run.name={place.name}", f"engine.kind={kind}"]
+                own += ["run.num_threads=1", f"run.num_updates={options.updates}", "eval.every=0"]
+                own += ["eval.at_start=false", "eval.at_end=false", *options.overrides]
+                if kind == "native":
+                    own = [one for one in own if not one.startswith("engine.vllm.")]
+                run(options.recipe, own, num_ranks)
+                found[name].append(place)
         for line in table(found):
             print(line)
 
@@ -72,10 +76,10 @@ def run(recipe: str, overrides: Sequence[str], num_ranks: int) -> None:
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def table(folders: Mapping[str, Path]) -> list[str]:
-    """Returns the lines of a Markdown table: medians of each run, and how many times the first
-    run's they are."""
-    columns = {name: medians(read_metrics(folder)) for name, folder in folders.items()}
+def table(folders: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Returns the lines of a Markdown table: medians of each way's runs, how many times the first
+    way's they are; and how many trees differ."""
+    columns = {name: medians([*map(read_metrics, own)]) for name, own in folders.items()}
     first = next(iter(columns))
     names = [first, *(part for name in list(columns)[1:] for part in (name, "ratio"))]
     lines = [f"| | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
@@ -88,14 +92,16 @@ def table(folders: Mapping[str, Path]) -> list[str]:
                 cells.append(f"{values[n] / base:.3g}" if base and values[n] else "-")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     for name in list(folders)[1:]:
-        different, count = num_different(folders[first], folders[name])
+        pairs = zip(folders[first], folders[name], strict=True)
+        different, count = map(sum, zip(*(num_different(*pair) for pair in pairs), strict=True))
         lines.append(f"{name}: {different} of {count} trees differ")
     return lines
 
 
-def medians(lines: Sequence[Mapping[str, float]]) -> list[float]:
-    """Returns the medians of ROWS over updates, the first left out: servers warm up in it."""
-    counted = [line for line in lines if line.get("update", 0) > 1]
+def medians(runs: Sequence[Sequence[Mapping[str, float]]]) -> list[float]:
+    """Returns the medians of ROWS over the updates of all runs, the first of each left out: servers
+    warm up in it."""
+    counted = [line for lines in runs for line in lines if line.get("update", 0) > 1]
     return [
         median(line.get(name, 0.0) / (line[over] if over else 1.0) for line in counted)
         for _, name, over in ROWS

@@ -262,7 +262,7 @@ def _plain(
     logits: torch.Tensor, params: dict[str, Any], position: int, generator: torch.Generator
 ) -> dict[str, Any]:
     """One token of a reply, as vLLM draws and reports it by itself: the drawn token, then the most
-    likely ones."""
+    likely ones, together no more than were asked for."""
     temperature = params["temperature"]
     logprobs = (logits[0] / (temperature or 1.0)).log_softmax(dim=0)
     if temperature:
@@ -273,7 +273,8 @@ def _plain(
     rows = {token: float(logprobs[token])}
     rows |= dict(zip(places.tolist(), values.tolist(), strict=True))
     top = [{"token_id": place, "logprob": value} for place, value in rows.items()]
-    return {"token_id": token, "logprob": rows[token], "top_logprobs": top}
+    kept = top[: params["logprobs"]]
+    return {"token_id": token, "logprob": rows[token], "top_logprobs": kept}
 
 
 @contextlib.contextmanager

@@ -220,6 +220,32 @@ def test_ray_is_imported_in_the_cluster_alone() -> None:
         assert not uses or under(module, ("cluster",)), f"{module} imports ray"
 
 
+def test_torch_distributed_is_imported_where_ranks_learn_alone() -> None:
+    for module, tree in TREES.items():
+        uses = any(name.startswith("torch.distributed") for name in imports(tree, module))
+        is_allowed = under(module, ("policy.learn", "cluster.rank"))
+        assert not uses or is_allowed, f"{module} imports torch.distributed"
+
+
+PICKLING = {"torch.load", "torch.save", "broadcast_object_list", "scatter_object_list"}
+PICKLING |= {"all_gather_object", "gather_object", "send_object_list", "recv_object_list"}
+
+
+def test_nothing_is_pickled() -> None:
+    for module, tree in TREES.items():
+        names = {ast.unparse(one) for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
+        # An error of somebody else's that is caught.
+        names |= set(imports(tree, module)) - {"pickle.UnpicklingError"}
+        found = {
+            name
+            for name in names
+            if name in PICKLING
+            or name.rpartition(".")[2] in PICKLING
+            or name.partition(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "marshal")
+        }
+        assert not found, f"{module} uses {', '.join(sorted(found))}"
+
+
 def test_the_root_is_only_asked_for_the_version() -> None:
     for module, tree in TREES.items():
         for name in imports(tree, module, FILES[module].name == "__init__.py"):

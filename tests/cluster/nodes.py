@@ -81,20 +81,45 @@ class Disturbed:
     """A run of `treegraft cluster` in a process of its own."""
 
     def __init__(self, folder: Path, address: str, **tables: Mapping[str, Any]) -> None:
-        self.run = folder / "cluster"
+        self.run, self.folder = folder / "cluster", folder
         table = {"address": address, "engines": 2, "growers": 2, **tables.pop("cluster", {})}
         table |= {"tool_workers": 0}
         run = {"dir": str(folder), "name": "cluster", **tables.pop("run", {})}
         recipe = tiny(run=run, cluster=table, **tables)
         path = write_recipe(folder / "cluster.json", recipe)
         self.log = folder / "cluster.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "treegraft", "cluster", str(path)],
-                cwd=folder,
+        self.mark = f"TREEGRAFT_TEST_MARK={secrets.token_hex(8)}"
+        self.process = self.start(str(path))
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Starts `treegraft cluster` with these arguments; its output is added to the log."""
+        name, _, value = self.mark.partition("=")
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "treegraft", "cluster", *arguments],
+                cwd=self.folder,
+                env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **os.environ, name: value},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+
+    def processes(self) -> dict[int, str]:
+        """Returns the processes of the run, those of Ray that it started included: they have its
+        mark in their environment."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = command.decode(errors="replace")[:200]
+        return found
+
+    def until_gone(self, timeout_s: float) -> dict[int, str]:
+        """Returns the processes that are left after so long; none as soon as all have ended."""
+        end = time.monotonic() + timeout_s
+        while (found := self.processes()) and time.monotonic() < end:
+            time.sleep(0.5)
+        return found
 
     def roles(self, role: str = "") -> list[dict[str, Any]]:
         """Returns what the run says of its actors; none before they stand."""

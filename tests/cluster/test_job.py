@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.cluster.nodes import three_nodes
 from tests.cluster.parts import needs_ray
 from tests.cluster.test_services import trees_of
 
@@ -88,6 +89,13 @@ def ranks_in(folder: Path) -> dict[int, int]:
     return found
 
 
+def ancestors(pid: int) -> Iterator[int]:
+    """The process that has started this one, that which has started it, and so on."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
+
+
 def is_over(folder: Path, deadline_s: float) -> bool:
     """Whether no process works in the folder any more within the time."""
     deadline = time.monotonic() + deadline_s
@@ -156,3 +164,31 @@ def test_no_process_outlives_a_killed_command(tmp_path: Path) -> None:
         next(line for line in lines if line.startswith("update 1/"))
         os.kill(pid, signal.SIGKILL)
         assert is_over(tmp_path, 90.0)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_fewer_ranks_go_on_where_their_machine_is_gone(tmp_path: Path) -> None:
+    """Two ranks fill a node of two CPUs; in its place comes one with one CPU."""
+    spread = (*RANKS, "cluster.engines=1", "cluster.growers=1")
+    with three_nodes() as nodes:
+        address = f"cluster.address={nodes.cluster.address}"
+        arguments = ("demo", "run.num_updates=500", *SMALL, *spread, address)
+        with command(tmp_path, *arguments) as (pid, lines):
+            next(line for line in lines if line.startswith("update 1/"))
+            above = {*ancestors(ranks_in(tmp_path)[1])}
+            (lost,) = (
+                number
+                for number, node in enumerate(nodes.nodes)
+                if node.all_processes["raylet"][0].process.pid in above
+            )
+            nodes.remove(lost)
+            said = next(line for line in lines if "starts again" in line)
+            assert re.search(r"rank [01] was (lost|ended)", said)
+            nodes.cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+            assert any("there is room for 1 of 2 ranks; they go on" in line for line in lines)
+            # One rank alone, from what two have saved.
+            next(line for line in lines if re.match(r"update \d+/", line))
+            assert [*ranks_in(tmp_path)] == [0]
+            os.kill(pid, signal.SIGTERM)
+            assert "interrupted and saved" in "".join(lines)

@@ -7,12 +7,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.tiny import tiny, write_recipe
 
 from treegraft.__main__ import main
 from treegraft.cluster import ray as joining
+from treegraft.cluster.site import refuse_unfit
 from treegraft.core.errors import SettingError
 from treegraft.settings.cluster import ClusterSettings
 from treegraft.settings.config import Config
@@ -95,3 +97,27 @@ def test_the_defaults_need_one_engine_and_one_grower() -> None:
     assert Config().cluster.num_engines == 1
     assert ClusterSettings(server_gpus=4).num_engines == 4
     assert ClusterSettings(server_gpus=4, engines=2).num_engines == 2
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_settings_of_a_cluster_elsewhere(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["treegraft", command, "demo", "growers=2"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "'cluster.growers' would have no effect" in error
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"engine": {"kind": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "engine.vllm.servers"),
+        ({"engine": {"kind": "vllm"}, "publish": {"kind": "adapter"}}, "publish.kind"),
+    ],
+)
+def test_engines_that_cannot_stand_on_a_cluster(tables: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        refuse_unfit(Config.model_validate(tables))

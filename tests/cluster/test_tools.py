@@ -136,9 +136,17 @@ def test_without_a_worker_the_service_is_down(config: Config) -> None:
     worker = start(ToolWorker, "tools", 8, place_of(config), {"num_cpus": 0})
     facts = describe(worker)
     kill(worker)
-    tools = remote_tools(facts, Pool([worker], "tool workers", 1.5), 60.0, config.tools, ())
+    pool = Pool([worker], "tool workers", 1.5)
+    tools = remote_tools(facts, pool, 60.0, config.tools, ())
     with pytest.raises(ToolUnavailable, match=r"no answer within 1\.5 s"):
         asyncio.run(Toolbox(tools, config.tools).call(ToolCall("odd", "say"), TASK))
+    # One in its place is asked from then on.
+    other = start(ToolWorker, "tools", 8, place_of(config), {"num_cpus": 0})
+    assert describe(other) == facts
+    pool.take([other])
+    seen = asyncio.run(Toolbox(tools, config.tools).call(ToolCall("odd", "say"), TASK))
+    assert seen == Observation(text="say why? 7")
+    kill(other)
 
 
 def test_tools_that_cannot_be_made_are_said(config: Config) -> None:

@@ -49,8 +49,10 @@ def _settings(
     smoke: bool | None = None,
 ) -> Config:
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
-    from treegraft.settings.load import load_config
+    from treegraft.settings.load import load_config, refuse_off_cluster
 
+    if command != "cluster":
+        refuse_off_cluster(overrides, command)
     if resume is not None and recipe is None:
         from treegraft.runs.start import own_config
 

@@ -48,6 +48,7 @@ class GrowerActor(Actor):
         self._explorer: Explorer | None = None
         """The recipe's, once it is asked for."""
         self._is_ready = asyncio.Event()
+        self._workers: Pool | None = None
         self._replicas: Pool | None = None
         self._watch = Watch()
         self._num_trees, self._route = 0, -1
@@ -82,8 +83,8 @@ class GrowerActor(Actor):
         make_tools: MakeTools = build_tools
         patience_s = self.config.rollout.deadline_s
         if workers:
-            pool = Pool(workers, "tool workers", patience_s)
-            make_tools = partial(remote_tools, json.loads(facts), pool, patience_s)
+            self._workers = Pool(workers, "tool workers", patience_s)
+            make_tools = partial(remote_tools, json.loads(facts), self._workers, patience_s)
         self._replicas = Pool(replicas, "buffer replicas", patience_s) if replicas else None
         making = assemble(
             self.config,
@@ -95,11 +96,23 @@ class GrowerActor(Actor):
         self._engine = engine
 
     @replying
-    async def take(self, route: int, version: int, numbers: list[int], engines: list[Any]) -> None:
-        """Takes over which engines answer, and by which version of the weights."""
+    async def take(
+        self,
+        route: int,
+        version: int,
+        numbers: list[int],
+        engines: list[Any],
+        workers: Sequence[Any] = (),
+        replicas: Sequence[Any] = (),
+    ) -> None:
+        """Takes over which engines answer, and by which version of the weights; and which tool
+        workers and buffer replicas there are."""
         if self._engine is None:
             raise EngineError("grower: it is not open yet")
         self._engine.take(version, dict(zip(numbers, engines, strict=True)))
+        for pool, handles in ((self._workers, workers), (self._replicas, replicas)):
+            if pool is not None:
+                pool.take(handles)
         self._route = route
         self._is_ready.set()
 

@@ -95,8 +95,8 @@ class Keeper:
         self.growers: list[Member] = []
         self.helpers: list[Member] = []
         """Tool workers and buffer replicas."""
-        self.services: tuple[Any, ...] = ()
-        """What growers are told of the helpers when they open."""
+        self.facts = "[]"
+        """What growers are told of the tools that workers hold."""
         self.due: Weights | None = None
         self._route = 0
         self._told: tuple[Any, ...] = ()
@@ -108,16 +108,16 @@ class Keeper:
 
     # ------------------------------------------------------------------ the beginning and the end
 
-    async def help(self, helpers: Sequence[Member], services: tuple[Any, ...]) -> None:
+    async def help(self, helpers: Sequence[Member], facts: str) -> None:
         """Waits until tool workers and buffer replicas can be used; before `open`.
 
         Args:
-            services: what growers are told of them.
+            facts: of `ToolWorker.describe`, in JSON.
 
         Raises:
             TreegraftError: one that cannot be opened, or not within START_S.
         """
-        self.helpers, self.services = list(helpers), services
+        self.helpers, self.facts = list(helpers), facts
         await asyncio.gather(*map(self._first, self.helpers))
 
     async def open(self, engines: Sequence[Member], growers: Sequence[Member]) -> None:
@@ -170,6 +170,14 @@ class Keeper:
         if self._folder is not None:
             (self._folder / "roles.json").unlink(missing_ok=True)
 
+    def _serving(self) -> tuple[list[Any], list[Any]]:
+        """Handles of the tool workers and of the buffer replicas, which may be other ones after a
+        failed start."""
+        tools, buffer = (
+            [one.handle for one in self.helpers if one.role == role] for role in ("tools", "buffer")
+        )
+        return tools, buffer
+
     @property
     def _all(self) -> Sequence[Member]:
         return (*self.growers, *self.engines, *self.helpers)
@@ -219,7 +227,8 @@ class Keeper:
             raise EngineError("its engine has died")
         if not seen["is_open"]:
             self._lose(member, "it has been started anew")
-            limit = (self.engine.max_context, *self.services) if member in self.growers else ()
+            known = (self.engine.max_context, self.facts, *self._serving())
+            limit = known if member in self.growers else ()
             member.opened = value_of(await member.handle.open.remote(*limit)) or {}
         if member in self.engines:
             while self.due is not None and member.version != self.due.version:
@@ -227,7 +236,8 @@ class Keeper:
         elif member in self.growers and member.route != self._route:
             route, version, engines = self._route, self.engine.policy_version, self._answering()
             numbers, handles = [one.number for one in engines], [one.handle for one in engines]
-            value_of(await member.handle.take.remote(route, version, numbers, handles))
+            parts = (numbers, handles, *self._serving())
+            value_of(await member.handle.take.remote(route, version, *parts))
             member.route = route
 
     async def _give(self, member: Member, due: Weights) -> None:

@@ -50,6 +50,10 @@ class Pool:
         self._num_busy = [0] * len(handles)
         self._rests_until = [0.0] * len(handles)
 
+    def take(self, handles: Sequence[Any]) -> None:
+        """Takes over other handles of the same actors; as many as before."""
+        self._handles[:] = handles
+
     async def ask(self, method: str, *arguments: Any) -> Any:
         """Returns the answer of one of them.
 

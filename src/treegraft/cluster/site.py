@@ -54,6 +54,7 @@ def ray_site(config: Config) -> Iterator[RaySite]:
     Raises:
         SettingError: no cluster that the run could use.
     """
+    refuse_unfit(config)
     with connected(config, needs_of(config)):
         yield RaySite()
 
@@ -69,7 +70,6 @@ class RaySite:
     @asynccontextmanager
     async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
         """Holds the engines, and the growers beside them; see `Site`."""
-        _refuse_unfit(config)
         place, settings = place_of(config, model_path), config.cluster
         count = settings.num_engines
         engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
@@ -111,8 +111,7 @@ class RaySite:
         facts: list[Any] = []
         if workers:
             facts = await Pool(workers, "tool workers", START_S).ask("describe")
-        services = (json.dumps(facts), workers, replicas)
-        await keeper.help([*made["tools"], *made["buffer"]], services)
+        await keeper.help([*made["tools"], *made["buffer"]], json.dumps(facts))
 
     def grower(self, *parts: Any, **more: Any) -> Grower:
         """Returns a grower whose trees grow in the growers of the cluster; see `Site`."""
@@ -184,8 +183,12 @@ class KeptVllm(KeptEngine):
                 self.keeper.drain(member, why)
 
 
-def _refuse_unfit(config: Config) -> None:
-    """Refuses settings of an engine that several of them on several machines cannot have."""
+def refuse_unfit(config: Config) -> None:
+    """Refuses settings of an engine that several of them on several machines cannot have.
+
+    Raises:
+        SettingError: the first of them.
+    """
     if config.engine.kind == "vllm" and config.engine.vllm.servers:
         raise SettingError(
             f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"

@@ -237,10 +237,8 @@ def _repr_for_hash(content: StepContent) -> str:
     # hashes with it and have to recognise their traces.
     seen = [f"{repr(observation)[:-1]}, is_cached=False)" for observation in content.observations]
     as_tuple = f"({seen[0]},)" if len(seen) == 1 else f"({', '.join(seen)})"
-    return (
-        f"StepContent(thought={content.thought!r}, calls={content.calls!r},"
-        f" observations={as_tuple}, answer={content.answer!r})"
-    )
+    before = f"thought={content.thought!r}, calls={content.calls!r}"
+    return f"StepContent({before}, observations={as_tuple}, answer={content.answer!r})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

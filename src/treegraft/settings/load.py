@@ -153,6 +153,17 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
             )
 
 
+def refuse_off_cluster(overrides: Sequence[str], command: str) -> None:
+    """Refuses overrides that only `treegraft cluster` takes notice of."""
+    for override in overrides:
+        name = _whole_name(override.partition("=")[0].strip())
+        if name.startswith("cluster."):
+            raise SettingError(
+                f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` is one"
+                " machine's work. Leave it out, or use `treegraft cluster`."
+            )
+
+
 def refuse_sampling(overrides: Sequence[str], reason: str) -> None:
     """Refuses overrides of how evaluations sample, for a `reason` that begins "the answer is
     greedy"."""

@@ -188,7 +188,7 @@ class VllmSettings(Settings):
     entropies: Literal["exact", "top_k"] = setting("exact")
     """"exact": servers run Treegraft's plugin, which draws tokens by their noise keys and reports
     exact entropies. "top_k": servers without it, which draw by their own generator, seeded for each
-    request, and whose entropies are sums over the 20 most likely tokens, a lower bound."""
+    request, and whose entropies are sums over the 19 most likely tokens, a lower bound."""
     max_restarts: int = setting(3, ge=0, same_answers=True)
     """How often each server is started again, or waited for, after it has died; then it is left
     out."""

@@ -8,12 +8,14 @@ import contextvars
 import inspect
 import os
 import queue
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from treegraft.core.text import describe
+from treegraft.core.threads import release_threads
 
 T = TypeVar("T")
 
@@ -46,8 +48,11 @@ def _serve(job: Job) -> None:
     inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
     while True:
         job()
-        # What the call held must not live until the next one.
+        # What the call held must not live until the next one, and a team of OpenMP threads that
+        # idles here would slow those at work.
         del job
+        if "torch" in sys.modules:
+            release_threads()
         if len(_idle) >= MAX_IDLE:
             return
         _idle.append(inbox)

@@ -14,9 +14,12 @@ from treegraft.core.types import NO_FILTERS, Sampling
 from treegraft.policy.engine.vllm.checks import check_size
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 
-TOP_K = 20
+ASKED = 20
 """Log-probabilities of each token that are asked for: vLLM's own limit, unless --max-logprobs
 raises it."""
+SUMMED = ASKED - 1
+"""Those of the most likely tokens that every reply holds: an unlikely token that was drawn takes
+the place of the last one."""
 _MODE = "processed_logprobs"
 
 
@@ -38,13 +41,13 @@ def plain_parameters(sampling: Sampling, key: NoiseKey, offset: int) -> dict[str
     return {
         "temperature": sampling.temperature,
         "seed": keyed_int("seed", offset, *key) >> 1,
-        "logprobs": TOP_K,
+        "logprobs": ASKED,
     }
 
 
 def plain_entries(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the drawn token's log-probability and Σ -p ln p over the `TOP_K` most likely tokens
-    in nats, from one token of a reply.
+    """Returns the drawn token's log-probability and Σ -p ln p over the `SUMMED` most likely
+    tokens in nats, from one token of a reply.
 
     Raises KeyError, TypeError or ValueError for one that has no such entries.
     """
@@ -52,7 +55,7 @@ def plain_entries(row: Mapping[str, Any]) -> tuple[float, float]:
     own = float(row["logprob"])
     if not logprobs or own > 0 or logprobs[0] > 0:
         raise ValueError("no log-probabilities")
-    return own, sum(-math.exp(one) * one for one in logprobs[:TOP_K])
+    return own, sum(-math.exp(one) * one for one in logprobs[:SUMMED])
 
 
 async def check_plain(server: Server, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,10 +84,10 @@ async def check_plain(server: Server, expected: Mapping[str, Any]) -> dict[str, 
             " VLLM_SERVER_DEV_MODE=1. Start it with the options that docs/serving.md names."
         ) from error
     check_size(name, found, expected)
-    if 0 <= found["max_logprobs"] < TOP_K:
+    if 0 <= found["max_logprobs"] < ASKED:
         raise SettingError(
             f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
-            f" {TOP_K}, over which entropies are summed. Raise it."
+            f" {ASKED}, of which entropies are made. Raise it."
         )
     if found["logprobs_mode"] != _MODE:
         raise SettingError(
