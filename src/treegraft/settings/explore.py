@@ -233,7 +233,7 @@ def _quarter_of_the_leaves(config: Settings) -> int:
 
 
 def _marks_answers(config: Settings) -> bool:
-    return value_of(config, "format.kind") != "chat"
+    return bool(value_of(config, "format.kind") != "chat")
 
 
 class CommitSettings(Settings):
