@@ -234,10 +234,10 @@ def measured(num_tasks: int, num_ranks: int) -> Update:
     rows = [json.loads(line) for line in lines if json.loads(line)["update"] > 1]
 
     def of(key: str) -> float:
-        return median(row[key] for row in rows)
+        return float(median(row[key] for row in rows))
 
     def least(seconds: str, tokens: str) -> float:
-        return of(tokens) * min(row[seconds] / row[tokens] for row in rows)
+        return of(tokens) * float(min(row[seconds] / row[tokens] for row in rows))
 
     sampled, unique = "rollout/num_sampled_tokens", "learn/num_unique_tokens"
     return Update(

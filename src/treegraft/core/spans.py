@@ -31,7 +31,7 @@ class _Recording:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         self.place, self.folder = place, folder
-        facts = {"service.name": "treegraft", "treegraft.role": role}
+        facts: dict[str, str | int] = {"service.name": "treegraft", "treegraft.role": role}
         facts |= {"treegraft.run": Path(folder).name, "process.pid": os.getpid()}
         self._provider = TracerProvider(resource=Resource.create(facts))
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter(role)))
