@@ -60,8 +60,11 @@ class CommitBranching(Independent):
         succeeded = [(path.reward or 0.0) >= self._settings.min_reward for path in members]
         num_left = max_leaves - len(tree.leaves)
         if any(succeeded):
-            is_mixed = not all(succeeded) and not any(path.is_retry for path in members)
-            return Start(num_left if is_mixed else 0)
+            is_first = len(tree.leaves) <= self._settings.num_starts
+            is_mixed = not all(succeeded) and is_first
+            num_more = self._settings.num_more
+            more = num_left if num_more is None else min(num_more, num_left)
+            return Start(more if is_mixed else 0)
         if num_left < 1:
             return Start(0)
         tried = {step.cause.beside for step in tree.steps if isinstance(step.cause, RetryCause)}
