@@ -55,16 +55,14 @@ class CommitBranching(Independent):
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Retry]:
         """Returns the next round where every rollout has failed; the other leaves, at the prompt,
         where only some have; nothing once a retry or every rollout has succeeded."""
-        paths = tree.trajectories()
+        own, paths = self._settings, tree.trajectories()
         members = [path for path in paths if LEARNING_RULES[path.status].in_group]
-        succeeded = [(path.reward or 0.0) >= self._settings.min_reward for path in members]
+        succeeded = [(path.reward or 0.0) >= own.min_reward for path in members]
         num_left = max_leaves - len(tree.leaves)
         if any(succeeded):
-            is_first = len(tree.leaves) <= self._settings.num_starts
-            is_mixed = not all(succeeded) and is_first
-            num_more = self._settings.num_more
-            more = num_left if num_more is None else min(num_more, num_left)
-            return Start(more if is_mixed else 0)
+            has_more = len(tree.leaves) > own.num_starts or any(path.is_retry for path in members)
+            num_more = num_left if own.num_more is None else min(own.num_more, num_left)
+            return Start(0 if has_more or all(succeeded) else num_more)
         if num_left < 1:
             return Start(0)
         tried = {step.cause.beside for step in tree.steps if isinstance(step.cause, RetryCause)}
