@@ -116,6 +116,7 @@ def test_settings_of_a_cluster_elsewhere(
     [
         ({"engine": {"kind": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "engine.vllm.servers"),
         ({"engine": {"kind": "vllm"}, "publish": {"kind": "adapter"}}, "publish.kind"),
+        ({"cluster": {"server_gpus": 8, "engines": 3}}, "cluster.engines: got 3"),
         ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner_ranks: got 2 beside"),
         ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "got 4, but .* asks for 2"),
         (

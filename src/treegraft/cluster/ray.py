@@ -76,6 +76,11 @@ def refuse_unfit(config: Config) -> None:
             ' "auto", "shared" or "disk".'
         )
     settings, learn = config.cluster, config.learn
+    if settings.server_gpus > settings.num_engines and settings.server_gpus % settings.num_engines:
+        raise SettingError(
+            f"cluster.engines: got {settings.engines} for cluster.server_gpus ="
+            f" {settings.server_gpus}, expected a divisor of it, so that each engine has as many."
+        )
     num_ranks = settings.num_ranks
     if settings.learner_gpus and num_ranks != settings.learner_gpus:
         raise SettingError(
