@@ -14,7 +14,7 @@ from tests.tiny import tiny, write_recipe
 
 from treegraft.__main__ import main
 from treegraft.cluster import ray as joining
-from treegraft.cluster.site import refuse_unfit
+from treegraft.cluster.ray import refuse_unfit
 from treegraft.core.errors import SettingError
 from treegraft.settings.cluster import ClusterSettings
 from treegraft.settings.config import Config
@@ -116,8 +116,15 @@ def test_settings_of_a_cluster_elsewhere(
     [
         ({"engine": {"kind": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "engine.vllm.servers"),
         ({"engine": {"kind": "vllm"}, "publish": {"kind": "adapter"}}, "publish.kind"),
+        ({"cluster": {"server_gpus": 8, "engines": 3}}, "cluster.engines: got 3"),
+        ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner_ranks: got 2 beside"),
+        ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "got 4, but .* asks for 2"),
+        (
+            {"learn": {"sequence_parallel": 2}, "cluster": {"learner_ranks": 3}},
+            "learn.sequence_parallel: got 2 with 3 ranks",
+        ),
     ],
 )
-def test_engines_that_cannot_stand_on_a_cluster(tables: dict[str, Any], said: str) -> None:
+def test_what_does_not_fit_a_cluster(tables: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         refuse_unfit(Config.model_validate(tables))

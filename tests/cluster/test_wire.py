@@ -128,7 +128,7 @@ def test_a_request_moves_from_an_engine_without_the_weights() -> None:
 
     async def ask() -> tuple[Completion, dict[str, float]]:
         engine = ClusterEngine(Config().engine, max_context=None)
-        engine.take(3, {0: old, 1: new})
+        engine.take(3, 3, {0: old, 1: new})
         done = await engine.complete(
             [1, 2],
             Sampling(max_new_tokens=4),
@@ -158,7 +158,7 @@ def test_an_engine_that_refuses_is_not_asked_again() -> None:
 
     async def ask() -> None:
         engine = ClusterEngine(Config().engine, max_context=None)
-        engine.take(0, {0: refusing})
+        engine.take(0, 0, {0: refusing})
         await engine.complete([], Sampling(max_new_tokens=4), noise_key=(0, "a"))
 
     with pytest.raises(EngineError, match="the prefix is empty"):
@@ -187,7 +187,7 @@ def test_the_slow_engine_is_drained() -> None:
 
 def _member(number: int) -> Any:
     member = Member("engine", number, lambda: None)
-    member.state, member.version = State.LIVE, -1
+    member.state, member.edition = State.LIVE, 0
     return member
 
 

@@ -122,8 +122,8 @@ def test_ranks_of_other_software_are_refused(changed: dict[str, str], said: str)
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "replicate"])
 def test_groups_of_ranks_divide_their_number(name: str) -> None:
-    assert not ranks._layout_problem(settings(learn={name: 2}), 4)
-    said = ranks._layout_problem(settings(learn={name: 3}), 4)
+    assert not ranks.layout_problem(settings(learn={name: 2}), 4)
+    said = ranks.layout_problem(settings(learn={name: 3}), 4)
     assert said.startswith(f"learn.{name}: got 3 with 4 ranks; expected a divisor")
 
 

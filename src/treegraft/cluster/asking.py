@@ -31,6 +31,8 @@ class ClusterEngine:
     def __init__(self, settings: EngineSettings, *, max_context: int | None) -> None:
         self.settings, self.max_context = settings, max_context
         self.policy_version, self.fingerprint = 0, ""
+        self.edition = 0
+        """Of the weights that replies have to be by, see `Weights`."""
         self._route: Mapping[int, Any] = {}
         self._changed = asyncio.Event()
         self._homes: dict[object, int] = {}
@@ -50,8 +52,8 @@ class ClusterEngine:
         """Completions that run at the same time; more wait for a place."""
         return self.settings.max_rows * max(1, len(self._route))
 
-    def take(self, version: int, engines: Mapping[int, Any]) -> None:
-        """Takes over which engines there are, and the version that they answer by.
+    def take(self, edition: int, version: int, engines: Mapping[int, Any]) -> None:
+        """Takes over which engines there are, and by which weights they answer.
 
         Args:
             engines: their handles by number; requests to others move.
@@ -60,9 +62,10 @@ class ClusterEngine:
             if number not in engines:
                 for task in asking:
                     task.cancel()
-        if version != self.policy_version:
+        if edition != self.edition:
             self._homes.clear()
-        self.policy_version, self._route = version, dict(engines)
+        self.edition, self.policy_version = edition, version
+        self._route = dict(engines)
         self._suspects.clear()
         self._changed.set()
         self._changed.clear()
@@ -90,9 +93,7 @@ class ClusterEngine:
             async with asyncio.timeout(deadline_s):
                 while True:
                     number = await self._choose(noise_key[:-1])
-                    request = request_to_json(
-                        prefix_ids, sampling, noise_key, probed, self.policy_version
-                    )
+                    request = request_to_json(prefix_ids, sampling, noise_key, probed, self.edition)
                     self.counts["requests"] += 1
                     try:
                         return await self.ask(number, request, told)
@@ -129,6 +130,8 @@ class ClusterEngine:
     ) -> Completion:
         """Returns the completion of one engine; raises `Lost` where it does not answer by the
         weights that are due."""
+        if number not in self._route:
+            raise Lost(f"engine {number} does not answer now")
         task = asyncio.create_task(self._answer(self._route[number], request, on_probe))
         asking = self._asking.setdefault(number, set())
         asking.add(task)
@@ -153,7 +156,7 @@ class ClusterEngine:
                 found = value_of(await answer)
                 if "stale" in found:
                     self.counts["stale"] += 1
-                    raise Lost(f"it holds version {found['stale']} of the weights")
+                    raise Lost(f"it holds edition {found['stale']} of the weights")
                 if "probe" not in found:
                     return completion_of(found)
                 if on_probe is not None:

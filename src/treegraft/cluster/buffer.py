@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from treegraft.cluster.pool import Pool, Serving
 from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.runs.tree_json import task_from_json, task_to_json
+from treegraft.settings.config import Config
 from treegraft.settings.explore import BufferSettings
 from treegraft.settings.load import load_config
 from treegraft.tools.search.encoders import Encoder
@@ -29,33 +31,40 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever, Question, question_of
 from treegraft.traces.store import TraceFile, trace_from_row, trace_row
 
-NUM_STATES = 2
-"""States that a replica holds open, and that have files: trees of the next update may grow while
-those of this one still do."""
+
+def num_states(config: Config) -> int:
+    """Returns how many states have files, and are held open by a replica: trees of so many updates
+    may grow at once, and those of the next one begin."""
+    return 2 + config.rollout.max_staleness
 
 
 class States:
     """The states of a run's buffer as files; rank 0 writes them."""
 
-    def __init__(self, folder: Path) -> None:
-        """Args: folder: of the run, for these files alone. What an earlier process has left there
-        goes."""
-        self._folder, self._paths = folder, list[Path]()
+    def __init__(self, folder: Path, num: int = 2) -> None:
+        """Args:
+        folder: of the run, for these files alone. What an earlier process has left there goes.
+        num: files that are kept, see `num_states`.
+        """
+        self._folder, self._num, self._paths = folder, num, list[Path]()
+        self._lock = threading.Lock()
         for path in folder.glob("*.sqlite"):
             path.unlink()
 
     def take(self, buffer: TraceBuffer) -> str:
-        """Returns the path of the buffer's present state, written where it is new.
+        """Returns the path of the buffer's present state, written where it is new; from any thread.
 
         Raises:
             DataError: the file cannot be written.
         """
-        path = (self._folder / f"{buffer.checksum()}.sqlite").absolute()
-        if path not in self._paths:
-            buffer.copy_to(path)
-            self._paths.append(path)
-            self._drop(len(self._paths) - NUM_STATES)
-        return str(path)
+        # Trees of several updates may begin at the same moment.
+        with self._lock:
+            path = (self._folder / f"{buffer.checksum()}.sqlite").absolute()
+            if path not in self._paths:
+                buffer.copy_to(path)
+                self._paths.append(path)
+                self._drop(len(self._paths) - self._num)
+            return str(path)
 
     def close(self) -> None:
         """Removes the files."""
@@ -80,6 +89,7 @@ class BufferReplica(Serving):
         super().__init__(role, number, place)
         config = load_config(json.loads(self.place.config))
         self._settings, self._is_tried = config.buffer, bool(config.environment.kind)
+        self._num_states = num_states(config)
         self._states: dict[str, tuple[TraceBuffer, BufferRetriever]] = {}
         self._encoder: Encoder | None = None
         self._opening = asyncio.Lock()
@@ -107,7 +117,7 @@ class BufferReplica(Serving):
                 buffer = await asyncio.to_thread(self._opened, Path(state))
                 retriever = BufferRetriever(buffer, self._settings, is_tried=self._is_tried)
                 self._states[state] = (buffer, retriever)
-                for old in list(self._states)[:-NUM_STATES]:
+                for old in list(self._states)[: -self._num_states]:
                     closing, asking = self._states.pop(old)
                     asking.close()
                     closing.close()

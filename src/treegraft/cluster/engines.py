@@ -21,7 +21,7 @@ from treegraft.settings.config import Config
 PIECE_BYTES = 1 << 26
 """Size from which a piece of published weights is complete, in bytes."""
 PATIENCE_S = 5.0
-"""How long a request waits for a version that has not come yet before it is sent back."""
+"""How long a request waits for weights that have not come yet before it is sent back."""
 
 
 # ------------------------------------------------------------------ what travels
@@ -32,16 +32,16 @@ def request_to_json(
     sampling: Sampling,
     key: NoiseKey,
     probe_tokens: int | None,
-    version: int,
+    edition: int,
 ) -> str:
-    """Returns a request for a completion by `version` or a later one."""
+    """Returns a request for a completion by this edition of the weights or a later one."""
     return json.dumps(
         {
             "prefix": list(prefix_ids),
             "sampling": asdict(sampling),
             "key": list(key),
             "probe": probe_tokens,
-            "version": version,
+            "edition": edition,
         }
     )
 
@@ -74,6 +74,9 @@ def completion_of(found: Mapping[str, Any]) -> Completion:
 class Weights:
     """Published weights: what they are, and where Ray keeps their pieces."""
 
+    edition: int
+    """Number of the publish, from 1 on: a warm-up publishes one version several times, with other
+    weights each time."""
     version: int
     fingerprint: str
     names: tuple[str, ...]
@@ -84,7 +87,12 @@ class Weights:
     def header(self) -> str:
         """Returns what they are, in JSON."""
         return json.dumps(
-            {"version": self.version, "fingerprint": self.fingerprint, "names": self.names}
+            {
+                "edition": self.edition,
+                "version": self.version,
+                "fingerprint": self.fingerprint,
+                "names": self.names,
+            }
         )
 
 
@@ -128,14 +136,14 @@ class _Pieces:
 
 
 class EngineActor(Actor):
-    """One engine with its own weights. It answers by a version that has been published to it."""
+    """One engine with its own weights. It answers by an edition that has been published to it."""
 
     def __init__(self, role: str, number: int, place: str) -> None:
         super().__init__(role, number, place)
         self._stack = AsyncExitStack()
         self._engine: Engine | None = None
-        self._version = -1
-        """Published last; -1 before the first."""
+        self._edition = 0
+        """Of the weights that it holds; 0 before the first publish, and while they change."""
         self._is_whole = True
         """False while weights are taken over, and after a publish that broke off."""
         self._num_tokens, self._busy_s = 0, 0.0
@@ -143,12 +151,12 @@ class EngineActor(Actor):
         self._published = asyncio.Event()
 
     def more(self) -> dict[str, Any]:
-        """Returns the version that it answers by, the tokens that it has sampled and the seconds
+        """Returns the edition that it answers by, the tokens that it has sampled and the seconds
         of the requests for them, and whether another actor has to take its place."""
         is_broken = not self._is_whole and not self._publishing.locked()
         return {
             "is_open": self._engine is not None,
-            "version": self._version,
+            "edition": self._edition,
             "sampled": [self._num_tokens, self._busy_s],
             "is_broken": is_broken or (self._engine is not None and self._engine.death is not None),
         }
@@ -174,25 +182,25 @@ class EngineActor(Actor):
         found = json.loads(header)
         async with self._publishing:
             engine = self._opened()
-            if self._version != found["version"]:
+            if self._edition != found["edition"]:
                 # What it holds until the end may be half of each.
-                self._version, self._is_whole = -1, False
+                self._edition, self._is_whole = 0, False
                 await engine.publish(_Pieces(found, pieces), found["version"])
                 self._is_whole = True
-                self._version = found["version"]
+                self._edition = found["edition"]
                 self._published.set()
                 self._published.clear()
             return engine.fingerprint
 
     async def complete(self, request: str) -> AsyncIterator[str]:
         """Yields the entropies of the first tokens, where they are asked for, and the completion;
-        {"stale": version} where it has not got the weights in time."""
+        {"stale": edition} where it has not got the weights in time."""
         asked = json.loads(request)
         probes: asyncio.Queue[Sequence[float]] = asyncio.Queue()
         try:
-            await self._reached(asked["version"])
-            if self._version < asked["version"]:
-                yield json.dumps({"value": {"stale": self._version}})
+            await self._reached(asked["edition"])
+            if self._edition < asked["edition"]:
+                yield json.dumps({"value": {"stale": self._edition}})
                 return
             began = time.monotonic()
             work = asyncio.create_task(
@@ -223,10 +231,10 @@ class EngineActor(Actor):
                 os._exit(1)
             yield error_reply(error)
 
-    async def _reached(self, version: int) -> None:
+    async def _reached(self, edition: int) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + PATIENCE_S
-        while self._version < version and loop.time() < until:
+        while self._edition < edition and loop.time() < until:
             try:
                 async with asyncio.timeout_at(until):
                     await self._published.wait()

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
@@ -17,7 +18,7 @@ from treegraft.cluster.buffer import ReplicaRetriever, States
 from treegraft.cluster.keeper import START_S, Keeper
 from treegraft.cluster.pool import Pool
 from treegraft.cluster.tools import remote_tools
-from treegraft.core.errors import EngineError
+from treegraft.core.errors import DeadlineExceeded, EngineError
 from treegraft.core.interfaces import Explorer, NoiseKey
 from treegraft.core.sessions import COUNTS
 from treegraft.core.types import Filters, Task, Tree
@@ -34,6 +35,9 @@ from treegraft.traces.retrieve import BufferRetriever
 
 _COUNTS = ("num_grafts_without_room", "num_untrue_stored", "num_failed_stored")
 """What a `Grower` counts."""
+_STATE: ContextVar[str | None] = ContextVar("state", default=None)
+"""The state of the buffer that the trees of a `grow_all` are grafted from: those of several updates
+may grow at once."""
 
 
 class GrowerActor(Actor):
@@ -47,7 +51,7 @@ class GrowerActor(Actor):
         self._engine: ClusterEngine | None = None
         self._explorer: Explorer | None = None
         """The recipe's, once it is asked for."""
-        self._is_ready = asyncio.Event()
+        self._told = asyncio.Event()
         self._workers: Pool | None = None
         self._replicas: Pool | None = None
         self._watch = Watch()
@@ -99,30 +103,30 @@ class GrowerActor(Actor):
     async def take(
         self,
         route: int,
+        edition: int,
         version: int,
         numbers: list[int],
         engines: list[Any],
         workers: Sequence[Any] = (),
         replicas: Sequence[Any] = (),
     ) -> None:
-        """Takes over which engines answer, and by which version of the weights; and which tool
+        """Takes over which engines answer, and by which weights; and which tool
         workers and buffer replicas there are."""
         if self._engine is None:
             raise EngineError("grower: it is not open yet")
-        self._engine.take(version, dict(zip(numbers, engines, strict=True)))
+        self._engine.take(edition, version, dict(zip(numbers, engines, strict=True)))
         for pool, handles in ((self._workers, workers), (self._replicas, replicas)):
             if pool is not None:
                 pool.take(handles)
         self._route = route
-        self._is_ready.set()
+        self._told.set()
+        self._told.clear()
 
     @replying
     async def grow(self, order: str) -> dict[str, Any]:
         """Returns one tree, scored, and what was counted for it."""
         asked = json.loads(order)
-        # An actor that was started anew may be asked before it is opened.
-        async with asyncio.timeout(START_S):
-            await self._is_ready.wait()
+        await self._reached(asked["edition"])
         assert self._engine is not None
         grower = self._grower(asked["kind"])
         # This tree's alone: what else is under way may die with this process, and grow again.
@@ -144,6 +148,19 @@ class GrowerActor(Actor):
             "usage": {name: asdict(one) for name, one in usage.items()},
             "retrieved": {} if grower.retriever is None else grower.retriever.take_metrics(),
         }
+
+    async def _reached(self, edition: int) -> None:
+        """Waits until it knows the engines that hold these weights: it may be asked before it is
+        told of a publish or, started anew, before it is opened."""
+        try:
+            async with asyncio.timeout(START_S):
+                while self._engine is None or self._engine.edition < edition:
+                    await self._told.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"grower {self.number}: it was not told of the latest weights within"
+                f" {START_S:.0f} s; see the warnings about it, and go on with --resume."
+            ) from error
 
     def _grower(self, kind: Mapping[str, Any]) -> Grower:
         """The grower of one tree, whose counts are that tree's."""
@@ -190,13 +207,13 @@ class ClusterGrower(Grower):
         """
         super().__init__(*parts, **more)
         self._keeper, self._states = keeper, states
-        self._state: str | None = None
 
     async def grow_all(self, *args: Any, **more: Any) -> list[Tree]:
         """As `Grower.grow_all`; all of its trees are grafted from the buffer as it is now."""
+        state = None
         if self._states is not None and isinstance(self.retriever, BufferRetriever):
-            buffer = self.retriever.buffer
-            self._state = await asyncio.to_thread(self._states.take, buffer)
+            state = await asyncio.to_thread(self._states.take, self.retriever.buffer)
+        _STATE.set(state)
         return await super().grow_all(*args, **more)
 
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
@@ -207,10 +224,11 @@ class ClusterGrower(Grower):
             "is_whole": task_from_json(sent) == task,
             "key": list(noise_key),
             "group_id": group_id,
+            "edition": self._keeper.engine.edition,
             "kind": {
                 "explores": not _is_plain(self.explorer),
                 "limits": asdict(self.limits),
-                "state": self._state,
+                "state": _STATE.get(),
             },
         }
         with self.watch.waiting("growers"):

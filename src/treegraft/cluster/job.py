@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -31,10 +32,13 @@ GRACE_S = 20.0
 """Time for the other ranks to say why they end, after one was lost."""
 END_S = 60.0
 """Time for the other ranks to end after rank 0 has ended."""
+KILL_S = 5.0
+"""Longest wait for an actor that is told to kill its rank."""
 SAVE_S = 600.0
 """Time for a job that was asked to stop to save."""
 PLACE_S = 60.0
-"""Time between two counts of the machines while there is no room for the ranks."""
+"""Longest wait for ranks to be started where there is room, and time between two lines that say
+that there is none."""
 ROOM_S = 1800.0
 """Longest wait for room."""
 
@@ -77,7 +81,8 @@ class Job:
         """Returns rank 0's exit code.
 
         Raises:
-            RankError: ranks were lost more than cluster.max_restarts times, or have no room.
+            RankError: ranks were lost more than cluster.max_restarts times, have no room, or did
+                not save when they were asked to stop.
             Ended: after a signal, with everything saved.
         """
         return run_to_end(self._carry_out(), on_interrupt=self._stop.ask)
@@ -92,7 +97,7 @@ class Job:
                 if num:
                     ends = await self._attempt(num)
                 if self._stop.is_asked:
-                    raise Ended(self._stop.number)
+                    return self._stopped(ends if num else None)
                 if not ends.lost:
                     return ends.codes.get(0, 1)
                 if num_restarts >= settings.max_restarts:
@@ -107,6 +112,20 @@ class Job:
                     f" {num_restarts} of at most {settings.max_restarts})"
                 )
 
+    def _stopped(self, ends: Ends | None) -> int:
+        """Ends a job that was asked to stop; `ends` is None where no rank had been started."""
+        code = None if ends is None else ends.codes.get(0)
+        if code == 0:
+            return 0
+        # It was sent SIGTERM, which ends it at once before there is anything to save.
+        if ends is None or code in (128 + signal.SIGTERM, -signal.SIGTERM):
+            raise Ended(self._stop.number)
+        how = ends.lost or ("no end" if code is None else f"rank 0 ended with code {code}")
+        raise RankError(
+            f"cluster: the job was asked to stop, but its ranks did not save ({how}). Its last"
+            f" checkpoint is safe; go on with: treegraft cluster --resume {self._run_dir}"
+        )
+
     # ------------------------------------------------------------------ room
 
     async def _num_ranks(self, *, is_again: bool) -> int:
@@ -117,10 +136,10 @@ class Job:
         import ray
 
         settings, learn = self._config.cluster, self._config.learn
-        wanted, unit = settings.num_ranks, learn.sequence_parallel * learn.replicate
+        wanted, unit = settings.num_ranks, math.lcm(learn.sequence_parallel, learn.replicate)
         name = "GPU" if settings.learner_gpus else "CPU"
         least = unit if is_again and learn.ranks == "auto" else wanted
-        began = told = time.monotonic()
+        began, told = time.monotonic(), float("-inf")
         while not self._stop.is_asked:
             has = ray.cluster_resources().get(name, 0.0) - self._others.get(name, 0.0)
             fits = min(wanted, int(has) // unit * unit)
@@ -134,7 +153,7 @@ class Job:
                     f" {name}s beside those of the other roles. Add machines, then go on with:"
                     f" treegraft cluster --resume {self._run_dir}"
                 )
-            if not is_again or time.monotonic() - told > PLACE_S:
+            if time.monotonic() - told > PLACE_S:
                 told = time.monotonic()
                 self._say(f"waiting for room for {least} ranks ({name}s free: {max(0, int(has))})")
             await asyncio.sleep(1.0)
@@ -187,12 +206,12 @@ class Job:
         # The ranks of a machine have successive numbers, as torchrun gives them.
         order = sorted(range(len(actors)), key=lambda one: (met[one]["address"], one))
         ranks, met = [actors[one] for one in order], [met[one] for one in order]
-        port = value_of(await ranks[0].open_store.remote())
         is_there = (self._run_dir / "config.json").exists()
         arguments = ["-m", "treegraft", *(self._again if is_there else self._begin)]
-        variables = environments(met, port)
-        for rank, own in zip(ranks, variables, strict=True):
-            value_of(await rank.begin.remote(json.dumps([arguments, self._common() | own])))
+        async with asyncio.timeout(PLACE_S):
+            variables = environments(met, value_of(await ranks[0].open_store.remote()))
+            for rank, own in zip(ranks, variables, strict=True):
+                value_of(await rank.begin.remote(json.dumps([arguments, self._common() | own])))
         return ranks
 
     def _common(self) -> dict[str, str]:
@@ -262,7 +281,18 @@ class _Watch:
             for task in following:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
+            await asyncio.gather(*map(self._kill, range(len(self._ranks))))
         return Ends(dict(self._codes), self._lost)
+
+    async def _kill(self, number: int) -> None:
+        """Ends a rank that goes on; with its actor alone rank 0 would try to save, and hold the run
+        folder against the ranks that start next."""
+        from ray.exceptions import RayError
+
+        if number not in self._codes:
+            with contextlib.suppress(RayError, TimeoutError):
+                async with asyncio.timeout(KILL_S):
+                    value_of(await self._ranks[number].send.remote(signal.SIGKILL))
 
     async def _tell_leader(self) -> None:
         from ray.exceptions import RayError

@@ -8,8 +8,8 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from treegraft.cluster.actors import value_of
 from treegraft.cluster.asking import ClusterEngine, Lost
 from treegraft.cluster.engines import Weights, pieces_of
-from treegraft.core.errors import EngineError, TreegraftError
+from treegraft.core.errors import DeadlineExceeded, EngineError, TreegraftError
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.text import plain
@@ -68,7 +68,8 @@ class Member:
         """Its own last words on its state."""
         self.opened: dict[str, Any] = {}
         """What it said when it was opened."""
-        self.version, self.route = -1, -1
+        self.edition, self.route = 0, -1
+        """Of an engine: which weights it holds, see `Weights`. Of a grower: what it knows."""
         self.num_starts = 0
         self.num_trees = 0
         self.sampled = (0.0, 0.0)
@@ -160,7 +161,7 @@ class Keeper:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
         async def end(member: Member) -> None:
-            if member.state is State.LIVE:
+            if member.state in (State.LIVE, State.DRAINED):
                 with suppress(ray.exceptions.RayError, TimeoutError, TreegraftError):
                     async with asyncio.timeout(CLOSE_S):
                         value_of(await member.handle.close.remote())
@@ -191,27 +192,30 @@ class Keeper:
 
     async def _keep(self, member: Member) -> None:
         """Looks after one actor to the end of the run."""
-        import ray
-
         while True:
             await asyncio.sleep(WATCH_S)
-            try:
-                async with asyncio.timeout(None if member.state is State.DOWN else STATE_S):
-                    await self._look(member)
-            except ray.exceptions.ActorDiedError as error:
-                self._lose(member, _words(error))
-                # It could not be made where Ray put it; elsewhere it may.
-                await asyncio.sleep(SHOW_S)
-                member.handle = member.make()
-            except ray.exceptions.RayError as error:
-                self._lose(member, _words(error))
-            except (TimeoutError, TreegraftError) as error:
-                self._lose(member, str(error) or f"it has said nothing for {STATE_S:.0f} s")
-                ray.kill(member.handle, no_restart=False)
-            else:
-                self._go_live(member)
-                if self._told != self._standing():
-                    self._tell()
+            await self._attend(member)
+
+    async def _attend(self, member: Member) -> None:
+        """Looks after one actor once: it is live then, or has to start anew."""
+        import ray
+
+        try:
+            await self._look(member)
+        except ray.exceptions.ActorDiedError as error:
+            self._lose(member, _words(error))
+            # It could not be made where Ray put it; elsewhere it may.
+            await asyncio.sleep(SHOW_S)
+            member.handle = member.make()
+        except ray.exceptions.RayError as error:
+            self._lose(member, _words(error))
+        except TreegraftError as error:
+            self._lose(member, str(error))
+            ray.kill(member.handle, no_restart=False)
+        else:
+            self._go_live(member)
+            if self._told != self._standing():
+                self._tell()
 
     async def _look(self, member: Member) -> None:
         """Asks an actor how it is, and gives it what it lacks."""
@@ -219,7 +223,10 @@ class Keeper:
             await self._served(member)
 
     async def _served(self, member: Member) -> None:
-        seen = json.loads(await member.handle.state.remote())
+        # What is not there yet, or not again, waits for a machine with room.
+        is_there = member.state in (State.LIVE, State.DRAINED)
+        async with _within(STATE_S if is_there else None, "it said nothing"):
+            seen = json.loads(await member.handle.state.remote())
         for text in seen.pop("said"):
             _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
         member.seen = seen
@@ -229,23 +236,27 @@ class Keeper:
             self._lose(member, "it has been started anew")
             known = (self.engine.max_context, self.facts, *self._serving())
             limit = known if member in self.growers else ()
-            member.opened = value_of(await member.handle.open.remote(*limit)) or {}
+            async with _within(START_S, "it was not ready"):
+                member.opened = value_of(await member.handle.open.remote(*limit)) or {}
         if member in self.engines:
-            while self.due is not None and member.version != self.due.version:
+            while self.due is not None and member.edition != self.due.edition:
                 await self._give(member, self.due)
         elif member in self.growers and member.route != self._route:
-            route, version, engines = self._route, self.engine.policy_version, self._answering()
+            route, engines = self._route, self._answering()
+            weights = (self.engine.edition, self.engine.policy_version)
             numbers, handles = [one.number for one in engines], [one.handle for one in engines]
             parts = (numbers, handles, *self._serving())
-            value_of(await member.handle.take.remote(route, version, *parts))
+            async with _within(STATE_S, "it did not take notice of the engines"):
+                value_of(await member.handle.take.remote(route, *weights, *parts))
             member.route = route
 
     async def _give(self, member: Member, due: Weights) -> None:
         """Gives an engine the weights that are due."""
-        held = value_of(await member.handle.publish.remote(due.header(), list(due.pieces)))
+        async with _within(self.config.engine.deadline_s, "it did not take the weights"):
+            held = value_of(await member.handle.publish.remote(due.header(), list(due.pieces)))
         if held and due.fingerprint and held != due.fingerprint:
             raise EngineError(f"its weights have checksum {held}, expected {due.fingerprint}")
-        member.version = due.version
+        member.edition = due.edition
 
     def _go_live(self, member: Member) -> None:
         if member.state in (State.LIVE, State.DRAINED):
@@ -258,7 +269,7 @@ class Keeper:
         self._tell()
 
     def _lose(self, member: Member, fault: str) -> None:
-        member.version = member.route = -1
+        member.edition, member.route = 0, -1
         member.fault, member.sampled, member.num_slow = fault, (0.0, 0.0), 0
         if member.state not in (State.LIVE, State.DRAINED):
             return
@@ -268,17 +279,20 @@ class Keeper:
         member.lost.set()
         self._tell()
 
+    @property
+    def _edition(self) -> int:
+        """Of the weights that are due; 0 before the first publish."""
+        return 0 if self.due is None else self.due.edition
+
     def _answering(self) -> list[Member]:
         """The engines that hold the weights which are due, drained ones only for want of others."""
-        due = -1 if self.due is None else self.due.version
-        ready = [one for one in self.engines if one.version == due]
+        ready = [one for one in self.engines if one.edition == self._edition]
         live = [one for one in ready if one.state is State.LIVE]
         return live or [one for one in ready if one.state is State.DRAINED]
 
     def _standing(self) -> tuple[Any, ...]:
-        """What growers have to know: the version, and who answers by it."""
-        due = -1 if self.due is None else self.due.version
-        return (due, *((one.number, one.num_starts) for one in self._answering()))
+        """What growers have to know: the weights, and who answers by them."""
+        return (self._edition, *((one.number, one.num_starts) for one in self._answering()))
 
     def drain(self, member: Member, why: str) -> None:
         """Moves an engine's requests to the others until the next publish."""
@@ -315,7 +329,7 @@ class Keeper:
             self._last_live = time.monotonic()
         self._route, self._told = self._route + 1, self._standing()
         version = 0 if self.due is None else self.due.version
-        self.engine.take(version, {one.number: one.handle for one in answering})
+        self.engine.take(self._edition, version, {one.number: one.handle for one in answering})
         self._changed.set()
         self._changed.clear()
         for member in self.growers:
@@ -345,8 +359,6 @@ class Keeper:
         Raises:
             EngineError: no engine took them within engine.deadline_s.
         """
-        import ray
-
         former, fingerprint = self.due, source.fingerprint
         if former is not None and fingerprint and former.fingerprint == fingerprint:
             pieces = former.pieces
@@ -356,26 +368,17 @@ class Keeper:
             pieces = ()
         else:
             pieces = await asyncio.to_thread(self._stored, source)
-        self.due = Weights(version, fingerprint, tuple(source.names), pieces)
-
-        async def give(member: Member) -> None:
-            try:
-                async with asyncio.timeout(self.config.engine.deadline_s):
-                    await self._look(member)
-            except (ray.exceptions.RayError, TimeoutError, TreegraftError) as error:
-                self._lose(member, _words(error))
-                faults.append(f"{member}: {member.fault}")
-
-        faults: list[str] = []
+        self.due = Weights(self._edition + 1, version, fingerprint, tuple(source.names), pieces)
         self._last_live = time.monotonic()
         for member in self.engines:
             if member.state is State.DRAINED:
                 member.state, member.num_slow = State.LIVE, 0
-        await asyncio.gather(*(give(one) for one in self.engines if one.state is State.LIVE))
+        live = [one for one in self.engines if one.state is State.LIVE]
+        await asyncio.gather(*map(self._attend, live))
         self._tell()
         while not self._answering():
-            if self.death is not None:
-                raise EngineError(f"publish: no engine took version {version}: {'; '.join(faults)}")
+            if (death := self.death) is not None:
+                raise EngineError(f"publish: no engine took version {version}. {death}")
             await asyncio.sleep(WATCH_S)
 
     async def each(self, ask: Callable[[int], Awaitable[T]]) -> dict[str, T]:
@@ -427,6 +430,8 @@ class Keeper:
             try:
                 await asyncio.wait((asking, lost), return_when=asyncio.FIRST_COMPLETED)
                 if not asking.done():
+                    # It may live on, but out of reach; the tree grows elsewhere.
+                    ray.cancel(answer)
                     faults.append(f"{member}: {member.fault}")
                     continue
                 found: dict[str, Any] = value_of(asking.result())
@@ -481,6 +486,11 @@ class Keeper:
                     write_atomically(self._folder / "roles.json", json.dumps(self.roles()))
             await asyncio.sleep(SHOW_S)
 
+    def _version_of(self, member: Member) -> int | None:
+        """The version that an engine holds; None for one without the weights that are due."""
+        has_due = member in self.engines and member.edition == self._edition
+        return self.due.version if self.due is not None and has_due else None
+
     def roles(self) -> dict[str, Any]:
         """Returns what each actor is, where, and what it waits for."""
         return {
@@ -497,11 +507,21 @@ class Keeper:
                     "starts": one.num_starts,
                     "queue": one.num_trees if one in self.growers else None,
                     "waits": one.seen.get("waits", {}),
-                    "version": one.version if one in self.engines else None,
+                    "version": self._version_of(one),
                 }
                 for one in self._all
             ],
         }
+
+
+@asynccontextmanager
+async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded where the block takes longer; None for no limit."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{fault} within {limit_s:g} s") from error
 
 
 async def _awaited(answer: Any) -> Any:

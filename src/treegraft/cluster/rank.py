@@ -4,6 +4,7 @@ start it, whose end it reports and which ends with it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -17,6 +18,8 @@ from treegraft.policy.learn.launch import open_store
 
 LOOK_S = 1.0
 """Longest time after which `look` returns."""
+LAST_S = 2.0
+"""Longest wait for the last lines of a process that has ended."""
 MAX_LINE = 1 << 20
 """Longest line of output, in bytes."""
 _OF_RAY = ("RAY_AUTH_", "RAY_USAGE_", "RAY_ENABLE_", "RAY_DEDUP_", "RAY_DISABLE_", "RAY_ACCEL_")
@@ -75,18 +78,29 @@ class RankActor(Actor):
         return self._process.pid
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Keeps the output of a process up to its end, and its exit code."""
         assert process.stdout is not None
+        reading = asyncio.create_task(self._read_lines(process.stdout))
+        # Not `wait` or the output's end: processes that it has started may hold the pipe open.
+        while process.returncode is None:
+            await asyncio.wait({reading}, timeout=LOOK_S)
+            if reading.done():
+                await process.wait()
+        await asyncio.wait({reading}, timeout=LAST_S)
+        reading.cancel()
+        self._code = process.returncode
+        self._news.set()
+
+    async def _read_lines(self, output: asyncio.StreamReader) -> None:
         while True:
             try:
-                line = await process.stdout.readline()
+                line = await output.readline()
             except ValueError:
                 line = b"[a line that was too long is left out]\n"
             if not line:
                 break
             self._lines.append(line.decode(errors="replace").rstrip("\n"))
             self._news.set()
-        self._code = await process.wait()
-        self._news.set()
 
     @replying
     async def look(self) -> dict[str, Any]:
@@ -94,7 +108,9 @@ class RankActor(Actor):
         negative for a signal; within LOOK_S."""
         if not self._lines and self._code is None:
             self._news.clear()
-            await asyncio.wait({asyncio.ensure_future(self._news.wait())}, timeout=LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._news.wait()
         lines, self._lines = self._lines, []
         return {"lines": lines, "code": self._code}
 

@@ -57,6 +57,45 @@ def refuse_without_ray() -> None:
         )
 
 
+def refuse_unfit(config: Config) -> None:
+    """Refuses settings that do not fit a cluster, or what [cluster] asks for.
+
+    Raises:
+        SettingError: the first of them.
+    """
+    from treegraft.policy.learn.ranks import layout_problem
+
+    if config.engine.kind == "vllm" and config.engine.vllm.servers:
+        raise SettingError(
+            f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"
+            " start servers of their own; expected none. Leave it out, or use `treegraft train`."
+        )
+    if config.publish.kind == "adapter":
+        raise SettingError(
+            'publish.kind: got "adapter" on a cluster, where whole weights are published; expected'
+            ' "auto", "shared" or "disk".'
+        )
+    settings, learn = config.cluster, config.learn
+    if settings.server_gpus > settings.num_engines and settings.server_gpus % settings.num_engines:
+        raise SettingError(
+            f"cluster.engines: got {settings.engines} for cluster.server_gpus ="
+            f" {settings.server_gpus}, expected a divisor of it, so that each engine has as many."
+        )
+    num_ranks = settings.num_ranks
+    if settings.learner_gpus and num_ranks != settings.learner_gpus:
+        raise SettingError(
+            f"cluster.learner_ranks: got {num_ranks} beside cluster.learner_gpus ="
+            f" {settings.learner_gpus}, expected one rank on each GPU. Leave it out."
+        )
+    if learn.ranks not in ("auto", num_ranks):
+        raise SettingError(
+            f"learn.ranks: got {learn.ranks}, but [cluster] asks for {num_ranks}; expected both to"
+            ' be equal. Leave it at "auto", or set cluster.learner_gpus or cluster.learner_ranks.'
+        )
+    if problem := layout_problem(config, num_ranks):
+        raise SettingError(problem)
+
+
 @contextmanager
 def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
     """Connects to the cluster of `cluster.address`, checks it, and leaves it at the end.
@@ -65,8 +104,10 @@ def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
         needs: what all actors of the run take up together, by Ray's names ("CPU", "GPU").
 
     Raises:
-        SettingError: no cluster at that address, or one that the run cannot use.
+        SettingError: settings that do not fit a cluster, no cluster at that address, or one that
+            the run cannot use.
     """
+    refuse_unfit(config)
     refuse_without_ray()
     os.environ.update(_QUIET)
     address = os.environ.get(ADDRESS, config.cluster.address)

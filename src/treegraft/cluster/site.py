@@ -13,14 +13,13 @@ from typing import Any
 
 from treegraft.cluster.actors import Actor, Place, start
 from treegraft.cluster.asking import ClusterEngine
-from treegraft.cluster.buffer import BufferReplica, States
+from treegraft.cluster.buffer import BufferReplica, States, num_states
 from treegraft.cluster.engines import EngineActor, request_to_json
 from treegraft.cluster.growers import ClusterGrower, GrowerActor
 from treegraft.cluster.keeper import START_S, Keeper, Member
 from treegraft.cluster.pool import Pool
 from treegraft.cluster.ray import connected
 from treegraft.cluster.tools import ToolWorker
-from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Engine, WeightSource
 from treegraft.core.types import Completion
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
@@ -54,7 +53,6 @@ def ray_site(config: Config) -> Iterator[RaySite]:
     Raises:
         SettingError: no cluster that the run could use.
     """
-    refuse_unfit(config)
     with connected(config, needs_of(config)):
         yield RaySite()
 
@@ -65,7 +63,8 @@ class RaySite:
     def __init__(self) -> None:
         self._keeper: Keeper | None = None
         self._states: States | None = None
-        self._has_replicas = False
+        self._num_states = 0
+        """Of the buffer, see `num_states`; 0 without replicas."""
 
     @asynccontextmanager
     async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
@@ -107,7 +106,7 @@ class RaySite:
             for role, (kind, count) in _helpers(config).items()
         }
         workers, replicas = ([one.handle for one in made[role]] for role in ("tools", "buffer"))
-        self._has_replicas = bool(replicas)
+        self._num_states = num_states(config) if replicas else 0
         facts: list[Any] = []
         if workers:
             facts = await Pool(workers, "tool workers", START_S).ask("describe")
@@ -120,8 +119,8 @@ class RaySite:
 
     def show_in(self, folder: Path) -> None:
         """Keeps the state of all roles in this run folder, and the states of its buffer."""
-        if self._has_replicas:
-            self._states = States(folder / "buffer" / "states")
+        if self._num_states:
+            self._states = States(folder / "buffer" / "states", self._num_states)
         if self._keeper is not None:
             self._keeper.show_in(folder)
 
@@ -170,7 +169,7 @@ class KeptVllm(KeptEngine):
         return [
             await self.ask(
                 number,
-                request_to_json(ids, CANARY_SAMPLING, canary_key(one), None, self.policy_version),
+                request_to_json(ids, CANARY_SAMPLING, canary_key(one), None, self.edition),
                 None,
             )
             for one, ids in enumerate(PROMPTS)
@@ -181,24 +180,6 @@ class KeptVllm(KeptEngine):
         for member in self.keeper.engines:
             if str(member) == name:
                 self.keeper.drain(member, why)
-
-
-def refuse_unfit(config: Config) -> None:
-    """Refuses settings of an engine that several of them on several machines cannot have.
-
-    Raises:
-        SettingError: the first of them.
-    """
-    if config.engine.kind == "vllm" and config.engine.vllm.servers:
-        raise SettingError(
-            f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"
-            " start servers of their own; expected none. Leave it out, or use `treegraft train`."
-        )
-    if config.publish.kind == "adapter":
-        raise SettingError(
-            'publish.kind: got "adapter" on a cluster, where whole weights are published; expected'
-            ' "auto", "shared" or "disk".'
-        )
 
 
 def place_of(config: Config, model_path: Path | str | None) -> Place:

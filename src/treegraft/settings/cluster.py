@@ -24,9 +24,7 @@ class ClusterSettings(Settings):
     engines: int | None = setting(None, ge=1)
     """Engines, each with weights of its own; None takes one for each of server_gpus, or one."""
     growers: int = setting(1, ge=1)
-    """Processes that grow trees: they write prompts, run tools and score, each with whole trees.
-    One serves 8 to 16 GPUs that sample."""
-
+    """Processes that grow trees: they write prompts, run tools and score, each with whole trees."""
     tool_workers: int = setting(1, ge=0)
     """Processes that hold the stateless tools of tools.use, such as sandboxes and search indexes; 0
     leaves them to the growers."""

@@ -183,7 +183,7 @@ class Ranks:
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
         hellos = [Hello(**json.loads(self._awaited(f"hello/{n}", n))) for n in range(self.size)]
         if self.rank == 0:
-            problem = _layout_problem(config, self.size) or _difference(config, hellos)
+            problem = layout_problem(config, self.size) or _difference(config, hellos)
             self._store.set("verdict", problem)
             if problem:
                 raise SettingError(problem)
@@ -399,8 +399,8 @@ def _difference(config: Config, hellos: Sequence[Hello]) -> str:
     return ""
 
 
-def _layout_problem(config: Config, size: int) -> str:
-    """Why the settings do not fit the number of ranks, empty where they do."""
+def layout_problem(config: Config, size: int) -> str:
+    """Returns why the settings do not fit the number of ranks, "" where they do."""
     learn = config.learn
     for name, value in (
         ("learn.sequence_parallel", learn.sequence_parallel),
