@@ -38,8 +38,10 @@ def group(name: str, *rewards: float) -> Tree:
 
 
 def book(rewards: dict[str, float], **options: Any) -> LessonBook:
-    stored = {name: Lesson(lesson(name), reward) for name, reward in rewards.items()}
-    return LessonBook(stored, **{"num_earlier": 0, "seed": 7} | options)
+    found = LessonBook(**{"num_earlier": 0, "seed": 7} | options)
+    for name, reward in rewards.items():
+        found.add(Lesson(lesson(name), reward))
+    return found
 
 
 def weights(lessons: list[Tree]) -> dict[str, float]:

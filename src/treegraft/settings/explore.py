@@ -233,7 +233,7 @@ def _quarter_of_the_leaves(config: Settings) -> int:
 
 
 def _marks_answers(config: Settings) -> bool:
-    return value_of(config, "format.kind") != "chat"
+    return bool(value_of(config, "format.kind") != "chat")
 
 
 class CommitSettings(Settings):
@@ -295,8 +295,12 @@ class ExploreSettings(Settings):
     2601.18795; BREAD, arXiv 2506.17211), or whole ones in the group (LUFFY, arXiv 2504.14945)."""
 
 
+def _grown(config: Settings) -> int:
+    return int(value_of(config, "buffer.path") == "self")
+
+
 class GrowSettings(Settings):
-    num_best: int = setting(0, ge=0)
+    num_best: int = setting(0, ge=0, default_of=_grown)
     """Trajectories of each tree that are added to the buffer, the best by reward; 0 leaves the
     buffer as it is."""
     min_reward: float = 1.0
@@ -329,8 +333,9 @@ class BufferSettings(Settings):
     path: str = setting("", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
     are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
-    the run makes its own buffer, or "expert": the tasks' scripted expert solves the training tasks
-    before the first update."""
+    the run makes its own buffer, "expert": the tasks' scripted expert solves the training tasks
+    before the first update, or "self": empty at first, it holds the agent's own best trajectories
+    alone (`buffer.grow`)."""
     build: BuildSettings = BuildSettings()
     encoder: str = "minilm"
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
