@@ -52,6 +52,9 @@ def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) 
     are possible or not asked for."""
     if buffer is None or "prefix" not in config.explore.explorers:
         return ""
+    if config.buffer.path == "self":
+        # They come with the updates.
+        return ""
     least, sources = config.explore.prefix.min_reward, config.buffer.sources
     ids = {task.id for task in tasks}
     known = [
