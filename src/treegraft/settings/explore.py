@@ -22,6 +22,8 @@ with_axpo = has("explore.explorers", "axpo")
 with_commit = has("explore.explorers", "commit")
 RETRIEVING = ("graft", "prefix")
 """Explorers that need a Step-Trace Buffer."""
+MADE_BY_RUN = ("expert", "self")
+"""Values of buffer.path that name no file."""
 
 
 def retrieves(explorers: list[str]) -> bool:

@@ -23,7 +23,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import OTHER_TASKS, read_trajectory
-from treegraft.traces.run_buffer import OWN, RunBuffer
+from treegraft.traces.run_buffer import OWN, RunBuffer, place_of_own
 
 SQLITE = b"SQLite format 3\x00"
 """The first bytes of a Step-Trace Buffer."""
@@ -156,7 +156,8 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
     buffer is not built yet.
 
     The agent's own traces are left out, since they change as it learns, unless the buffer holds
-    nothing else: then they are the lessons, and `add_lessons` adds those of each update.
+    nothing else: then they are the lessons, and `add_lessons` adds those of each update. What the
+    buffer has evicted stays a lesson.
 
     Raises:
         DataError: there is none.
@@ -166,11 +167,11 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
         return None
     book = LessonBook(num_earlier=config.learn.num_lessons, seed=config.run.seed)
     with TraceBuffer.open_as_built(path) as buffer:
-        wanted = [
-            traces
-            for traces in buffer.trajectories()
-            if run_buffer.is_own_alone or traces[0].source != OWN
-        ]
+        if run_buffer.is_own_alone:
+            # As they came, so that of equals a resumed run keeps the same one.
+            wanted = sorted(buffer.trajectories(with_evicted=True), key=place_of_own)
+        else:
+            wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
     reasons = add_lessons(book, wanted, parts)
     if book.is_empty and not run_buffer.is_own_alone:
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())

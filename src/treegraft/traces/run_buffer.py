@@ -399,7 +399,7 @@ def own_traces(
     trees: Sequence[Tree], *, num_best: int, min_reward: float, update: int
 ) -> list[tuple[Trace, ...]]:
     """Returns the traces of each tree's best completed trajectories, those steps that the policy
-    itself sampled.
+    itself sampled; none of one without such a step.
 
     Ties go to the one that stands first in the tree.
     """
@@ -424,5 +424,11 @@ def own_traces(
             )
             # Grafted steps are in the buffer already, under their own agent's name.
             sampled = [step.origin is Origin.POLICY for step in steps]
-            found.append(tuple(compress(split, sampled)))
+            if own := tuple(compress(split, sampled)):
+                found.append(own)
     return found
+
+
+def place_of_own(traces: Sequence[Trace]) -> list[int]:
+    """Returns update and leaf of one of the agent's own trajectories, as numbers that sort."""
+    return [int(part) for part in traces[0].trajectory.replace("/", ".").split(".")]
