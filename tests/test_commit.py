@@ -146,8 +146,12 @@ def test_which_place_comes_next() -> None:
 
 def test_a_success_ends_it() -> None:
     explorer = commit()
-    assert explorer.fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(7)
+    assert explorer.fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(0)
     assert explorer.fill(finished((1.0, 0.5, 0.1), (1.0, None, 0.1)), 9) == Start(0)
+    assert commit(num_more=9).fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(7)
+    assert commit(num_more=9).fill(finished((1.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(0)
+    assert commit(num_more=3).fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(3)
+    assert commit(num_more=3).fill(finished(*[(0.0, 0.5, 0.1), (1.0, 0.5, 0.1)] * 2), 9) == Start(0)
     # Once retries have begun, further starts would be paid for without need.
     won = retried(Part("ss", reward=0.0), Part.of("ffst", Part("s", reward=1.0)))
     assert explorer.fill(won, 9) == Start(0)

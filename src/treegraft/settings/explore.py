@@ -238,8 +238,10 @@ def _marks_answers(config: Settings) -> bool:
 
 class CommitSettings(Settings):
     num_starts: int = setting(4, ge=1, default_of=_quarter_of_the_leaves)
-    """First-level rollouts, at most explore.num_leaves, of which a quarter is the default. Where
-    only some of them succeed, the others of explore.num_leaves follow."""
+    """First-level rollouts, at most explore.num_leaves, of which a quarter is the default."""
+    num_more: int = setting(0, ge=0)
+    """Leaves at the prompt that follow where only some of the first rollouts succeeded, as far as
+    explore.num_leaves allows."""
     num_retries: int = setting(2, ge=1)
     """Rollouts that go on in place of one answer, in each round."""
     tool: str = setting("", idle_unless=(_names_tools,))
