@@ -44,7 +44,7 @@ test: install
 
 # Each of the papers' recipes and each study, in miniature.
 smoke: install
-	$(BIN)/python -m pytest -m "slow or not slow" -k smoke_test tests/test_recipe_files.py tests/test_study.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k smoke_test tests/test_recipe_files.py tests/test_study.py
 
 # Runs on a Ray cluster of three nodes on the loopback interface, disturbed and compared with undisturbed ones: takes minutes.
 cluster-test: install
