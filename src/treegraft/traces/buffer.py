@@ -387,8 +387,8 @@ class TraceBuffer:
         """
         rows = self._file.query(
             "SELECT t.key, t.value, m.reward, m.source, m.task_id, m.position, t.terminal,"
-            " m.trajectory, m.policy_version FROM members m JOIN traces t ON t.id = m.trace"
-            " WHERE (? OR evicted_at IS NULL) AND ifnull(m.task_id = ?, 1) ORDER BY 4, 5, 8, 6, t.id",
+            " m.trajectory, m.policy_version FROM members m JOIN traces t ON t.id = m.trace WHERE"
+            " (? OR evicted_at IS NULL) AND ifnull(m.task_id = ?, 1) ORDER BY 4, 5, 8, 6, t.id",
             (with_evicted, task_id),
         )
         for _, group in groupby(rows, key=lambda row: (row[3], row[4], row[7])):
