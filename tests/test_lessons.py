@@ -178,8 +178,11 @@ def test_nothing_of_a_trajectory_of_others_is_an_own_trace() -> None:
 
 def test_own_lessons_fit_the_other_settings(tmp_path: Path) -> None:
     for tables, text in (
-        ({"buffer": {"path": "self", "grow": {"num_best": 0}}}, "so it would stay empty"),
-        ({"buffer": {"path": "self"}, "warmup": {"traces": "buffer"}}, "empty before the first"),
+        ({"buffer": {"path": "self", "grow": {"num_best": 0}}}, "expected 1 or more"),
+        (
+            {"buffer": {"path": "self"}, "warmup": {"traces": "buffer"}},
+            "begins empty; name another",
+        ),
     ):
         with pytest.raises(SettingError, match=text):
             load_config(settings(tmp_path, "r", **tables))

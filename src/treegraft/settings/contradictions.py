@@ -414,22 +414,17 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
             f" {settings.grow.num_best}: the agent's own traces would be added and never found;"
             ' add "self", or set buffer.grow.num_best to 0.',
         )
-    if settings.path == "self" and not settings.grow.num_best:
-        yield Contradiction(
-            ("buffer.grow.num_best", "buffer.path"),
-            'buffer.grow.num_best: got 0, but buffer.path = "self" holds the agent\'s own'
-            " trajectories alone, so it would stay empty; expected at least 1.",
-        )
-    if settings.path == "self" and takes_warmup_of_buffer(config):
-        yield Contradiction(
-            ("warmup.traces", "buffer.path"),
-            'warmup.traces: got "buffer", but buffer.path = "self" is empty before the first'
-            " update; name another source, or set warmup.num_steps to 0.",
-        )
+    if settings.path == "self":
+        empty = 'buffer.path = "self" begins empty'
+        if not settings.grow.num_best:
+            text = f"buffer.grow.num_best: got 0, but {empty}; expected 1 or more."
+            yield Contradiction(("buffer.grow.num_best", "buffer.path"), text)
+        if takes_warmup_of_buffer(config):
+            text = f"warmup.traces: got 'buffer', but {empty}; name another source."
+            yield Contradiction(("warmup.traces", "buffer.path"), text)
     if not settings.path:
         named = next((name for name in RETRIEVING if name in config.explore.explorers), None)
-        other = "explore.explorers"
-        use = f'has "{named}", which retrieves from a'
+        other, use = "explore.explorers", f'has "{named}", which retrieves from a'
         if named is None:
             by_lessons = config.loss.lesson_coef > 0
             other = "loss.lesson_coef" if by_lessons else "warmup.traces"

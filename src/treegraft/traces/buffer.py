@@ -385,14 +385,11 @@ class TraceBuffer:
             task_id: of one task alone; None for all.
             with_evicted: also those that were there once.
         """
-        wanted = "TRUE" if with_evicted else "t.evicted_at IS NULL"
-        wanted += "" if task_id is None else " AND m.task_id = ?"
         rows = self._file.query(
             "SELECT t.key, t.value, m.reward, m.source, m.task_id, m.position, t.terminal,"
             " m.trajectory, m.policy_version FROM members m JOIN traces t ON t.id = m.trace WHERE"
-            f" {wanted} ORDER BY m.source, m.task_id, m.trajectory,"
-            " m.position, t.id",
-            () if task_id is None else (task_id,),
+            " (? OR evicted_at IS NULL) AND ifnull(m.task_id = ?, 1) ORDER BY 4, 5, 8, 6, t.id",
+            (with_evicted, task_id),
         )
         for _, group in groupby(rows, key=lambda row: (row[3], row[4], row[7])):
             yield tuple(map(self._file.to_trace, group))
