@@ -46,7 +46,7 @@ BFLOAT16 = 2
 class Segment(NamedTuple):
     """Stretches of tokens that are computed alike."""
 
-    count: int
+    num: int
     first: float
     """Tokens before it on its path."""
     length: float
@@ -90,7 +90,7 @@ class Work:
 
     def num_tokens(self, layout: Layout) -> float:
         """Returns the tokens of all trees that one pass computes."""
-        return self.num_tasks * sum(part.count * part.length for part in self.segments(layout))
+        return self.num_tasks * sum(part.num * part.length for part in self.segments(layout))
 
     @property
     def num_sampled(self) -> float:

@@ -10,11 +10,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import uvicorn
 from peft import PeftModel
+from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -177,12 +179,19 @@ class FakeVllm:
     async def _rpc(self, request: Request) -> Response:
         body = await request.json()
         if body["method"] == "reload_weights":
-            self.treegraft_load(body["args"][1])
+            self._reload(body["args"][1])
             return JSONResponse({"results": [None]})
         if not self.has_plugin:
             return JSONResponse({"error": f"no method {body['method']}"}, status_code=500)
         result = getattr(self, body["method"])(*body["args"])
         return JSONResponse({"results": [result]})
+
+    def _reload(self, path: str) -> None:
+        """Reads the files alone; tensors that they do not name stay what they are, as the packed
+        head of vLLM on a CPU does."""
+        self.num_loads += 1
+        for file in () if self.skip_loads else Path(path).glob("*.safetensors"):
+            self.model.load_state_dict(load_file(file), strict=False)
 
     def treegraft_identity(self) -> dict[str, Any]:
         return self.identity

@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import test_environments as worlds
 from tests.families import build_model, byte_tokenizer, word_tokenizer
 from tests.slow_learner import distance, make_learner
 from tests.test_axpo import finished, retried, retries_of
 from tests.test_growth import grow, make
 from tests.test_loop import ANSWER, SEARCH, search
 from tests.trees import Part
+from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import SettingError
@@ -127,6 +129,24 @@ def test_an_agent_that_needs_no_help_gets_none() -> None:
     assert len(grown(commit(), lambda path: ANSWER, 12).leaves) == 2
 
 
+@pytest.mark.parametrize("made", [CopiedKeyDoor, ReplayedKeyDoor])
+def test_in_an_environment_it_stands_where_the_step_began(made: type) -> None:
+    """Two of three moves earn half, an answer after the first one nothing, and
+    the third move in place of the answer all: there the door is unlocked."""
+    plan = worlds.by_plan(*worlds.WAY_IN[:2])
+
+    def replies(path: str) -> str:
+        if path.endswith("<answer>"):
+            return worlds.ANSWER.removeprefix("<answer>")
+        return "w5</enter>" if path.endswith("<enter>") else plan(path)
+
+    explorer = commit(num_starts=1, num_retries=1, tool="enter")
+    tree = worlds.grow(worlds.make(made, replies, explorer, num_leaves=4))
+    assert places(tree) == ["0.0.0.0", "0.0.0"]
+    assert sorted(leaf.reward or 0.0 for leaf in tree.leaves) == [0.0, 0.5, 1.0]
+    assert sorted(worlds.seen(tree)) == [["w1 1"], ["w1 1", "w1 2"], ["w1 1", "w1 2", "w1 3"]]
+
+
 # ---------------------------------------------------------------------- the rule
 
 
@@ -146,8 +166,12 @@ def test_which_place_comes_next() -> None:
 
 def test_a_success_ends_it() -> None:
     explorer = commit()
-    assert explorer.fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(7)
+    assert explorer.fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(0)
     assert explorer.fill(finished((1.0, 0.5, 0.1), (1.0, None, 0.1)), 9) == Start(0)
+    assert commit(num_more=9).fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(7)
+    assert commit(num_more=9).fill(finished((1.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(0)
+    assert commit(num_more=3).fill(finished((0.0, 0.5, 0.1), (1.0, 0.5, 0.1)), 9) == Start(3)
+    assert commit(num_more=3).fill(finished(*[(0.0, 0.5, 0.1), (1.0, 0.5, 0.1)] * 2), 9) == Start(0)
     # Once retries have begun, further starts would be paid for without need.
     won = retried(Part("ss", reward=0.0), Part.of("ffst", Part("s", reward=1.0)))
     assert explorer.fill(won, 9) == Start(0)

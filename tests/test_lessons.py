@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from tests.families import build_model
 from tests.slow_learner import example_trees, gradient_of, make_learner
-from tests.tiny import tiny
+from tests.tiny import differing, tiny
 from tests.trees import Part, build_tree
 
+from treegraft.cli.doctor import data_files
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import StepContent, Tree
 from treegraft.policy.learn.learner import token_scores
@@ -25,7 +27,7 @@ from treegraft.settings.policy import LearnSettings, LossSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
-from treegraft.traces.run_buffer import RunBuffer
+from treegraft.traces.run_buffer import RunBuffer, own_traces
 from treegraft.train import train
 
 
@@ -38,8 +40,10 @@ def group(name: str, *rewards: float) -> Tree:
 
 
 def book(rewards: dict[str, float], **options: Any) -> LessonBook:
-    stored = {name: Lesson(lesson(name), reward) for name, reward in rewards.items()}
-    return LessonBook(stored, **{"num_earlier": 0, "seed": 7} | options)
+    found = LessonBook(**{"num_earlier": 0, "seed": 7} | options)
+    for name, reward in rewards.items():
+        found.add(Lesson(lesson(name), reward))
+    return found
 
 
 def weights(lessons: list[Tree]) -> dict[str, float]:
@@ -143,6 +147,46 @@ def test_a_run_with_lessons_resumes_to_the_same(tmp_path: Path) -> None:
     assert state["lesson_value"][1] == 3
     train(settings(tmp_path, "half"), resume=half)
     assert told(half) == whole
+
+
+def test_own_lessons_are_the_same_after_a_resume(tmp_path: Path) -> None:
+    """Law 6: of equally good trajectories the first one stays the lesson, also past the tenth
+    update and after the buffer has evicted it."""
+    grow = {"num_best": 2, "capacity": 4}
+    tables = {
+        "buffer": {"path": "self", "encoder": "hashing", "grow": grow},
+        "tasks": {"num_train": 3, "search_world": {"hops": [2]}},
+        "learn": {"lr": 1e-2, "num_lessons": 4},
+        "warmup": {"num_steps": 64},
+        "checkpoint": {"keep": 20},
+    }
+    whole = train(settings(tmp_path, "whole", 12, **tables)).run_dir
+    lines = read_metrics(whole)
+    assert lines[1]["lesson/num_lessons"] == 0 and lines[12]["lesson/num_lessons"] > 1
+    # As it is after a kill in the last update.
+    killed = Path(shutil.copytree(whole, tmp_path / "killed"))
+    shutil.rmtree(killed / "checkpoints" / "update-000012")
+    train(None, resume=killed)
+    assert differing(whole, killed) == []
+
+
+def test_nothing_of_a_trajectory_of_others_is_an_own_trace() -> None:
+    tree = build_tree(Part.of("p", Part("r", reward=1.0), Part("s", reward=1.0)))
+    (own,) = own_traces([tree], num_best=2, min_reward=1.0, update=3)
+    assert [trace.trajectory for trace in own] == ["3/0.1"]
+
+
+def test_own_lessons_fit_the_other_settings(tmp_path: Path) -> None:
+    for tables, text in (
+        ({"buffer": {"path": "self", "grow": {"num_best": 0}}}, "so it would stay empty"),
+        ({"buffer": {"path": "self"}, "warmup": {"traces": "buffer"}}, "empty before the first"),
+    ):
+        with pytest.raises(SettingError, match=text):
+            load_config(settings(tmp_path, "r", **tables))
+    own = load_config(settings(tmp_path, "r", buffer={"path": "self"}))
+    assert own.buffer.grow.num_best == 1
+    # No file is sought under the name "self".
+    assert [one.name for one in data_files(own)] == []
 
 
 def test_lessons_need_successes_in_a_buffer(tmp_path: Path) -> None:

@@ -722,7 +722,7 @@ def test_a_whole_trajectory_has_the_environments_reward() -> None:
 def test_own_traces_are_not_those_of_a_stored_leaf() -> None:
     """The best is the stored one, in the buffer already; the second best is the agent's."""
     tree = grow(make(Opens([below(1, None), Start(2)]), by_step, retriever=Kept(THREE)))
-    traces = own_traces([tree], num_best=1, min_reward=1.0, update=3)
+    (traces,) = own_traces([tree], num_best=1, min_reward=1.0, update=3)
     assert [trace.source for trace in traces] == ["self", "self"]
 
 

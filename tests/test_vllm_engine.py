@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tests.fake_vllm import FakeVllm, fakes
 from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
@@ -604,8 +605,11 @@ def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
         assert (partial < full - 1e-3).all()
 
 
-def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path) -> None:
-    learner = learner_of(OTHER)
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path, family: str) -> None:
+    """A tied head too, of which such servers hold a copy."""
+    other = build_model(family, 1)
+    learner = learner_of(other)
 
     async def work(engine: VllmEngine) -> Completion:
         publisher = Publisher(engine, learner, "float32", TrainState.fresh())
@@ -625,7 +629,7 @@ def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path) -> 
 
     with plain_fakes() as servers:
         found = run(servers, tmp_path, work, entropies="top_k")
-    logits = OTHER(torch.tensor([[*PREFIX, *found.token_ids]])).logits[0, len(PREFIX) - 1 : -1]
+    logits = other(torch.tensor([[*PREFIX, *found.token_ids]])).logits[0, len(PREFIX) - 1 : -1]
     own = logits.log_softmax(dim=-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
     assert torch.allclose(torch.tensor(found.sampling_logprobs), own, atol=1e-5)
 
@@ -790,16 +794,20 @@ def test_servers_of_ours_do_not_join_the_ranks(
 # ------------------------------------------------------------------ weights and processes
 
 
-def test_folders_of_weights_give_back_every_tensor_and_its_checksum(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_each_name", [False, True])
+def test_folders_of_weights_give_back_every_tensor_and_its_checksum(
+    tmp_path: Path, has_each_name: bool
+) -> None:
     weights = dict(MODEL.state_dict())
     weights["tied"] = weights["model.embed_tokens.weight"]
-    folder = write_folder(tmp_path / "weights", ModelWeights(weights))
+    folder = write_folder(tmp_path / "weights", ModelWeights(weights), has_each_name=has_each_name)
     read = dict(folder)
     assert read.keys() == weights.keys()
     assert all(torch.equal(read[name], weights[name]) for name in weights)
     assert weights_fingerprint(read) == weights_fingerprint(weights)
     index = json.loads((folder.path / "weights.json").read_text())
-    assert index["twins"] == {"model.embed_tokens.weight": ["tied"]}
+    assert index["twins"] == ({} if has_each_name else {"model.embed_tokens.weight": ["tied"]})
+    assert ("tied" in load_file(folder.path / index["files"][0])) == has_each_name
 
 
 def test_only_folders_that_nobody_holds_are_swept(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
-from treegraft.traces.demonstrations import lesson_book
+from treegraft.traces.demonstrations import add_lessons, lesson_book
 from treegraft.traces.retrieve import unusable
 from treegraft.traces.run_buffer import RunBuffer
 from treegraft.warmup import (
@@ -208,7 +208,8 @@ async def story(
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
                 await buffer.build(parts.scorer, parts.format, parts.environments)
-                book = book or (None if only_warms_up else lesson_book(config, buffer, parts))
+                if book is None and not only_warms_up:
+                    book = lesson_book(config, buffer, parts)
             if warms_up:
                 demonstrations = demonstrations or await demonstrations_of(run, parts, buffer)
                 assert demonstrations is not None
@@ -228,6 +229,9 @@ async def story(
             parts.toolbox.take_metrics()
             opened = (parts.scorer, parts.format, parts.environments)
             async with buffer.opened(run.state.update, *opened):
+                if buffer.is_own_alone:
+                    # What later updates had added is gone only now.
+                    book = lesson_book(config, buffer, parts)
                 replay = Replay(config, run.folder, state.update)
                 if doubt := unusable(buffer.buffer, config, parts.train_tasks):
                     run.display.warn(doubt)
@@ -281,7 +285,9 @@ async def update(
             credit_by_entropy(learner, trees, config, parts.credit_rule)
             for trees in (sampled.kept, sampled.dropped)
         )
-        lessons = lessons_of(run, parts, book, kept + dropped) if book else Given([], (0, 0), {})
+        lessons = Given([], (0, 0), {})
+        if book is not None:
+            lessons = lessons_of(run, parts, book, kept + dropped)
         kept, learned = learner.learn(replay.mixed(number, kept), lessons.trees)
         if ahead.max_staleness and not has_version(kept, number - 1):
             # Of older weights it shows how far the policy has moved, not a fault.
@@ -303,7 +309,9 @@ async def update(
         measured = functools.partial(symptoms, learner, kept, has_own_scores=by_learner)
         shown_late = await beside(ahead, measured) if is_due else {}
     # After learning, so that traces of this update are never retrieved within it.
-    buffer.grow(trees, number)
+    added = buffer.grow(trees, number)
+    if book is not None and buffer.is_own_alone:
+        add_lessons(book, added, parts)
     # The one place where the metrics of an update come together.
     metrics = (
         rollout_metrics(trees)

@@ -177,7 +177,7 @@ def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
     alone = (*RECIPE, "run.name=alone", f"run.num_updates={done}")
     job = torchrun(2, "-m", "treegraft", "train", *alone, cwd=tmp_path)
     text, _ = job.communicate(timeout=60 * MINUTES + 600)
-    assert "finished run" in text, text
+    assert "finished alone" in text, text
     found, expected = trees_of(tmp_path / "run"), trees_of(tmp_path / "alone")
     assert len(found) == 4 * done and found == expected
     for role in killer.sizes:

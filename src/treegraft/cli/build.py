@@ -177,8 +177,10 @@ def _fill(work: BufferBuild, settings: BuildSettings, out: Path, as_json: bool) 
 
 def _out_of(config: Config) -> Path:
     """The file that a recipe names."""
+    from treegraft.settings.explore import MADE_BY_RUN
+
     path = config.buffer.path
-    if path in ("", "expert") or path.endswith(".jsonl"):
+    if path in ("", *MADE_BY_RUN) or path.endswith(".jsonl"):
         raise SettingError(
             f"--out: got none, and the recipe's buffer.path is '{path}'; expected the file of a"
             " buffer, such as --out traces.sqlite."

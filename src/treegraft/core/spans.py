@@ -108,9 +108,11 @@ def recorded(place: str | None, folder: Path, role: str) -> Iterator[None]:
 def span(name: str, **attributes: str | int | float) -> AbstractContextManager[Any]:
     """Returns a context that is one span, a child of the one around it; one without effect where
     nothing is recorded."""
-    if _recording is None:
+    # Looked at once: another thread may work on after the recording has ended.
+    recording = _recording
+    if recording is None:
         return contextlib.nullcontext()
-    found: AbstractContextManager[Any] = _recording.tracer.start_as_current_span(
+    found: AbstractContextManager[Any] = recording.tracer.start_as_current_span(
         name, attributes=attributes
     )
     return found
@@ -130,9 +132,10 @@ def trace_headers() -> dict[str, str]:
 def carrier() -> dict[str, str]:
     """Returns what another process of the run needs to go on with the present span (`joined`);
     empty where nothing is recorded."""
-    if _recording is None:
+    recording = _recording
+    if recording is None:
         return {}
-    return trace_headers() | {"place": _recording.place, "folder": _recording.folder}
+    return trace_headers() | {"place": recording.place, "folder": recording.folder}
 
 
 @contextlib.contextmanager

@@ -376,7 +376,7 @@ class RestartCause:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryCause:
     """The first step of a rollout that begins with the thought of a finished step and the opening
-    of a tool call, both as forced tokens; the policy samples the rest."""
+    of a tool call or an answer, as forced tokens; the policy samples the rest."""
 
     rule: str
     """The rule's name."""

@@ -53,15 +53,15 @@ class CommitBranching(Independent):
         return Start(min(self._settings.num_starts, max_leaves))
 
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Retry]:
-        """Returns the next round where every rollout has failed; the other leaves, at the prompt,
-        where only some have; nothing once a retry or every rollout has succeeded."""
-        paths = tree.trajectories()
+        """Returns the next round where every rollout has failed; `num_more` leaves at the prompt,
+        once, where only some of the first ones have; nothing after a success otherwise."""
+        own, paths = self._settings, tree.trajectories()
         members = [path for path in paths if LEARNING_RULES[path.status].in_group]
-        succeeded = [(path.reward or 0.0) >= self._settings.min_reward for path in members]
+        succeeded = [(path.reward or 0.0) >= own.min_reward for path in members]
         num_left = max_leaves - len(tree.leaves)
         if any(succeeded):
-            is_mixed = not all(succeeded) and not any(path.is_retry for path in members)
-            return Start(num_left if is_mixed else 0)
+            has_more = len(tree.leaves) > own.num_starts or any(path.is_retry for path in members)
+            return Start(0 if has_more or all(succeeded) else min(own.num_more, num_left))
         if num_left < 1:
             return Start(0)
         tried = {step.cause.beside for step in tree.steps if isinstance(step.cause, RetryCause)}

@@ -414,6 +414,18 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
             f" {settings.grow.num_best}: the agent's own traces would be added and never found;"
             ' add "self", or set buffer.grow.num_best to 0.',
         )
+    if settings.path == "self" and not settings.grow.num_best:
+        yield Contradiction(
+            ("buffer.grow.num_best", "buffer.path"),
+            'buffer.grow.num_best: got 0, but buffer.path = "self" holds the agent\'s own'
+            " trajectories alone, so it would stay empty; expected at least 1.",
+        )
+    if settings.path == "self" and takes_warmup_of_buffer(config):
+        yield Contradiction(
+            ("warmup.traces", "buffer.path"),
+            'warmup.traces: got "buffer", but buffer.path = "self" is empty before the first'
+            " update; name another source, or set warmup.num_steps to 0.",
+        )
     if not settings.path:
         named = next((name for name in RETRIEVING if name in config.explore.explorers), None)
         other = "explore.explorers"

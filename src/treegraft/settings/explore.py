@@ -22,6 +22,8 @@ with_axpo = has("explore.explorers", "axpo")
 with_commit = has("explore.explorers", "commit")
 RETRIEVING = ("graft", "prefix")
 """Explorers that need a Step-Trace Buffer."""
+MADE_BY_RUN = ("expert", "self")
+"""Values of buffer.path that name no file."""
 
 
 def retrieves(explorers: list[str]) -> bool:
@@ -233,13 +235,15 @@ def _quarter_of_the_leaves(config: Settings) -> int:
 
 
 def _marks_answers(config: Settings) -> bool:
-    return value_of(config, "format.kind") != "chat"
+    return bool(value_of(config, "format.kind") != "chat")
 
 
 class CommitSettings(Settings):
     num_starts: int = setting(4, ge=1, default_of=_quarter_of_the_leaves)
-    """First-level rollouts, at most explore.num_leaves, of which a quarter is the default. Where
-    only some of them succeed, the others of explore.num_leaves follow."""
+    """First-level rollouts, at most explore.num_leaves, of which a quarter is the default."""
+    num_more: int = setting(0, ge=0)
+    """Leaves at the prompt that follow where only some of the first rollouts succeeded, as far as
+    explore.num_leaves allows."""
     num_retries: int = setting(2, ge=1)
     """Rollouts that go on in place of one answer, in each round."""
     tool: str = setting("", idle_unless=(_names_tools,))
@@ -295,8 +299,12 @@ class ExploreSettings(Settings):
     2601.18795; BREAD, arXiv 2506.17211), or whole ones in the group (LUFFY, arXiv 2504.14945)."""
 
 
+def _grown(config: Settings) -> int:
+    return int(value_of(config, "buffer.path") == "self")
+
+
 class GrowSettings(Settings):
-    num_best: int = setting(0, ge=0)
+    num_best: int = setting(0, ge=0, default_of=_grown)
     """Trajectories of each tree that are added to the buffer, the best by reward; 0 leaves the
     buffer as it is."""
     min_reward: float = 1.0
@@ -329,8 +337,9 @@ class BufferSettings(Settings):
     path: str = setting("", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
     are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
-    the run makes its own buffer, or "expert": the tasks' scripted expert solves the training tasks
-    before the first update."""
+    the run makes its own buffer, "expert": the tasks' scripted expert solves the training tasks
+    before the first update, or "self": empty at first, it holds the agent's own best trajectories
+    alone (`buffer.grow`)."""
     build: BuildSettings = BuildSettings()
     encoder: str = "minilm"
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a

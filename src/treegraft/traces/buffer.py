@@ -375,18 +375,22 @@ class TraceBuffer:
             steps.append(self._file.to_trace(next(group)[1:]))
         return tuple(steps)
 
-    def trajectories(self, task_id: str | None = None) -> Iterator[tuple[Trace, ...]]:
+    def trajectories(
+        self, task_id: str | None = None, *, with_evicted: bool = False
+    ) -> Iterator[tuple[Trace, ...]]:
         """Gives each trajectory's steps in order, by source, task and name; a step that several
         share comes in each, with the reward and the policy's version of that one.
 
         Args:
             task_id: of one task alone; None for all.
+            with_evicted: also those that were there once.
         """
-        of_task = "" if task_id is None else " AND m.task_id = ?"
+        wanted = "TRUE" if with_evicted else "t.evicted_at IS NULL"
+        wanted += "" if task_id is None else " AND m.task_id = ?"
         rows = self._file.query(
             "SELECT t.key, t.value, m.reward, m.source, m.task_id, m.position, t.terminal,"
             " m.trajectory, m.policy_version FROM members m JOIN traces t ON t.id = m.trace WHERE"
-            f" t.evicted_at IS NULL{of_task} ORDER BY m.source, m.task_id, m.trajectory,"
+            f" {wanted} ORDER BY m.source, m.task_id, m.trajectory,"
             " m.position, t.id",
             () if task_id is None else (task_id,),
         )

@@ -23,7 +23,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import OTHER_TASKS, read_trajectory
-from treegraft.traces.run_buffer import OWN, RunBuffer
+from treegraft.traces.run_buffer import OWN, RunBuffer, place_of_own
 
 SQLITE = b"SQLite format 3\x00"
 """The first bytes of a Step-Trace Buffer."""
@@ -155,7 +155,9 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
     these the one with the fewest steps, of these the first. None where the run has none, or its
     buffer is not built yet.
 
-    The agent's own traces are left out, since they change as it learns.
+    The agent's own traces are left out, since they change as it learns, unless the buffer holds
+    nothing else: then they are the lessons, and `add_lessons` adds those of each update. What the
+    buffer has evicted stays a lesson.
 
     Raises:
         DataError: there is none.
@@ -163,29 +165,36 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
     path = run_buffer.file
     if not config.loss.lesson_coef or (run_buffer.is_due and not path.exists()):
         return None
-    best: dict[str, Lesson] = {}
-    reasons: Counter[str] = Counter()
+    book = LessonBook(num_earlier=config.learn.num_lessons, seed=config.run.seed)
     with TraceBuffer.open_as_built(path) as buffer:
-        others = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
-    for one in _of_traces(others, parts.train_tasks, parts.kind is not None, reasons):
-        reward, rival = one.reward or 0.0, best.get(one.task.id)
-        if reward <= 0:
-            reasons["with a reward not above 0"] += 1
-            continue
-        rank = (-reward, len(one.steps))
-        if rival is None or rank < (-rival.reward, len(rival.tree.steps) - 1):
-            # A step of another agent may be nothing that this format can say.
-            with suppress(ValueError):
-                best[one.task.id] = Lesson(
-                    demonstration_tree(parts.format, one.task, one.steps), reward
-                )
-    if not best:
+        if run_buffer.is_own_alone:
+            # As they came, so that of equals a resumed run keeps the same one.
+            wanted = sorted(buffer.trajectories(with_evicted=True), key=place_of_own)
+        else:
+            wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
+    reasons = add_lessons(book, wanted, parts)
+    if book.is_empty and not run_buffer.is_own_alone:
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise DataError(
             f"loss.lesson_coef: the buffer '{path}' has no success at the training tasks"
             f" ({left_out or 'none that this format can say'}); name another buffer."
         )
-    return LessonBook(best, num_earlier=config.learn.num_lessons, seed=config.run.seed)
+    return book
+
+
+def add_lessons(
+    book: LessonBook, trajectories: Iterable[tuple[Trace, ...]], parts: TrainingParts
+) -> Counter[str]:
+    """Adds trajectories that are lessons to the book, and returns how many are none, by reason."""
+    reasons: Counter[str] = Counter()
+    for one in _of_traces(trajectories, parts.train_tasks, parts.kind is not None, reasons):
+        if (reward := one.reward or 0.0) <= 0:
+            reasons["with a reward not above 0"] += 1
+            continue
+        # A step of another agent may be nothing that this format can say.
+        with suppress(ValueError):
+            book.add(Lesson(demonstration_tree(parts.format, one.task, one.steps), reward))
+    return reasons
 
 
 def _of_traces(

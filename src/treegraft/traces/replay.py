@@ -15,6 +15,7 @@ from treegraft.core.demonstration import Demonstration, solution
 from treegraft.core.errors import DataError, ToolUnavailable
 from treegraft.core.finding import Finding
 from treegraft.core.types import StepContent, Task
+from treegraft.settings.explore import MADE_BY_RUN
 from treegraft.settings.policy import WarmupSettings
 from treegraft.tools.environments.own import ended
 from treegraft.traces.demonstrations import read_demonstrations
@@ -91,7 +92,7 @@ def _sources(setup: Setup) -> Iterator[tuple[str, list[Demonstration] | str]]:
     files: list[tuple[str, str]] = []
     if config.warmup.num_steps and config.warmup.traces not in ("expert", "buffer"):
         files.append(("warmup.traces", config.warmup.traces))
-    if config.buffer.path not in ("", "expert"):
+    if config.buffer.path not in ("", *MADE_BY_RUN):
         files.append(("buffer.path", config.buffer.path))
     by_id = {task.id: task for task in tasks}
     by_question = {task.question: task for task in tasks}

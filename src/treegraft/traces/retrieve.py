@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,6 +53,9 @@ def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) 
     are possible or not asked for."""
     if buffer is None or "prefix" not in config.explore.explorers:
         return ""
+    if config.buffer.path == "self":
+        # They come with the updates.
+        return ""
     least, sources = config.explore.prefix.min_reward, config.buffer.sources
     ids = {task.id for task in tasks}
     known = [
@@ -87,7 +91,9 @@ class BufferRetriever:
         self.buffer, self._settings = buffer, settings
         self._is_tried, self._num_nearest = is_tried, settings.num_tries if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
+        # With overlap the thread of retrievals counts while an update's counts are taken.
         self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
 
     async def retrieve(
         self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
@@ -107,12 +113,14 @@ class BufferRetriever:
     def count(self, counts: Mapping[str, float]) -> None:
         """Adds what retrievals have cost, here or in another process: "asked", "nothing", "cut" and
         "busy_s"."""
-        self._counts.update(counts)
+        with self._counting:
+            self._counts.update(counts)
 
     def take_counts(self) -> dict[str, float]:
         """Returns what `count` has added since the last call."""
-        counts: dict[str, float] = dict(self._counts)
-        self._counts.clear()
+        with self._counting:
+            counts: dict[str, float] = dict(self._counts)
+            self._counts.clear()
         return counts
 
     async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:

@@ -115,7 +115,7 @@ class RunBuffer:
         """Where it lies: the run's copy, or the file that buffer.path names; of an expert's steps
         and of a .jsonl file, not there before `build`."""
         own = self._run_dir / OWN_FILE
-        is_own = own.exists() or self._is_expert or self._is_imported
+        is_own = own.exists() or self._is_expert or self._is_imported or self.is_own_alone
         return own if is_own else self._path
 
     @property
@@ -125,9 +125,11 @@ class RunBuffer:
     def _checked_encoder(self, is_only_read: bool) -> Encoder | None:
         settings, own = self._config.buffer, self._run_dir / OWN_FILE
         self._refuse_lost(own)
-        if not own.exists() and settings.path == EXPERT:
+        if not own.exists() and settings.path in (EXPERT, OWN):
             with about("buffer.encoder"):
                 encoder = build_encoder(settings.encoder)
+            if self.is_own_alone:
+                return encoder
             # One task is enough: a source has an expert for all of its tasks or for none.
             if not any(solution(self._source, task, 0) for task in self._source.train_tasks()[:1]):
                 raise DataError(
@@ -179,6 +181,11 @@ class RunBuffer:
                 self._refuse_empty(buffer)
 
     @property
+    def is_own_alone(self) -> bool:
+        """Whether it begins empty and holds the agent's own trajectories alone."""
+        return self._config.buffer.path == OWN
+
+    @property
     def _is_expert(self) -> bool:
         return self._config.buffer.path == EXPERT
 
@@ -189,8 +196,8 @@ class RunBuffer:
     @property
     def _is_to_make(self) -> bool:
         """Whether the run has yet to make its buffer itself."""
-        is_made = self.is_due and (self._is_expert or self._is_imported)
-        return is_made and not (self._run_dir / OWN_FILE).exists()
+        is_made = self._is_expert or self._is_imported or self.is_own_alone
+        return self.is_due and is_made and not (self._run_dir / OWN_FILE).exists()
 
     @property
     def _is_own(self) -> bool:
@@ -296,7 +303,7 @@ class RunBuffer:
     ) -> None:
         """Makes the run's buffer, complete under its name or not there at all."""
         own.parent.mkdir(parents=True, exist_ok=True)
-        if not (self._is_expert or self._is_imported):
+        if not (self._is_expert or self._is_imported or self.is_own_alone):
             with TraceBuffer(self._path, encoder) as buffer:
                 buffer.copy_to(own)
             return
@@ -304,6 +311,11 @@ class RunBuffer:
         # Also the write-ahead log of a build that was killed, which SQLite would replay.
         for leftover in own.parent.glob(f"{partial.name}*"):
             leftover.unlink()
+        if self.is_own_alone:
+            with TraceBuffer(partial, encoder):
+                pass
+            partial.replace(own)
+            return
         if self._is_imported:
             of = self._config.buffer.build
             with TraceBuffer(partial, encoder) as buffer:
@@ -345,7 +357,7 @@ class RunBuffer:
 
     def _refuse_empty(self, buffer: TraceBuffer) -> None:
         settings, counts = self._config.buffer, buffer.stats().sources
-        if not counts:
+        if not counts and not self.is_own_alone:
             raise DataError(
                 f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill"
                 " it with `treegraft buffer build` or `treegraft buffer import`."
@@ -358,17 +370,18 @@ class RunBuffer:
                 f" it has {sorted(counts)}."
             )
 
-    def grow(self, trees: Sequence[Tree], update: int) -> None:
-        """Adds the update's best trajectories where the recipe says so, and evicts what exceeds
-        the capacity."""
+    def grow(self, trees: Sequence[Tree], update: int) -> list[tuple[Trace, ...]]:
+        """Adds the update's best trajectories where the recipe says so, evicts what exceeds the
+        capacity, and returns the traces of each."""
         settings = self._config.buffer.grow
         if self.buffer is None or not settings.num_best:
-            return
-        traces = own_traces(
+            return []
+        found = own_traces(
             trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
         )
-        self.buffer.add(traces, update=update)
+        self.buffer.add([trace for traces in found for trace in traces], update=update)
         self.buffer.evict(settings.capacity, source=OWN, update=update)
+        return found
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the buffer/* metrics, and those of the retrievals since the last call."""
@@ -384,13 +397,13 @@ class RunBuffer:
 
 def own_traces(
     trees: Sequence[Tree], *, num_best: int, min_reward: float, update: int
-) -> list[Trace]:
+) -> list[tuple[Trace, ...]]:
     """Returns the traces of each tree's best completed trajectories, those steps that the policy
-    itself sampled.
+    itself sampled; none of one without such a step.
 
     Ties go to the one that stands first in the tree.
     """
-    traces: list[Trace] = []
+    found: list[tuple[Trace, ...]] = []
     for tree in trees:
         paths = [
             path
@@ -411,5 +424,11 @@ def own_traces(
             )
             # Grafted steps are in the buffer already, under their own agent's name.
             sampled = [step.origin is Origin.POLICY for step in steps]
-            traces += compress(split, sampled)
-    return traces
+            if own := tuple(compress(split, sampled)):
+                found.append(own)
+    return found
+
+
+def place_of_own(traces: Sequence[Trace]) -> list[int]:
+    """Returns update and leaf of one of the agent's own trajectories, as numbers that sort."""
+    return [int(part) for part in traces[0].trajectory.replace("/", ".").split(".")]

@@ -162,7 +162,8 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
         why = f"{step.cause.rule}, below {count} stored step{'s' * (count != 1)}"
         text.append(f"  begins here: {plain(why, 60)}", style="cyan")
     if isinstance(step.cause, RetryCause):
-        text.append(f"  a call forced, with the thought of {step.cause.beside}", style="yellow")
+        begun = "an answer" if step.content.answer is not None else "a call"
+        text.append(f"  {begun} forced, with the thought of {step.cause.beside}", style="yellow")
     if leaf is not None:
         number, end = leaf
         style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"

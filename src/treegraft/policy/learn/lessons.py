@@ -14,7 +14,7 @@ value of each task the lessons of easy tasks fade first, and all that are left s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -43,6 +43,11 @@ class Lesson:
     reward: float
     """Above 0."""
 
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The better one has the lower rank."""
+        return -self.reward, len(self.tree.steps)
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -57,12 +62,24 @@ class Given:
 class LessonBook:
     """Chooses the lessons of each update, a function of seed, number and the trees alone."""
 
-    def __init__(self, stored: Mapping[str, Lesson], *, num_earlier: int, seed: int) -> None:
+    def __init__(self, *, num_earlier: int, seed: int) -> None:
         """Args:
-        stored: by task.
         num_earlier: keyed draws from earlier tasks' lessons; those drawn twice count once.
         """
-        self._stored, self._num_earlier, self._seed = stored, num_earlier, seed
+        self._num_earlier, self._seed = num_earlier, seed
+        self._stored: dict[str, Lesson] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._stored
+
+    def add(self, lesson: Lesson) -> None:
+        """Takes a lesson of its task where it is better than the one that is known: by its reward,
+        then by how few steps it has."""
+        name = lesson.tree.task.id
+        known = self._stored.get(name)
+        if known is None or lesson.rank < known.rank:
+            self._stored[name] = lesson
 
     def choose(
         self, trees: Sequence[Tree], earlier: Sequence[str], number: int, value: Value

@@ -125,6 +125,7 @@ export class Drawing {
     node.second = flat(observations.length ? observations.map((seen) => seen.text).join(" ") : node.text.includes(flat(thought, 60)) ? "" : thought, 400);
     node.marks = [
       node.kind === "branch" && { name: "branch", text: step.entropy_change ? brief(step.entropy_change.change) : isDrawn(step) ? "drawn" : `P ${brief(step.cause.probability).slice(1)}`, change: step.entropy_change?.change },
+      node.kind === "retry" && { name: "branch", text: "forced" },
       node.kind === "graft" && { name: "graft" },
       step.content.observations.some((seen) => seen.is_error) && node.kind !== "graft" && { name: "error" },
     ].filter(Boolean);

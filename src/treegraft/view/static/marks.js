@@ -140,7 +140,7 @@ export function causeWords(step) {
   if (cause.kind === "branch") return `a branch: ${changeWords(step, cause)}, ${decided(cause, true)}`;
   if (cause.kind === "stored") return `a stored step of “${plain(cause.source)}”, whose trajectory earned ${score(cause.reward)}; rollouts begin below it`;
   if (cause.kind === "restart") return `the beginning of a rollout below ${plural(cause.num_steps, "stored step")} (${plain(cause.rule)})`;
-  if (cause.kind === "retry") return `a retry: begins with the thought of step ${cause.beside} and the forced opening of a tool call (${plain(cause.rule)})`;
+  if (cause.kind === "retry") return `a retry: begins with the thought of step ${cause.beside} and a forced opening (${plain(cause.rule)})`;
   return `a graft: retrieved from “${plain(cause.source)}”, written on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${score(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
 }
 

@@ -89,8 +89,17 @@ function ruleWords(steps) {
 
 const spanned = (values) => [...new Set([Math.min(...values), Math.max(...values)].map(change))].join(" to ");
 
+function retries(tree) {
+  const found = tree.steps.filter((step) => step.cause?.kind === "retry");
+  if (!found.length) return null;
+  const answers = found.filter((step) => step.content.answer !== null && step.content.answer !== undefined).length;
+  const parts = [answers && plural(answers, "answer"), found.length > answers && plural(found.length - answers, "call")].filter(Boolean);
+  return { kind: "branch", words: `${parts.join(" and ")} begun by a forced opening where rollouts had failed` };
+}
+
 function branches(tree) {
   const found = tree.steps.filter((step) => step.cause?.kind === "branch");
+  if (!found.length && retries(tree)) return null;
   const looked = tree.steps.filter((step) => step.decision);
   const spent = looked.filter((step) => step.decision.num_opened < step.decision.num_wanted).length;
   if (!found.length && looked.length) return { kind: "plain", words: `No branch: considered ${looked.length === 1 ? "once" : `${looked.length} times`}${spent ? `, ${spent} without budget` : ""}` };
@@ -149,7 +158,7 @@ function odd(tree) {
 }
 
 // Sentences on a tree: {kind, words, leaf?, title?}; `leaf` is one that shows it.
-export const summary = (tree) => (tree.leaves.length ? [outcomes(tree), ends(tree), grafts(tree), branches(tree), crosstab(tree), advantages(tree), odd(tree)].filter(Boolean) : [{ kind: "plain", words: "This tree has no leaf." }]);
+export const summary = (tree) => (tree.leaves.length ? [outcomes(tree), ends(tree), grafts(tree), retries(tree), branches(tree), crosstab(tree), advantages(tree), odd(tree)].filter(Boolean) : [{ kind: "plain", words: "This tree has no leaf." }]);
 
 // What the leaf with the highest reward is called; null where all earned the same.
 export function bestName(tree) {

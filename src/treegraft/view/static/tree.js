@@ -18,7 +18,7 @@ function drawingLegend(tree) {
   const [measured, bare] = [branches.find((one) => one.entropy_change), branches.find((one) => !one.entropy_change && !isDrawn(one))];
   // Which steps stand for several, and where such a one forks although nothing was branched or grafted.
   const twins = rows(fold(tree)).nodes.filter((node) => node.ids.length > 1);
-  const isFork = (node) => node.children.filter((one) => !["branch", "graft"].includes(one.step.cause.kind)).length > 1;
+  const isFork = (node) => node.children.filter((one) => !["branch", "graft", "retry"].includes(one.step.cause.kind)).length > 1;
   const alike = twins.some((node) => node.depth === 1) ? "rollouts that began alike" : "equal steps";
   const origins = ORIGINS.filter((name) => name !== "prompt" && has((step) => step.origin === name));
   return h("div", { class: "treelegend" },
@@ -27,6 +27,7 @@ function drawingLegend(tree) {
     measured && item(icon("branch"), [h("b", null, brief(measured.entropy_change.change)), " branch, and the change of entropy before it in nats a token"], "branch"),
     bare && item(icon("branch"), [h("b", null, `P ${brief(bare.cause.probability).slice(1)}`), " branch, and the rule's probability"], "branch"),
     has(isDrawn) && item(icon("branch"), [h("b", null, "drawn"), " branch: a further child of a finished step, drawn at random"], "branch"),
+    has((one) => one.cause?.kind === "retry") && item(icon("branch"), [h("b", null, "forced"), " retry: the opening of a call or an answer is forced, the rest is the policy's"], "branch"),
     twins.some(isFork) && item(icon("fork"), `fork without a mark: ${alike}, then parted`),
     has((one) => one.decision && !one.decision.num_wanted) && item(icon("refused"), "considered, no branch", "refused"),
     has((one) => one.decision && one.decision.num_opened < one.decision.num_wanted) && item(icon("budget"), "no budget left for one", "budget"),

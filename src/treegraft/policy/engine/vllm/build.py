@@ -74,7 +74,8 @@ def build_engine(
     work = Path(tempfile.mkdtemp(prefix=".servers-", dir=runs))
     folders = [work]
     try:
-        num_weights = sum(weight.numel() for weight in base_model(model).parameters())
+        named = base_model(model).named_parameters(remove_duplicate=settings.entropies == "exact")
+        num_weights = sum(weight.numel() for _, weight in named)
         num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
         weights = _folder_for_weights(config, work, urls, num_bytes)
         folders.append(weights)

@@ -223,8 +223,12 @@ class VllmEngine:
         label = f"{self._fleet.owner}-{version}.{self._num_published}"
         path = self._weights / f"weights-{self._num_published}"
         try:
-            write = write_adapter if is_adapter else write_folder
-            folder = await asyncio.to_thread(write, path, source)
+            if is_adapter:
+                folder = await asyncio.to_thread(write_adapter, path, source)
+            else:
+                folder = await asyncio.to_thread(
+                    write_folder, path, source, has_each_name=self._fleet.is_plain
+                )
         except (OSError, SafetensorError) as error:
             shutil.rmtree(path, ignore_errors=True)
             raise EngineError(
