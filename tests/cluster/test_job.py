@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import os
 import re
 import signal
@@ -10,15 +13,19 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from tests.cluster.nodes import three_nodes
-from tests.cluster.parts import needs_ray
+from tests.cluster.parts import needs_ray, place_of
 from tests.cluster.test_services import trees_of
 
 from treegraft import train
+from treegraft.cluster.actors import value_of
 from treegraft.cluster.job import environments
+from treegraft.cluster.rank import RankActor
+from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +54,34 @@ def test_ranks_get_what_torchrun_would_set() -> None:
     assert {(one["MASTER_ADDR"], one["MASTER_PORT"], one["WORLD_SIZE"]) for one in found} == {
         ("10.0.0.1", "4711", "3")
     }
+
+
+HOLDING = "import subprocess as s; print(s.Popen(['sleep', '60']).pid)"
+
+
+def test_a_rank_has_ended_though_a_child_of_its_own_holds_its_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that tells of another one, which it leaves behind with the pipe, and ends."""
+    monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
+
+    async def watched() -> int | None:
+        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config()))))
+        value_of(await actor.begin(json.dumps([["-c", HOLDING], {}])))
+        lines, code = list[str](), None
+        while code is None:
+            seen = value_of(await actor.look())
+            lines, code = lines + seen["lines"], seen["code"]
+            # Nothing but the rank's output is waited for between two looks.
+            assert len(asyncio.all_tasks()) <= 3
+        (left,) = map(int, lines)
+        # It is there still: the end was not noticed by the end of the output.
+        os.kill(left, signal.SIGKILL)
+        # The loop closes the pipe.
+        await asyncio.sleep(0.3)
+        return code
+
+    assert asyncio.run(watched()) == 0
 
 
 @contextmanager

@@ -185,10 +185,62 @@ def test_the_slow_engine_is_drained() -> None:
     assert answering == [0, 1]
 
 
-def _member(number: int) -> Any:
-    member = Member("engine", number, lambda: None)
+def _member(number: int, handle: Any = None) -> Any:
+    member = Member("engine", number, lambda: handle)
     member.state, member.edition = State.LIVE, 0
     return member
+
+
+class Weighing(Source):
+    """Small weights that are told apart by a word."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self.tensors, self.names = {"weight": torch.ones(1)}, ["weight"]
+
+
+class Taking:
+    """An engine's handle that says at once how it is, and takes its time over weights."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, int, str]] = []
+        self.state = SimpleNamespace(remote=self._state)
+        self.publish = SimpleNamespace(remote=self._publish)
+
+    async def _state(self) -> str:
+        return json.dumps({"host": "here", "pid": 1, "said": [], "is_open": True})
+
+    async def _publish(self, header: str, pieces: list[Any]) -> str:
+        found = json.loads(header)
+        await asyncio.sleep(0.3)
+        self.taken.append((found["edition"], found["version"], found["fingerprint"]))
+        return json.dumps({"value": found["fingerprint"]})
+
+
+def test_each_publish_reaches_an_engine_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A warm-up publishes version 0 twice, with other weights. Meanwhile the engine is looked at,
+    which has to say something within a shorter time than weights take."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "put", lambda piece: piece)
+    monkeypatch.setattr(ray, "kill", lambda handle, **_: killed.append(handle))
+    monkeypatch.setattr("treegraft.cluster.keeper.STATE_S", 0.1)
+    handle = Taking()
+
+    async def publish() -> tuple[State, int, int]:
+        config = Config()
+        keeper = Keeper(config, ClusterEngine(config.engine, max_context=None))
+        member = _member(0, handle)
+        member.opened = {"fingerprint": "at the beginning"}
+        keeper.engines = [member]
+        for fingerprint in ("first", "second"):
+            await asyncio.gather(keeper.publish(Weighing(fingerprint), 0), keeper._attend(member))
+        return member.state, keeper.engine.edition, keeper.engine.policy_version
+
+    assert asyncio.run(publish()) == (State.LIVE, 2, 0)
+    assert handle.taken == [(1, 0, "first"), (2, 0, "second")] and killed == []
 
 
 def test_calls_of_a_tree_are_counted_apart() -> None:

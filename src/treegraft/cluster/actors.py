@@ -21,7 +21,7 @@ from treegraft.core.errors import TreegraftError
 from treegraft.core.text import plain
 
 MAX_LOGGED = 100
-"""Warnings that an actor keeps until it is asked for them."""
+"""Warnings that an actor keeps until it is asked for them; later ones are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Actor:
 
 
 class _Collector(logging.Handler):
-    """Keeps the latest warnings of a process for rank 0, whose log is the run's."""
+    """Keeps warnings of a process for rank 0, whose log is the run's."""
 
     def __init__(self, said: list[str]) -> None:
         super().__init__(logging.WARNING)

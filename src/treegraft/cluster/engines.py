@@ -212,19 +212,19 @@ class EngineActor(Actor):
                     on_probe=probes.put_nowait if asked["probe"] else None,
                 )
             )
+            probing = asyncio.create_task(probes.get())
             try:
                 if asked["probe"]:
-                    probing = asyncio.create_task(probes.get())
                     await asyncio.wait((work, probing), return_when=asyncio.FIRST_COMPLETED)
                     if probing.done() and not work.done():
                         yield json.dumps({"value": {"probe": list(probing.result())}})
-                    probing.cancel()
                 completion = await work
                 self._num_tokens += len(completion.token_ids)
                 self._busy_s += time.monotonic() - began
                 yield json.dumps({"value": asdict(completion)})
             finally:
                 work.cancel()
+                probing.cancel()
         except TreegraftError as error:
             if self._opened().death is not None:
                 # Ray starts another one, which begins with sound weights.

@@ -186,7 +186,13 @@ class Keeper:
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours: what the task has watched is watched no more.
+            _log.error("cluster: the watch of an actor has ended", exc_info=error)
 
     # ------------------------------------------------------------------ life and death
 
