@@ -227,23 +227,35 @@ async def story(
             keep_reference(run, parts.learner)
             # Counts of demonstrations belong to no update.
             parts.toolbox.take_metrics()
-            opened = (parts.scorer, parts.format, parts.environments)
-            async with buffer.opened(run.state.update, *opened):
-                if buffer.is_own_alone:
-                    # What later updates had added is gone only now.
-                    book = lesson_book(config, buffer, parts)
-                replay = Replay(config, run.folder, state.update)
-                if doubt := unusable(buffer.buffer, config, parts.train_tasks):
-                    run.display.warn(doubt)
-                run.replayed = replay.files
-                await evaluate_and_keep(run, parts)
-                grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
-                async with growing_ahead(run, parts, grower, replay) as ahead:
-                    while run.state.update < config.run.num_updates:
-                        with span("update", update=run.state.update + 1):
-                            await update(run, parts, publisher, buffer, replay, book, grower, ahead)
-                        await evaluate_and_keep(run, parts)
+            await make_updates(run, parts, publisher, buffer, book)
             return run.result()
+
+
+async def make_updates(
+    run: Run,
+    parts: TrainingParts,
+    publisher: Publisher,
+    buffer: RunBuffer,
+    book: LessonBook | None,
+) -> None:
+    """Makes the updates that are left."""
+    config = run.config
+    opened = (parts.scorer, parts.format, parts.environments)
+    async with buffer.opened(run.state.update, *opened):
+        if buffer.is_own_alone:
+            # What later updates had added is gone only now.
+            book = lesson_book(config, buffer, parts)
+        replay = Replay(config, run.folder, run.state.update)
+        if doubt := unusable(buffer.buffer, config, parts.train_tasks):
+            run.display.warn(doubt)
+        run.replayed = replay.files
+        await evaluate_and_keep(run, parts)
+        grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
+        async with growing_ahead(run, parts, grower, replay) as ahead:
+            while run.state.update < config.run.num_updates:
+                with span("update", update=run.state.update + 1):
+                    await update(run, parts, publisher, buffer, replay, book, grower, ahead)
+                await evaluate_and_keep(run, parts)
 
 
 async def tell_beforehand(run: Run, parts: TrainingParts) -> None:
@@ -285,9 +297,7 @@ async def update(
             credit_by_entropy(learner, trees, config, parts.credit_rule)
             for trees in (sampled.kept, sampled.dropped)
         )
-        lessons = Given([], (0, 0), {})
-        if book is not None:
-            lessons = lessons_of(run, parts, book, kept + dropped)
+        lessons = lessons_of(run, parts, book, kept + dropped)
         kept, learned = learner.learn(replay.mixed(number, kept), lessons.trees)
         if ahead.max_staleness and not has_version(kept, number - 1):
             # Of older weights it shows how far the policy has moved, not a fault.
@@ -334,8 +344,12 @@ async def update(
     run.record_update(number, trees, metrics, state)
 
 
-def lessons_of(run: Run, parts: TrainingParts, book: LessonBook, trees: Sequence[Tree]) -> Given:
-    """Returns the lessons of the update that has grown these trees."""
+def lessons_of(
+    run: Run, parts: TrainingParts, book: LessonBook | None, trees: Sequence[Tree]
+) -> Given:
+    """Returns the lessons of the update that has grown these trees; none without a book."""
+    if book is None:
+        return Given([], (0, 0), {})
     first, seed = num_drawn_before(run), run.config.run.seed
     earlier = [one.id for one in draw_tasks(parts.train_tasks, 0, size=first, seed=seed)]
     value = run.state.lesson_value or (0.0, 0.0)
