@@ -43,6 +43,7 @@ from treegraft.settings.config import Config
 from treegraft.traces.run_buffer import RunBuffer
 
 story: Any = importlib.import_module("treegraft.train")
+warmup: Any = importlib.import_module("treegraft.warmup")
 """The module; the package's attribute of this name is the function."""
 INTERVAL_S = 0.002
 """Between two looks."""
@@ -223,7 +224,7 @@ def _wrapped(recorder: Recorder) -> Iterator[None]:
         (Learner, "learn", LEARNING),
         (Learner, "with_exact_entropies", LEARNING),
         (story, "credit_by_entropy", LEARNING),
-        (story, "warm_up", "warm-up"),
+        (warmup, "warm_up", "warm-up"),
         (story, "save_checkpoint", "checkpoint"),
         (story, "evaluate", "evaluation"),
         (Publisher, "publish", "publish"),
