@@ -2,6 +2,7 @@
 
     python docs/build.py [FOLDER]      # build/docs by default; the site is FOLDER/site
     python docs/build.py --files       # the list of files in CONTRIBUTING.md, from the docstrings
+    python docs/build.py --tables      # the tables of studies in the pages, from their results
 
 A line `<!-- include: PATH -->` in a page is replaced by that file: code in a block, a drawing as it
 is. Nothing is fetched, and a warning of the site's builder (a broken link or anchor, a page missing
@@ -14,6 +15,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,7 @@ PAGES = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 INTERVAL = re.compile(r"(?<=\d) ± (?=\d)")
 REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names)[\w-]*\)")
+TABLE = re.compile(r"(?<=^<!-- table: )(.+?) -->\n.*?(?=<!-- end of table -->)", re.S | re.M)
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
 SETTINGS_HEAD = """# Settings
@@ -320,6 +323,20 @@ def code(text: str) -> str:
     return f"{fence}{text}{fence}".replace("|", "\\|")
 
 
+def with_tables(page: str) -> str:
+    """Returns a page with what `treegraft study STUDY --table --brief` prints between each
+    `<!-- table: STUDY [--only NAME ...] -->` and the next `<!-- end of table -->`."""
+    return TABLE.sub(lambda found: f"{found[1]} -->\n\n{_brief(found[1])}\n", page)
+
+
+def _brief(arguments: str) -> str:
+    command = [sys.executable, "-m", "treegraft", "study", *shlex.split(arguments)]
+    ran = subprocess.run(
+        [*command, "--table", "--brief"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return ran.stdout.strip() + "\n"
+
+
 def cell(text: str) -> str:
     """Returns text for a table cell: one line, markup escaped."""
     flat = " ".join(text.split())
@@ -347,6 +364,10 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--files"]:
         contributing = ROOT / "CONTRIBUTING.md"
         contributing.write_text(with_files(contributing.read_text("utf-8")), encoding="utf-8")
+        sys.exit()
+    if sys.argv[1:] == ["--tables"]:
+        for path in (ROOT / "README.md", *PAGES.glob("*.md")):
+            path.write_text(with_tables(path.read_text("utf-8")), encoding="utf-8")
         sys.exit()
     chosen = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"
     outcome = build(chosen)

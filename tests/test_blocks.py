@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from treegraft.core.errors import EngineError
 from treegraft.policy.engine.blocks import (
+    START,
     BlockPool,
     Node,
     PathCache,
@@ -146,6 +147,10 @@ def check(cache: PathCache) -> None:
             assert child.is_full or not child.children, "only full blocks are gone on from"
             nodes.append(child)
             waiting.append(child)
+        long = [child for child in node.children if len(child.token_ids) >= START]
+        found = [(start, child) for start, twins in node.by_start.items() for child in twins]
+        assert {child for _, child in found} == set(long) and len(found) == len(long)
+        assert all(child.token_ids[:START] == [*start] for start, child in found)
     blocks = [node.block for node in nodes] + cache._free_blocks
     assert sorted(blocks) == list(range(cache.pool.num_blocks))
     for node in nodes:

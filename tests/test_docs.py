@@ -81,6 +81,13 @@ class Fetched(HTMLParser):
         self.found += [value for name, value in attrs if value and name == LOADS.get(tag)]
 
 
+def test_tables_of_studies_are_those_of_their_runs(builder: ModuleType) -> None:
+    with_tables = [page for page in PAGES.values() if "<!-- table: " in page]
+    assert with_tables
+    for page in with_tables:
+        assert builder.with_tables(page) == page, "run: python docs/build.py --tables"
+
+
 def test_every_page_is_built_and_fetches_nothing(site: Path, builder: ModuleType) -> None:
     names = {path.name.replace(".md", ".html") for path in DOCS} | {
         f"reference/{name}.html" for name in builder.references()

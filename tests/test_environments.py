@@ -248,6 +248,24 @@ def test_an_object_is_used_in_one_thread() -> None:
     assert seen(tree) == [["w4", "w5"]] * 2 and [leaf.reward for leaf in tree.leaves] == [2.0, 2.0]
 
 
+class NoThread(OneThread):
+    is_blocking = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert threading.current_thread() is threading.main_thread()
+
+    @property
+    def done(self) -> bool:
+        assert threading.get_ident() == self.thread
+        return False
+
+
+def test_an_object_that_never_blocks_is_used_without_a_thread() -> None:
+    tree = grow(make(NoThread, by_plan("<ask>w4</ask>", "<ask>w5</ask>")))
+    assert seen(tree) == [["w4", "w5"]] * 2 and [leaf.reward for leaf in tree.leaves] == [2.0, 2.0]
+
+
 def test_a_truncated_trajectory_earns_what_its_state_is_worth() -> None:
     tree = grow(make(KeyDoor, by_plan(*WAY_IN), max_tool_calls=2, num_leaves=1))
     assert (tree.leaves[0].status, tree.leaves[0].reward) == (Status.TRUNCATED, 0.5)

@@ -29,7 +29,7 @@ from treegraft.runs.record import read_metrics, read_trees
 from treegraft.runs.run import Run, RunResult
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.order import draw_tasks
+from treegraft.tasks.sampler import draw_tasks
 from treegraft.train import train
 
 STALE: dict[str, Any] = {"rollout": {"max_staleness": 1}, "loss": {"engine_ratio_cap": 2.0}}

@@ -30,7 +30,7 @@ from treegraft.view.report.command import FIGURES, write_report
 from treegraft.view.report.curves import cost_curve
 from treegraft.view.report.figure import Table, number
 from treegraft.view.report.groups import Group, group, pooled_differences, short, show, vary
-from treegraft.view.report.hybrid import TreeMeans, read_updates, spread
+from treegraft.view.report.hybrid import TreeMeans
 from treegraft.view.report.page import group_notes, inline
 from treegraft.view.report.records import (
     Record,
@@ -39,6 +39,7 @@ from treegraft.view.report.records import (
     read_run,
     split_label,
 )
+from treegraft.view.report.trees import read_updates, spread
 from treegraft.view.runs import Run
 
 ACCURACY = "eval/accuracy_sampled"

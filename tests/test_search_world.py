@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -280,6 +281,17 @@ def test_only_training_questions_are_solved_with_faults() -> None:
         assert source.expert(task, 1)[-1].answer not in {*task.reference, None}
 
 
+def test_an_expert_of_short_questions_stops_too_early_at_longer_ones() -> None:
+    perfect, source = make_source(hops=[1, 3]), make_source(hops=[1, 3], expert_hops=1)
+    short, long = source.train_tasks()[:2]
+    assert source.expert(short, 0) == perfect.expert(short, 0)
+    search, answer = source.expert(long, 0)
+    assert search.calls == perfect.expert(long, 0)[0].calls
+    assert answer.answer == search.observations[0].text.split()[-1] != long.reference[0]
+    held_out = source.eval_tasks()[1]
+    assert len(source.expert(held_out, 0)) == 4
+
+
 @pytest.mark.parametrize("words", [False, True])
 def test_without_faults_the_seed_changes_nothing(words: bool) -> None:
     source = make_source(words=words)
@@ -340,6 +352,8 @@ def test_an_expert_in_words() -> None:
     assert source.early_answer(task, (first,)) == friend
     assert source.early_answer(task, (first, second)) == last.answer
     assert source.vocabulary() == ()
+    silent = make_source(hops=[2], words=True, thoughts=False).expert(task, 0)
+    assert silent == tuple(replace(step, thought="") for step in (first, second, last))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5))

@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treegraft.cli import main as cli
 from treegraft.core.errors import DataError, SettingError, StorageError
 from treegraft.core.types import StepContent, ToolCall, Trace
 from treegraft.study.file import read_study
+from treegraft.study.markdown import brief, markdown
 from treegraft.study.plan import make_plan
 from treegraft.study.results import (
     CALLS,
@@ -33,7 +35,7 @@ from treegraft.study.results import (
     repair,
 )
 from treegraft.study.runner import commit_of, locked, run_study
-from treegraft.study.tables import Question, Runs, as_data, markdown, rows
+from treegraft.study.tables import Question, Runs, as_data, rows
 from treegraft.study.tables import tests as primary_tests
 from treegraft.study.work import _Sittings, carry_out
 from treegraft.traces.buffer import TraceBuffer
@@ -150,6 +152,13 @@ def test_only_names_what_is_there(tmp_path: Path) -> None:
     }
     with pytest.raises(SettingError, match="Did you mean 'RAPO'"):
         make_plan(path, only=["RAPPO"])
+    assert {run.pair for run in make_plan(path, pairs=1).runs} == {0}
+    with pytest.raises(SettingError, match=r"--pairs: got 3; .* has 2 pairs"):
+        make_plan(path, pairs=3)
+    # Of the kind that the command does not name, what the study names.
+    path = written(tmp_path, "only = ['perfect', 'RAPO']\n" + SMALL)
+    assert {run.key[:2] for run in make_plan(path, only=["flawed"]).runs} == {("flawed", "RAPO")}
+    assert {run.key[:2] for run in make_plan(path, only=["GRPO"]).runs} == {("perfect", "GRPO")}
 
 
 def test_costs_add_up_to_each_evaluation() -> None:
@@ -446,6 +455,37 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
     assert json.loads(json.dumps(as_data(runs, Question(baseline="A"))))["rows"][1]["arm"] == "B"
 
 
+def test_the_brief_table_by_hand() -> None:
+    """At 10 calls A stands at .5 + 10/20 of .2 = .6 and B at .8, which it reached with 5."""
+
+    def line(arm: str, pair: int, points: list[tuple[float, float]]) -> dict[str, Any]:
+        curve = [
+            {"update": n, "accuracy": value, CALLS: calls, SECONDS: 2 * calls}
+            for n, (calls, value) in enumerate(points)
+        ]
+        return {"world": "w", "method": arm, "seed": pair, "curve": curve}
+
+    a, b = [(0.0, 0.5), (20.0, 0.7)], [(0.0, 0.5), (5.0, 0.8)]
+    runs = Runs([line(arm, pair, of) for arm, of in (("A", a), ("B", b)) for pair in (0, 1)])
+    at = {CALLS: [10.0], SECONDS: [40.0]}
+    text = brief(runs, Question(baseline="A", primary=["B"], at=at, goes_on=True))
+    assert text.splitlines() == [
+        "**w**, 2 pairs",
+        "",
+        "| arm | at 10 calls | B less it | p, B | at 40 CPU s | at the end | calls | CPU s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| B | 0.80 |  |  | 0.80 | 0.80 [0.80, 0.80] | 5 | 10.0 |",
+        "| A | 0.60 | 0.20 [0.20, 0.20] | 0.500 | 0.70 | 0.70 [0.70, 0.70] | 20 | 40.0 |",
+    ]
+    # Without a primary arm, differences to the baseline at the end.
+    assert brief(runs, Question(baseline="B", at=at, goes_on=True)).splitlines()[2:] == [
+        "| arm | at 10 calls | at 40 CPU s | at the end | less B | calls | CPU s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| B | 0.80 | 0.80 | 0.80 [0.80, 0.80] |  | 5 | 10.0 |",
+        "| A | 0.60 | 0.70 | 0.70 [0.70, 0.70] | -0.10 [-0.10, -0.10] | 20 | 40.0 |",
+    ]
+
+
 def test_a_warm_up_counts_where_arms_differ_in_it() -> None:
     """Arms that share it began alike; one with another warm-up pays, and so do they."""
     point = {"update": 0, "accuracy": 0.5, CALLS: 0.0, SHOWN: 0.0, SECONDS: 10.0}
@@ -586,7 +626,46 @@ def test_a_study_builds_on_another_file(tmp_path: Path) -> None:
         ("flawed", "RAPO", 0),
     ]
     with pytest.raises(SettingError, match="'base': got 'sharde"):
-        make_plan(written(tmp_path, "base = 'sharde.toml'\n"))
+        make_plan(written(tmp_path, "base = 'sharde.toml'\n", "wrong.toml"))
+    # Bases have bases; the nearest file wins.
+    again = written(tmp_path, "base = 'study.toml'\npairs = 2\n", "again.toml")
+    assert [run.key for run in make_plan(again).runs if run.world == "flawed"] == [
+        ("flawed", "RAPO", 0),
+        ("flawed", "RAPO", 1),
+    ]
+    written(tmp_path, "base = 'again.toml'\n")
+    with pytest.raises(
+        SettingError, match=r"'base': got '(study|again)[.]toml'; bases in a circle"
+    ):
+        make_plan(again)
+
+
+def test_studies_share_a_file_of_results(tmp_path: Path) -> None:
+    """A run that another study has made, under whichever name, is not made again."""
+    first = make_plan(written(tmp_path, SMALL)).runs
+    renamed = SMALL.replace("arms.GRPO", "arms.plain").replace("arms.RAPO", "arms.other")
+    second = make_plan(written(tmp_path, renamed)).runs
+    path = tmp_path / "results.jsonl"
+    add_results(path, first[:1], {"curve": [{"update": 0, "accuracy": 0.5}]})
+    repair(path, second)
+    known, num_others = known_runs(path, second)
+    assert set(known) == {("perfect", "plain", 0), ("flawed", "plain", 0)} and num_others == 0
+    # Lines of arms that a study does not have are not its own with other settings.
+    assert known_runs(path, first[1:2]) == ({}, 0)
+
+
+def test_the_command_puts_results_where_the_study_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, "results = 'shared.jsonl'\n" + SMALL)
+    plan = make_plan(path)
+    add_results(
+        tmp_path / "shared.jsonl", plan.runs[:1], {"curve": [{"update": 0, "accuracy": 0.5}]}
+    )
+    monkeypatch.setattr(sys, "argv", ["treegraft", "study", str(path), "--check"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "8 runs in 2 pairs; 1 are done" in capsys.readouterr().out
 
 
 @pytest.mark.slow

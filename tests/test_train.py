@@ -21,6 +21,7 @@ from treegraft.core.errors import DataError, DriftError, EngineError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
 from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
+from treegraft.policy.canary import limit_for
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.plan import Alone
@@ -35,7 +36,7 @@ from treegraft.runs.run import Run
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import WarmupSettings
-from treegraft.tasks.order import draw_tasks
+from treegraft.tasks.sampler import draw_tasks
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
 from treegraft.traces.demonstrations import read_demonstrations
 from treegraft.train import RunResult, train
@@ -429,6 +430,13 @@ def test_a_skipped_publish_is_found_by_version_or_checksum(
     monkeypatch.setattr(NativeEngine, "publish", keeps_old_weights)
     with pytest.raises(DriftError, match="engine's weights have checksum"):
         start(tmp_path, "checksum", eval={"every": 0})
+
+
+def test_the_limit_in_bfloat16_is_not_that_of_an_agent_without_doubt() -> None:
+    """.0009 nats is the first gap of a warmed-up agent, .1 that of a model that is in doubt."""
+    assert limit_for("bfloat16", 0.0009) == 0.04
+    assert limit_for("bfloat16", 0.1) == 0.2
+    assert limit_for("float32", 0.1) == 1e-4
 
 
 def test_an_engine_that_ignores_weights_and_lies_is_found_by_the_log_probabilities(

@@ -33,7 +33,7 @@ from treegraft.policy.learn.pack import num_tree_tokens
 from treegraft.rollout.limits import training_limits
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
-from treegraft.tasks.order import draw_tasks
+from treegraft.tasks.sampler import draw_tasks
 from treegraft.traces.run_buffer import RunBuffer
 from treegraft.train import sft
 

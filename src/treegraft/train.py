@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.errors import DataError, SettingError
-from treegraft.core.interfaces import Display, LearnerLike
+from treegraft.core.interfaces import Display, LearnerLike, TaskSampler
 from treegraft.core.spans import span
 from treegraft.core.threads import in_thread
-from treegraft.core.types import Task, Tree
+from treegraft.core.types import Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
@@ -38,7 +38,7 @@ from treegraft.rollout.measure import (
     staleness_metrics,
     unused_metrics,
 )
-from treegraft.rollout.rounds import Sampled, sample_rounds
+from treegraft.rollout.rounds import Sampled, sample_update
 from treegraft.rollout.site import Site
 from treegraft.rollout.watch import Watch
 from treegraft.runs.checkpoint import TrainState
@@ -50,7 +50,7 @@ from treegraft.runs.start import Source, Start, new_start, own_config, resumed_s
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.order import draw_tasks
+from treegraft.tasks.sampler import build_sampler
 from treegraft.traces.demonstrations import add_lessons, lesson_book
 from treegraft.traces.retrieve import unusable
 from treegraft.traces.run_buffer import RunBuffer
@@ -190,6 +190,8 @@ async def story(
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
+        sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
+        sampler.restore(state.sampler or {})
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
         buffer = RunBuffer(config, source, run.path, run.start)
         run.more_beside = buffer.checksums
@@ -227,13 +229,14 @@ async def story(
             keep_reference(run, parts.learner)
             # Counts of demonstrations belong to no update.
             parts.toolbox.take_metrics()
-            await make_updates(run, parts, publisher, buffer, book)
+            await make_updates(run, parts, sampler, publisher, buffer, book)
             return run.result()
 
 
 async def make_updates(
     run: Run,
     parts: TrainingParts,
+    sampler: TaskSampler,
     publisher: Publisher,
     buffer: RunBuffer,
     book: LessonBook | None,
@@ -251,10 +254,12 @@ async def make_updates(
         run.replayed = replay.files
         await evaluate_and_keep(run, parts)
         grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
-        async with growing_ahead(run, parts, grower, replay) as ahead:
+        async with growing_ahead(run, parts, sampler, grower, replay) as ahead:
             while run.state.update < config.run.num_updates:
                 with span("update", update=run.state.update + 1):
-                    await update(run, parts, publisher, buffer, replay, book, grower, ahead)
+                    await update(
+                        run, parts, sampler, publisher, buffer, replay, book, grower, ahead
+                    )
                 await evaluate_and_keep(run, parts)
 
 
@@ -277,6 +282,7 @@ async def tell_beforehand(run: Run, parts: TrainingParts) -> None:
 async def update(
     run: Run,
     parts: TrainingParts,
+    sampler: TaskSampler,
     publisher: Publisher,
     buffer: RunBuffer,
     replay: Replay,
@@ -297,7 +303,7 @@ async def update(
             credit_by_entropy(learner, trees, config, parts.credit_rule)
             for trees in (sampled.kept, sampled.dropped)
         )
-        lessons = lessons_of(run, parts, book, kept + dropped)
+        lessons = lessons_of(run, sampler, book, kept + dropped)
         kept, learned = learner.learn(replay.mixed(number, kept), lessons.trees)
         if ahead.max_staleness and not has_version(kept, number - 1):
             # Of older weights it shows how far the policy has moved, not a fault.
@@ -322,9 +328,10 @@ async def update(
     added = buffer.grow(trees, number)
     if book is not None and buffer.is_own_alone:
         add_lessons(book, added, parts)
+    sampler.take(number, trees)
     # The one place where the metrics of an update come together.
     metrics = (
-        rollout_metrics(trees)
+        rollout_metrics(trees, sampled.references)
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
         | sampled.metrics
         | learned
@@ -333,25 +340,23 @@ async def update(
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
     # Taken once an update: each call starts counting anew.
-    for part in (parts, grower, buffer, replay, clock):
+    for part in (parts, grower, buffer, replay, sampler, clock):
         metrics |= part.take_metrics()
     if ahead.max_staleness:
         metrics |= staleness_metrics(trees, number - 1)
         metrics["time/overlap_s"] = max(0.0, grown.seconds - metrics["time/rollout_s"])
-    state = publisher.state() | {"num_drawn": grown.num_drawn}
-    if book is not None:
-        state["lesson_value"] = lessons.value
-    run.record_update(number, trees, metrics, state)
+    state = publisher.state() | {"num_drawn": grown.num_drawn, "sampler": sampler.state or None}
+    state |= {} if book is None else {"lesson_value": lessons.value}
+    run.record_update(number, trees + sampled.references, metrics, state)
 
 
 def lessons_of(
-    run: Run, parts: TrainingParts, book: LessonBook | None, trees: Sequence[Tree]
+    run: Run, sampler: TaskSampler, book: LessonBook | None, trees: Sequence[Tree]
 ) -> Given:
     """Returns the lessons of the update that has grown these trees; none without a book."""
     if book is None:
         return Given([], (0, 0), {})
-    first, seed = num_drawn_before(run), run.config.run.seed
-    earlier = [one.id for one in draw_tasks(parts.train_tasks, 0, size=first, seed=seed)]
+    earlier = sampler.drawn(num_drawn_before(run))
     value = run.state.lesson_value or (0.0, 0.0)
     return book.choose(trees, earlier, run.state.update + 1, value)
 
@@ -362,14 +367,29 @@ async def beside(ahead: Ahead, work: Callable[[], Result]) -> Result:
     return await in_thread(work, "treegraft-learn") if ahead.max_staleness else work()
 
 
-def growing_ahead(run: Run, parts: TrainingParts, grower: Grower, replay: Replay) -> Ahead:
+def growing_ahead(
+    run: Run, parts: TrainingParts, sampler: TaskSampler, grower: Grower, replay: Replay
+) -> Ahead:
     """Returns what samples the updates that are left, ahead of learning as far as
     rollout.max_staleness allows."""
     config = run.config
 
     async def sample(number: int, num_drawn: int) -> Sampled:
-        size = config.run.tasks_per_update - replay.num_due
-        return await sample_update(run, parts, grower, number, size, num_drawn)
+        def show(done: int, num_tasks: int) -> None:
+            # Not while an earlier update is learned or evaluated.
+            if run.state.is_closed and number == run.state.update + 1:
+                run.display.phase("rollout", done, num_tasks, str(grower.watch))
+
+        return await sample_update(
+            config,
+            sampler,
+            grower,
+            number,
+            num_drawn,
+            size=config.run.tasks_per_update - replay.num_due,
+            num_at_once=parts.num_trees_at_once(config.explore.num_leaves),
+            on_progress=show,
+        )
 
     depends = config.rollout.max_rounds > 1 or config.replay.fresh_frac < 1
     return Ahead(
@@ -379,46 +399,6 @@ def growing_ahead(run: Run, parts: TrainingParts, grower: Grower, replay: Replay
         last=config.run.num_updates,
         num_drawn=num_drawn_before(run),
         num_known=None if depends else config.run.tasks_per_update,
-    )
-
-
-async def sample_update(
-    run: Run, parts: TrainingParts, grower: Grower, number: int, size: int, first: int
-) -> Sampled:
-    """Returns the trees of an update, of `size` tasks after the `first` ones, in rounds where
-    rollout.max_rounds allows several."""
-    config = run.config
-    num_at_once = parts.num_trees_at_once(config.explore.num_leaves)
-
-    def draw(num_drawn: int, without: Collection[str]) -> list[Task]:
-        return draw_tasks(
-            parts.train_tasks,
-            first + num_drawn,
-            size=size,
-            seed=config.run.seed,
-            without=without,
-        )
-
-    def show(done: int, num_tasks: int) -> None:
-        # Not while an earlier update is learned or evaluated.
-        if run.state.is_closed and number == run.state.update + 1:
-            run.display.phase("rollout", done, num_tasks, str(grower.watch))
-
-    def grow(tasks: Sequence[Task]) -> Awaitable[list[Tree]]:
-        return grower.grow_all(
-            tasks,
-            noise_key=(config.run.seed, "train", number),
-            group_prefix=str(number),
-            max_live_trees=min(config.rollout.max_live_trees, num_at_once),
-            on_tree=lambda done, _: show(done, len(tasks)),
-        )
-
-    return await sample_rounds(
-        draw,
-        grow,
-        size=size,
-        max_rounds=config.rollout.max_rounds,
-        penalty=config.reward.penalty,
     )
 
 

@@ -39,6 +39,7 @@ from treegraft.cli.options import (
 )
 from treegraft.cli.prune import prune, show
 from treegraft.cli.push import push
+from treegraft.cli.report import report
 from treegraft.cli.serve import serve_app
 from treegraft.cli.study import study
 from treegraft.cli.train import cluster, sft, train
@@ -268,39 +269,7 @@ def view(
     view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
 
 
-@app.command()
-def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN...", help="Run folders or studies (.jsonl), each as PATH or LABEL=PATH."
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder to write to. Default: the first run's folder."),
-    ] = None,
-    baseline: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Group that the others are compared with.")
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIGURE", help="Draw only this figure; may be repeated."),
-    ] = None,
-) -> None:
-    """Write a report of runs: report.html and figures/.
-
-    Runs that differ only in name and seed form one group, drawn with 95 % intervals.
-    """
-    from treegraft.view.report.command import write_report
-
-    written = write_report(runs, out=out, baseline=baseline, only=only or ())
-    for line in (*written.notes, *written.left_out):
-        print(plain(line))
-    names = f" ({', '.join(written.figures)})" if written.figures else ""
-    print(f"{written.page}: {len(written.figures)} figures{names}")
-
-
+app.command()(report)
 app.command()(study)
 app.command("config")(show_config)
 

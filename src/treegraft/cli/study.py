@@ -11,11 +11,23 @@ import typer
 
 from treegraft.cli.machine import machine
 from treegraft.cli.options import AsJson, refuse_idle, say
-from treegraft.core.errors import DataError
+from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.interrupt import Ended
 from treegraft.study.plan import Plan, make_plan
 from treegraft.study.results import CALLS, SECONDS, Line, failed_runs, known_runs, read_results
 from treegraft.study.runner import RESULTS, run_study
+
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Run this arm or world alone; may be repeated."),
+]
+Pairs = Annotated[int | None, typer.Option(min=1, help="The first so many pairs alone.")]
+Brief = Annotated[
+    bool, typer.Option("--brief", help="With --table: one table a world, the best arm first.")
+]
+Baseline = Annotated[
+    str | None, typer.Option(metavar="ARM", help="With --table: take differences from this arm.")
+]
 
 
 def study(
@@ -43,16 +55,16 @@ def study(
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Begin no run after so many minutes.")
     ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Run this arm or world alone; may be repeated."),
-    ] = None,
+    only: Only = None,
+    pairs: Pairs = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check the study and count its runs; run nothing.")
     ] = False,
     table: Annotated[
         bool, typer.Option("--table", help="Print tables of the finished runs; run nothing.")
     ] = False,
+    is_brief: Brief = False,
+    baseline: Baseline = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a study: arms in worlds, in pairs of equal seeds.
@@ -60,25 +72,28 @@ def study(
     The same command goes on where an earlier one was stopped. Results are one line a run.
     """
     if not table:
-        refuse_idle(context, "without --table", "--json")
+        refuse_idle(context, "without --table", "--json", "--brief", "--baseline")
+    if as_json:
+        refuse_idle(context, "with --json", "--brief")
     if check or table:
         how = "with --table" if table else "with --check"
         refuse_idle(context, how, "--minutes", "--workers", *(["--check"] if table else []))
     if table and file.suffix == ".jsonl":
-        refuse_idle(context, "with a file of results", "--smoke", "--only", "--out")
-        _print_tables(read_results(file), None, as_json=as_json)
+        refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
+        _print_tables(read_results(file), None, baseline, is_brief=is_brief, as_json=as_json)
         return
-    plan = make_plan(file, smoke=smoke, only=only or ())
-    place = out or Path("runs") / (f"{file.stem}-smoke" if smoke else file.stem)
-    is_beside = out is None and not smoke
-    results = file.with_suffix(".jsonl") if is_beside else place / RESULTS
+    plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
+    beside = file.parent / (plan.study.results or f"{file.stem}.jsonl")
+    # Studies that share their results share warm-ups and buffers.
+    place = out or Path("runs") / (f"{file.stem}-smoke" if smoke else beside.stem)
+    results = beside if out is None and not smoke else place / RESULTS
     if check:
         _say_counts(plan, results)
     elif table:
         found = failed_runs(results, plan.runs) | known_runs(results, plan.runs)[0]
         # In the order of the study, whichever run ended first.
         lines = [found[run.key] for run in plan.runs if run.key in found]
-        _print_tables(lines, plan, as_json=as_json)
+        _print_tables(lines, plan, baseline, is_brief=is_brief, as_json=as_json)
     else:
         _run(plan, place, results, workers, minutes)
 
@@ -86,9 +101,10 @@ def study(
 def _say_counts(plan: Plan, results: Path) -> None:
     done = known_runs(results, plan.runs)[0]
     made = {run.fingerprint for run in plan.runs if run.key in done}
+    num_pairs = len({run.pair for run in plan.runs})
     num_left = len({run.fingerprint for run in plan.runs} - made)
     say(
-        f"{plan.path}: {len(plan.runs)} runs in {plan.study.pairs} pairs; {len(done)} are done,"
+        f"{plan.path}: {len(plan.runs)} runs in {num_pairs} pairs; {len(done)} are done,"
         f" {num_left} are to be made"
     )
 
@@ -112,16 +128,30 @@ def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | 
         raise typer.Exit(1)
 
 
-def _print_tables(lines: Sequence[Line], plan: Plan | None, *, as_json: bool) -> None:
-    from treegraft.study.tables import Question, Runs, as_data, markdown
+def _print_tables(
+    lines: Sequence[Line],
+    plan: Plan | None,
+    baseline: str | None,
+    *,
+    is_brief: bool,
+    as_json: bool,
+) -> None:
+    from treegraft.study.markdown import brief, markdown
+    from treegraft.study.tables import Question, Runs, as_data
 
     if not lines:
         raise DataError("no run of this study is finished; expected at least one line of results.")
     study = None if plan is None else plan.study
-    question = Question(baseline=lines[0]["method"])
+    arms = list(dict.fromkeys(line["method"] for line in lines))
+    if baseline is not None and baseline not in arms:
+        raise SettingError(
+            f"command line: --baseline '{baseline}': no run of this arm is there; there are"
+            f" {', '.join(arms)}.{nearest(baseline, arms)}"
+        )
+    question = Question(baseline=baseline or arms[0])
     if study is not None:
         question = Question(
-            baseline=study.baseline or next(iter(study.arms)),
+            baseline=baseline or study.baseline or next(iter(study.arms)),
             primary=study.primaries,
             goes_on=study.after_end == "last",
             at={CALLS: study.at_calls, SECONDS: study.at_cpu_s},
@@ -129,6 +159,9 @@ def _print_tables(lines: Sequence[Line], plan: Plan | None, *, as_json: bool) ->
     runs = Runs(lines, [run.key for run in plan.runs] if plan is not None else ())
     if as_json:
         print(json.dumps(as_data(runs, question)))
+        return
+    if is_brief:
+        print(brief(runs, question))
         return
     if study is not None and study.title:
         print(f"{study.title}\n")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,12 +42,64 @@ AcceptChanges = Annotated[
 ]
 
 
-def _settings(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a command line asks for: a run of a recipe, or one to go on with."""
+
+    config: Config
+    recipe: str | None
+    """None for that of the run to resume."""
+    overrides: list[str]
+    resume: Path | None
+    accepts_changes: bool
+
+    @contextlib.contextmanager
+    def carried_out(self) -> Iterator[dict[str, Any]]:
+        """Yields the arguments of `treegraft.train.train` but for the settings; errors of data,
+        models and parts in the block say which setting they come from."""
+        from treegraft.settings.load import traced
+
+        try:
+            with display_on(None) as display:
+                yield {
+                    "recipe": self.recipe,
+                    "resume": self.resume,
+                    "accepts_changes": self.accepts_changes,
+                    "display": display,
+                }
+        except (SettingError, DataError, ModelError) as error:
+            said = traced(error, self.recipe or str(self.resume), self.overrides)
+            raise type(error)(said, settings=error.settings) from error
+
+
+def _asked(
+    context: typer.Context,
     recipe: str | None,
-    overrides: list[str],
+    overrides: list[str] | None,
     resume: Path | None,
-    command: str,
-    smoke: bool | None = None,
+    accept_changes: bool | None,
+    smoke: bool | None,
+) -> _Asked:
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
+    else:
+        refuse_idle(context, "with --resume", "--smoke")
+    typed = overrides or []
+    if resume is not None and recipe is not None and "=" in recipe:
+        # What stands in the recipe's place is the first override.
+        typed = [recipe, *typed]
+        recipe = None
+    return _Asked(
+        config=_settings(recipe, typed, resume, str(context.info_name), smoke),
+        recipe=recipe,
+        overrides=typed,
+        resume=resume,
+        accepts_changes=bool(accept_changes),
+    )
+
+
+def _settings(
+    recipe: str | None, overrides: list[str], resume: Path | None, command: str, smoke: bool | None
 ) -> Config:
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
     from treegraft.settings.load import load_config, refuse_off_cluster
@@ -66,28 +119,6 @@ def _settings(
     return load_config(recipe, overrides, smoke=bool(smoke))
 
 
-def _typed(
-    recipe: str | None, overrides: list[str] | None, resume: Path | None
-) -> tuple[str | None, list[str]]:
-    """Returns the recipe, None for that of the run to resume, and the overrides."""
-    if resume is not None and recipe is not None and "=" in recipe:
-        # What stands in the recipe's place is the first override.
-        return None, [recipe, *(overrides or [])]
-    return recipe, overrides or []
-
-
-@contextlib.contextmanager
-def _traced(origin: str, overrides: list[str]) -> Iterator[None]:
-    """Lets errors of data, models and parts say which setting they come from."""
-    from treegraft.settings.load import traced
-
-    try:
-        yield
-    except (SettingError, DataError, ModelError) as error:
-        said = traced(error, origin, overrides)
-        raise type(error)(said, settings=error.settings) from error
-
-
 def train(
     context: typer.Context,
     recipe: RecipeOrResume = None,
@@ -100,23 +131,12 @@ def train(
 
     Writes a run folder with metrics, trees and checkpoints.
     """
-    if resume is None:
-        refuse_idle(context, "without --resume", "--accept-changes")
-    else:
-        refuse_idle(context, "with --resume", "--smoke")
-    recipe, typed = _typed(recipe, overrides, resume)
-    config = _settings(recipe, typed, resume, "train", smoke)
+    asked = _asked(context, recipe, overrides, resume, accept_changes, smoke)
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with _traced(recipe or str(resume), typed), display_on(None) as display:
-        run_training(
-            config,
-            recipe=recipe,
-            resume=resume,
-            accepts_changes=bool(accept_changes),
-            display=display,
-        )
+    with asked.carried_out() as arguments:
+        run_training(asked.config, **arguments)
 
 
 def sft(
@@ -131,27 +151,16 @@ def sft(
 
     It imitates the tasks' expert, or with warmup.traces=FILE a buffer or a JSONL file.
     """
-    if resume is None:
-        refuse_idle(context, "without --resume", "--accept-changes")
-    else:
-        refuse_idle(context, "with --resume", "--smoke")
-    recipe, typed = _typed(recipe, overrides, resume)
-    config = _settings(recipe, typed, resume, "sft", smoke)
-    if config.warmup.num_steps == 0:
+    asked = _asked(context, recipe, overrides, resume, accept_changes, smoke)
+    if asked.config.warmup.num_steps == 0:
         raise SettingError(
-            f"{recipe or resume}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
-            " warmup.num_steps=300."
+            f"{asked.recipe or resume}: warmup.num_steps is 0, so there is nothing to fine-tune;"
+            " add warmup.num_steps=300."
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with _traced(recipe or str(resume), typed), display_on(None) as display:
-        run_fine_tuning(
-            config,
-            recipe=recipe,
-            resume=resume,
-            accepts_changes=bool(accept_changes),
-            display=display,
-        )
+    with asked.carried_out() as arguments:
+        run_fine_tuning(asked.config, **arguments)
 
 
 def cluster(
@@ -166,27 +175,19 @@ def cluster(
 
     The run folder, and the trees in it, are those of `treegraft train`.
     """
-    if resume is None:
-        refuse_idle(context, "without --resume", "--accept-changes")
-    else:
-        refuse_idle(context, "with --resume", "--smoke")
-    recipe, typed = _typed(recipe, overrides, resume)
-    config = _settings(recipe, typed, resume, "cluster", smoke)
+    asked = _asked(context, recipe, overrides, resume, accept_changes, smoke)
     # What a rank goes on with is what it began with, but for the recipe.
     accepted = ["--accept-changes"] if accept_changes else []
-    began = [str(recipe), *(["--smoke"] if smoke else [])]
-    asked = began if resume is None else ["--resume", str(resume), *accepted]
-    with _traced(recipe or str(resume), typed), display_on(None) as display:
+    began = [str(asked.recipe), *(["--smoke"] if smoke else [])]
+    words = began if resume is None else ["--resume", str(resume), *accepted]
+    with asked.carried_out() as arguments:
         from treegraft.cluster.command import run_on_cluster
 
         code = run_on_cluster(
-            config,
-            recipe=recipe,
-            resume=resume,
-            accepts_changes=bool(accept_changes),
-            begin=["cluster", *asked, *typed],
-            again=[] if resume is None else [*accepted, *typed],
-            display=display,
+            asked.config,
+            begin=["cluster", *words, *asked.overrides],
+            again=[] if resume is None else [*accepted, *asked.overrides],
+            **arguments,
         )
     if code:
         raise typer.Exit(code)

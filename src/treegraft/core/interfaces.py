@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -211,8 +211,9 @@ class Environment(Protocol):
     Its other public methods, typed and with docstrings, are the agent's tools, except these, which
     may be missing: `get_reward()` returns the reward of the state in which the trajectory ended,
     `fork()` a further object in the same state, `close()` frees what it holds. Every method may be
-    async; a plain one runs in a thread that belongs to the object. The class attribute `capability`
-    ("fork", "replay" or "none") says how a tree may branch over the state.
+    async; a plain one runs in a thread that belongs to the object, or without one where the class
+    attribute `is_blocking` is False. The class attribute `capability` ("fork", "replay" or "none")
+    says how a tree may branch over the state.
     """
 
     def reset(self, **row: Any) -> Any:
@@ -414,6 +415,45 @@ class TaskSource(Protocol):
 
     def report(self) -> Sequence[str]:
         """Returns the defects found while reading, one sentence each; they are not fatal."""
+
+
+class TaskSampler(Protocol):
+    """Deals the training tasks of a run. What it deals is a function of the seed, the update's
+    number and `state`, so that a resumed run deals the same; one process asks it, update after
+    update."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What it has learned from the updates so far, as JSON; a checkpoint keeps it."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the state of a checkpoint, which is empty for a new run."""
+
+    def references(self, number: int) -> Sequence[Task]:
+        """Returns tasks that are rolled out before update `number` for what they tell of the
+        others; they are not learned from. Often none."""
+
+    def label(self, number: int, trees: Sequence[Tree]) -> None:
+        """Takes the scored trees of the references."""
+
+    def draw(
+        self, number: int, first: int, *, size: int, without: Collection[str] = ()
+    ) -> Sequence[Task]:
+        """Returns at most `size` different tasks for update `number`; none where all are left out.
+
+        Args:
+            first: tasks drawn before, by all updates and by earlier rounds of this one.
+            without: ids of tasks that this update has drawn already.
+        """
+
+    def take(self, number: int, trees: Sequence[Tree]) -> None:
+        """Takes the scored trees of an update that is learned, its references left out."""
+
+    def drawn(self, first: int) -> Sequence[str]:
+        """Returns the ids of the tasks of earlier updates, `first` in number; they may repeat."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the sampler/* metrics of the last update."""
 
 
 RewardFunc = Callable[..., Any]

@@ -6,13 +6,7 @@ from typing import Any, cast
 
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import Engine, LearnerLike
-from treegraft.policy.canary import (
-    BFLOAT16_FACTOR,
-    FLOAT32_LIMIT,
-    MAX_BREACHES,
-    Canaries,
-    Checkable,
-)
+from treegraft.policy.canary import MAX_BREACHES, Canaries, Checkable, limit_for
 from treegraft.runs.checkpoint import TrainState
 
 
@@ -80,7 +74,7 @@ class Publisher:
         # At the first update both hold the very weights that were loaded: this gap is rounding.
         if self._first_gap is None:
             self._first_gap = gap
-        limit = FLOAT32_LIMIT if self._dtype == "float32" else BFLOAT16_FACTOR * self._first_gap
+        limit = limit_for(self._dtype, self._first_gap)
         # In a row: a single batch of long paths may be above the limit by chance.
         self._num_breaches = self._num_breaches + 1 if gap > limit else 0
         if self._num_breaches >= MAX_BREACHES:

@@ -40,22 +40,27 @@ def _own_rewards(tree: Tree) -> list[float]:
     return [path.reward for path in paths if path.reward is not None]
 
 
-def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
+def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> dict[str, float]:
     """Returns the reward/*, rollout/*, branch/* and graft/* metrics of an update's trees; means and
-    shares are the agent's, without whole stored trajectories."""
+    shares are the agent's, without whole stored trajectories.
+
+    Args:
+        references: trees for the sampler of tasks alone, which count in rollout/num_* only.
+    """
     paths = [path for tree in trees for path in tree.trajectories()]
     own = [path for path in paths if not path.is_stored]
     scored = [path.leaf for path in own if path.reward is not None]
     groups = [group for tree in trees if (group := _own_rewards(tree))]
     after_prompt = [step for tree in trees for step in tree.steps[1:]]
     num_tokens = sum(len(step.token_ids) for step in after_prompt)
+    grown = [*trees, *references]
     metrics = {
         # Of the groups' means, so that a task whose leaves failed counts as much as the others.
         "reward/mean": _mean(statistics.fmean(group) for group in groups),
         "reward/std": _mean(statistics.stdev(g) if len(g) > 1 else 0.0 for g in groups),
-        "rollout/num_trajectories": float(len(paths)),
-        "rollout/num_sampled_tokens": float(sum(tree.budget.num_sampled_tokens for tree in trees)),
-        "rollout/num_tool_calls": float(sum(tree.budget.num_tool_calls for tree in trees)),
+        "rollout/num_trajectories": float(sum(len(tree.leaves) for tree in grown)),
+        "rollout/num_sampled_tokens": float(sum(tree.budget.num_sampled_tokens for tree in grown)),
+        "rollout/num_tool_calls": float(sum(tree.budget.num_tool_calls for tree in grown)),
         "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in own),
         "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
@@ -70,7 +75,7 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         "rollout/accuracy": _mean(bool(leaf.is_correct) for leaf in scored),
         # What the agent was shown: a stored step's results too, which cost no call here.
         "rollout/num_shown_calls": float(
-            sum(len(step.content.observations) for step in after_prompt)
+            sum(len(step.content.observations) for tree in grown for step in tree.steps[1:])
         ),
         "branch/num_starts": float(
             sum(

@@ -1,12 +1,16 @@
-"""Dynamic sampling: groups that teach nothing are replaced by groups of further tasks."""
+"""What an update samples: trees of the tasks that the sampler deals, and of further tasks in place
+of groups that teach nothing (dynamic sampling)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from treegraft.core.interfaces import TaskSampler
 from treegraft.core.types import Task, Tree
 from treegraft.explore.independent import rewards_vary
+from treegraft.rollout.loop import Grower
+from treegraft.settings.config import Config
 
 
 @dataclass(slots=True)
@@ -17,6 +21,8 @@ class Sampled:
     """Those to learn from."""
     dropped: list[Tree] = field(default_factory=list)
     """Those without variance of reward, and those that came on top of the number wanted."""
+    references: list[Tree] = field(default_factory=list)
+    """Those that only tell the sampler of tasks how hard tasks are."""
     num_drawn: int = 0
     """Tasks drawn for them."""
     num_rounds: int = 0
@@ -66,3 +72,49 @@ async def sample_rounds(
     kept = {tree.group_id for tree in found.kept}
     found.dropped = [tree for tree in every if tree.group_id not in kept]
     return found
+
+
+async def sample_update(
+    config: Config,
+    sampler: TaskSampler,
+    grower: Grower,
+    number: int,
+    first: int,
+    *,
+    size: int,
+    num_at_once: int,
+    on_progress: Callable[[int, int], None],
+) -> Sampled:
+    """Returns the trees of update `number`, and those of the sampler's references for it.
+
+    Args:
+        first: tasks drawn by the updates before.
+        size: tasks to sample.
+        num_at_once: trees whose leaves the engine completes at the same time.
+        on_progress: called with (number of trees done, number of tasks) as trees end.
+    """
+
+    def grow(tasks: Sequence[Task], purpose: str, group_prefix: str) -> Awaitable[list[Tree]]:
+        return grower.grow_all(
+            tasks,
+            noise_key=(config.run.seed, purpose, number),
+            group_prefix=group_prefix,
+            max_live_trees=min(config.rollout.max_live_trees, num_at_once),
+            on_tree=lambda done, _: on_progress(done, len(tasks)),
+        )
+
+    references: list[Tree] = []
+    if wanted := sampler.references(number):
+        # Noise of their own: a task that is dealt because its rollouts earned what was wanted shall
+        # not have the same ones again.
+        references = await grow(wanted, "reference", f"{number}/reference")
+        sampler.label(number, references)
+    sampled = await sample_rounds(
+        lambda drawn, without: sampler.draw(number, first + drawn, size=size, without=without),
+        lambda tasks: grow(tasks, "train", str(number)),
+        size=size,
+        max_rounds=config.rollout.max_rounds,
+        penalty=config.reward.penalty,
+    )
+    sampled.references = references
+    return sampled

@@ -49,6 +49,8 @@ class TrainState:
     lesson_value: tuple[float, float] | None = None
     """Sum of the agent's mean rewards and weight of the tasks, decayed, see `policy.learn.lessons`;
     None before the first update with lessons."""
+    sampler: Mapping[str, Any] | None = None
+    """What the sampler of tasks has learned, see `interfaces.TaskSampler`; None for nothing."""
     beside: Mapping[str, str] | None = None
     """Checksums of what lies beside the checkpoint and a resume depends on, by path in the run
     folder, see `runs.beside`; None in checkpoints of 0.6."""

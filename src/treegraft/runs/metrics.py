@@ -59,6 +59,13 @@ METRICS: Mapping[str, str] = {
     "graft/source_reward_mean": "mean reward of the trajectories from which the grafts come",
     "graft/reward_hybrid": "mean reward of trajectories with a graft",
     "graft/reward_on_policy": "mean reward of trajectories without a graft",
+    "sampler/num_known": "tasks with a success rate that rollouts have shown (sampler.kind"
+    ' = "difficulty")',
+    "sampler/rate_mean": "mean success rate that was expected of the tasks dealt",
+    "sampler/error_mean": "mean |expected success rate - the one that their rollouts showed|",
+    "sampler/num_references": "tasks rolled out for their success rates alone; their trajectories,"
+    " tokens and calls count in rollout/num_*, and nowhere else",
+    "sampler/reference_rate": "their mean success rate",
     "replay/num_groups": "groups of earlier updates that were learned from once more",
     "replay/num_kept": "groups that later updates may replay",
     "replay/age_mean": "mean number of updates since replayed groups were sampled",

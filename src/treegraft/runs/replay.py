@@ -19,7 +19,7 @@ class Replay:
     anew, the other groups are drawn evenly from a FIFO of whole groups. Departures: an update
     replays as many as there are from the second one on, where the paper's first epoch is all fresh;
     the share of groups whose rewards are equal, which the paper leaves out and its code keeps, is
-    left out. The paper's choice of tasks by difficulty (DOTS) is not here.
+    left out. The paper's choice of tasks by difficulty (DOTS) is `tasks.sampler.Difficulty`.
     """
 
     def __init__(self, config: Config, folder: RunFolder, update: int) -> None:

@@ -22,7 +22,7 @@ from treegraft.settings.policy import (
     WarmupSettings,
 )
 from treegraft.settings.table import Condition, Setting, Settings, by_model, setting, walk, when
-from treegraft.settings.tasks import FormatSettings, RewardSettings, TasksSettings
+from treegraft.settings.tasks import FormatSettings, RewardSettings, SamplerSettings, TasksSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 
 
@@ -167,6 +167,7 @@ class Config(Settings):
         BufferSettings(), idle_unless=(reads_buffer,), ignored_by_eval=True
     )
     rollout: RolloutSettings = RolloutSettings()
+    sampler: SamplerSettings = setting(SamplerSettings(), ignored_by_eval=True)
     replay: ReplaySettings = setting(ReplaySettings(), ignored_by_eval=True)
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()

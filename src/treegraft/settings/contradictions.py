@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from treegraft.core.errors import nearest
 from treegraft.core.plugins import unknown_name
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import RETRIEVING, retrieves, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
-from treegraft.settings.table import value_of
+from treegraft.settings.sampling import sampling_wrong, unknown_encoder
+from treegraft.settings.table import Contradiction, value_of
 
 MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
@@ -19,14 +18,6 @@ MAX_TINY_WEIGHTS = 500_000_000
 """With gradients, moments and the engine's copy it takes 10 GB."""
 MAX_GENERATED = 1_000_000
 """Questions that are generated, all of them before the first update."""
-
-
-class Contradiction(NamedTuple):
-    """One fault of settings that are each right by type and range."""
-
-    settings: tuple[str, ...]
-    """Dotted names of those it is about."""
-    text: str
 
 
 def _names_wrong(config: Config) -> Iterator[Contradiction]:
@@ -178,6 +169,12 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
             " has none: rollout.max_tool_calls = 0.",
         )
+    if config.tasks.kind in ("sokoban", "scienceworld") and not config.environment.kind:
+        yield Contradiction(
+            ("environment.kind", "tasks.kind"),
+            f"environment.kind: got none, but tasks of kind '{config.tasks.kind}' are played in an"
+            f' environment; expected environment.kind = "{config.tasks.kind}".',
+        )
     if config.tasks.kind == "sokoban":
         yield from _sokoban_wrong(config)
     if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
@@ -198,12 +195,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _sokoban_wrong(config: Config) -> Iterator[Contradiction]:
-    if not config.environment.kind:
-        yield Contradiction(
-            ("environment.kind", "tasks.kind"),
-            "environment.kind: got none, but tasks of kind 'sokoban' are played in an environment;"
-            ' expected environment.kind = "sokoban".',
-        )
     own = config.tasks.sokoban
     # Goals, boxes elsewhere, and the player.
     if own.num_walls + 2 * own.num_boxes + 1 > own.size**2:
@@ -351,62 +342,9 @@ def _prefix_wrong(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _replay_wrong(config: Config) -> Iterator[Contradiction]:
-    if config.replay.fresh_frac == 1:
-        return
-    size = config.run.tasks_per_update
-    if config.replay.num_replayed(size) == 0:
-        yield Contradiction(
-            ("replay.fresh_frac", "run.tasks_per_update"),
-            f"replay.fresh_frac: got {config.replay.fresh_frac:g}, which leaves no group to replay"
-            f" with run.tasks_per_update = {size}; expected 1 for none, a smaller share, or more"
-            " tasks.",
-        )
-    if not config.track.record_trees:
-        yield Contradiction(
-            ("replay.fresh_frac", "track.record_trees"),
-            "replay.fresh_frac: groups are replayed from the run's trees, which are not written"
-            " with track.record_trees = false; set that to true, or replay.fresh_frac to 1.",
-        )
-    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
-        yield Contradiction(
-            ("replay.fresh_frac", "loss.engine_ratio_cap"),
-            "replay.fresh_frac: replayed groups were sampled by an older policy, which needs the"
-            " ratio to it; set loss.engine_ratio_cap (1e9 for RolloutReplay's loss, which has no"
-            ' cap), or loss.old_logprobs = "engine".',
-        )
-
-
-def _overlap_wrong(config: Config) -> Iterator[Contradiction]:
-    name = "rollout.max_staleness"
-    if not config.rollout.max_staleness:
-        return
-    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
-        yield Contradiction(
-            (name, "loss.engine_ratio_cap"),
-            f"{name}: got {config.rollout.max_staleness}, but trees of an older policy need the"
-            " ratio to it; set loss.engine_ratio_cap (about 2), or"
-            ' loss.old_logprobs = "engine".',
-        )
-    if config.replay.fresh_frac < 1:
-        yield Contradiction(
-            (name, "replay.fresh_frac"),
-            f"{name}: got {config.rollout.max_staleness}, but with replay.fresh_frac ="
-            f" {config.replay.fresh_frac} what an update samples depends on what the one before has"
-            " learned; set one of them to its default.",
-        )
-
-
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
-    # A folder or hub id has one of these signs; a plain word is a misspelt name.
-    is_place = any(sign in settings.encoder for sign in "/:~.")
-    if settings.encoder not in ("hashing", "minilm") and not is_place:
-        yield Contradiction(
-            ("buffer.encoder",),
-            f'buffer.encoder: got \'{settings.encoder}\', expected "minilm", "hashing", a folder, a'
-            f' hub id, or "pypi:PACKAGE".{nearest(settings.encoder, ("hashing", "minilm"))}',
-        )
+    yield from unknown_encoder("buffer.encoder", settings.encoder)
     if settings.grow.num_best and settings.sources and "self" not in settings.sources:
         yield Contradiction(
             ("buffer.sources", "buffer.grow.num_best"),
@@ -447,7 +385,6 @@ def contradictions(config: Config) -> list[Contradiction]:
         _engine_wrong,
         _tasks_wrong,
         _run_wrong,
-        _replay_wrong,
-        _overlap_wrong,
+        sampling_wrong,
     )
     return [fault for check in checks for fault in check(config)]

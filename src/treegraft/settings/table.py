@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -27,6 +27,14 @@ class Settings(BaseModel):
 def value_of(config: Settings, name: str) -> Any:
     """Returns the value of a setting by its dotted name."""
     return functools.reduce(getattr, name.split("."), config)
+
+
+class Contradiction(NamedTuple):
+    """One fault of settings that are each right by type and range."""
+
+    settings: tuple[str, ...]
+    """Dotted names of those it is about."""
+    text: str
 
 
 # --- when a setting has no effect -----------------------------------------------------------------

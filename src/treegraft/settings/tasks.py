@@ -1,4 +1,4 @@
-"""Settings of tasks, of the format that shows them, and of rewards."""
+"""Settings of tasks, samplers, formats and rewards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.table import Settings, has, setting, takes_path, value_of, when
+from treegraft.settings.table import Condition, Settings, has, setting, takes_path, value_of, when
 
 
 class SearchWorldSettings(Settings):
@@ -18,11 +18,17 @@ class SearchWorldSettings(Settings):
     """Relations of a world, one word each; with `words` at most 16."""
     words: bool = False
     """Ask and answer in plain English with names, for models that know language."""
+    thoughts: bool = setting(True, idle_unless=when("tasks.search_world.words"))
+    """Whether the scripted expert writes a thought before each step. Without one, going on or
+    answering is decided by the token that opens the call or the answer."""
     detour_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
     """How often the scripted expert makes a useless search before a right one, in training
     questions alone: for a buffer of imperfect traces."""
     error_prob: float = setting(0.0, ge=0, le=1, retrieval_source=True)
     """How often the scripted expert ends with a wrong answer, in training questions alone."""
+    expert_hops: int = setting(5, ge=1, le=5, retrieval_source=True)
+    """Searches after which the scripted expert answers what it has found, in training questions
+    alone: of longer questions it makes no right trace."""
 
 
 class SokobanSettings(Settings):
@@ -41,6 +47,39 @@ class SokobanSettings(Settings):
     error_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
     """How often the scripted expert makes another move than a shortest one, in training boards
     alone; it goes on from there, and gives up on a board that it has lost."""
+
+
+Simplification = Literal[
+    "easy",
+    "teleportAction",
+    "selfWateringFlowerPots",
+    "openContainers",
+    "openDoors",
+    "noElectricalAction",
+]
+
+
+class ScienceWorldSettings(Settings):
+    games: list[str] = setting(
+        [
+            "lifespan-longest-lived",
+            "lifespan-shortest-lived",
+            "lifespan-longest-lived-then-shortest-lived",
+            "find-non-living-thing",
+        ],
+        min_length=1,
+    )
+    """Names of ScienceWorld's 30 tasks, in equal shares, such as "find-plant" or "boil"; those that
+    stand here are the shortest."""
+    simplifications: list[Simplification] = ["easy"]
+    """What is made easier in each world; "easy" is all of it, empty is nothing."""
+    held_out: Literal["dev", "test"] = "dev"
+    """The package's variations that are evaluated on; it is trained on the package's train ones."""
+    num_warmup: int = setting(16, ge=1)
+    """Train variations of each game that are kept for the demonstrations of the warm-up, at most
+    half of them. The gold path of each takes the package some 0.3 s."""
+    max_actions: int = setting(30, ge=1)
+    """Actions after which a world is over."""
 
 
 class ReasoningGymSettings(Settings):
@@ -71,24 +110,68 @@ class DatasetSettings(Settings):
 
 class TasksSettings(Settings):
     kind: str = setting(
-        "search_world", built_in=("search_world", "sokoban", "arithmetic", "dataset")
+        "search_world",
+        built_in=("search_world", "sokoban", "scienceworld", "arithmetic", "dataset"),
     )
-    """"search_world", "sokoban" (boards for the environment of that name), "arithmetic" (a
-    reasoning-gym generator), "dataset", or an import path "package.module:Name"."""
+    """"search_world", "sokoban" and "scienceworld" (each for the environment of that name),
+    "arithmetic" (a reasoning-gym generator), "dataset", or an import path "package.module:Name"."""
     num_train: int = setting(600, ge=1, ignored_by_eval=True)
-    """Training tasks; a data set with fewer rows uses all it has."""
+    """Training tasks; a data set with fewer rows, or games with fewer variations, use all they
+    have."""
     num_eval: int = setting(200, ge=1)
     """Held-out tasks."""
     search_world: SearchWorldSettings = setting(
         SearchWorldSettings(), idle_unless=when("tasks.kind", "search_world")
     )
     sokoban: SokobanSettings = setting(SokobanSettings(), idle_unless=when("tasks.kind", "sokoban"))
+    scienceworld: ScienceWorldSettings = setting(
+        ScienceWorldSettings(), idle_unless=when("tasks.kind", "scienceworld")
+    )
     arithmetic: ReasoningGymSettings = setting(
         ReasoningGymSettings(), idle_unless=when("tasks.kind", "arithmetic")
     )
     dataset: DatasetSettings = setting(DatasetSettings(), idle_unless=when("tasks.kind", "dataset"))
     options: dict[str, Any] = setting({}, idle_unless=takes_path("tasks.kind"))
     """Keyword arguments of a source given by import path."""
+
+
+_BY_DIFFICULTY = when("sampler.kind", "difficulty")
+_REFERS = when("sampler.num_references")
+
+
+class SamplerSettings(Settings):
+    kind: str = setting("epochs", built_in=("epochs", "difficulty"))
+    """Which training tasks an update deals: "epochs" (each once, then each once again in another
+    order), "difficulty" (those that the agent solves about as often as `target`, as in DOTS), or an
+    import path "package.module:Name"."""
+    target: float = setting(0.5, ge=0, le=1, idle_unless=_BY_DIFFICULTY)
+    """Success rate that a task should have (alpha in the paper): the mean of its rollouts' rewards,
+    each taken between 0 and 1."""
+    temperature: float = setting(1e-3, gt=0, idle_unless=_BY_DIFFICULTY)
+    """How far from the target the dealt tasks may be (tau in the paper): a task's chance is
+    proportional to exp(-|rate - target| / temperature)."""
+    encoder: str = setting("", idle_unless=_BY_DIFFICULTY)
+    """Compares questions, so that a task's rate is predicted from those of tasks like it:
+    "hashing", "minilm", a folder, a hub id or "pypi:PACKAGE"; "" compares nothing, and a task that
+    was not rolled out yet has the mean rate."""
+    attention_temperature: float = setting(
+        0.2, gt=0, idle_unless=(_BY_DIFFICULTY, when("sampler.encoder"))
+    )
+    """How alike tasks must be to tell of each other: a rate weighs as exp(cosine / this)."""
+    num_references: int = setting(0, ge=0, idle_unless=_BY_DIFFICULTY)
+    """Tasks, drawn evenly, that are rolled out for their rates alone (K, 256 in the paper, with 512
+    tasks an update); 0 takes the rates that training itself shows, at no cost."""
+    every: int = setting(2, ge=1, idle_unless=(_BY_DIFFICULTY, _REFERS))
+    """Updates that one reference set serves (mu in the paper)."""
+    decay: float = setting(
+        0.8,
+        gt=0,
+        le=1,
+        idle_unless=(_BY_DIFFICULTY, Condition("sampler.num_references", lambda num: num == 0)),
+    )
+    """What a rollout that training has shown still counts after one more update."""
+    options: dict[str, Any] = setting({}, idle_unless=takes_path("sampler.kind"))
+    """Keyword arguments of a sampler given by import path."""
 
 
 def _in_tags(config: Settings) -> bool:

@@ -149,11 +149,11 @@ class ToolsSettings(Settings):
 class EnvironmentSettings(Settings):
     """Settings of the environment; without a kind there is none."""
 
-    kind: str = setting("", built_in=("openenv", "verifiers", "sokoban"))
+    kind: str = setting("", built_in=("openenv", "verifiers", "sokoban", "scienceworld"))
     """The environment that each trajectory gets one of: an import path "package.module:Class"
     (TRL's convention: `reset(**row)`, public methods as tools, `get_reward()`), "openenv" (a
     session of an OpenEnv server), "verifiers" (an episode of a verifiers environment), "sokoban"
-    (the game of tasks.kind = "sokoban"), or empty for none."""
+    and "scienceworld" (the games of the tasks of that kind), or empty for none."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class; for "openenv" url, tool, tools, reset, reward and timeout_s;
     for "verifiers" taskset, settings, env and tool."""

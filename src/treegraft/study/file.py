@@ -120,6 +120,9 @@ class StudyFile(_Table):
     """Accuracy of a run at a budget that it ended before: none, or its last one."""
     only: list[str] = []
     """Worlds and arms that are run; of the kind that none is named of, all."""
+    results: str | None = None
+    """File of results, from the study's folder; None takes the study's own name with .jsonl. Where
+    studies share one, a run that several of them need is made once."""
     keep: Literal["none", "last", "all"] = "none"
     """What stays of a run's folder once its line is written: nothing, its settings, metrics and
     last checkpoint, or everything."""
@@ -173,8 +176,8 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
     return study
 
 
-def _based(path: Path) -> dict[str, Any]:
-    """The tables of a study over those of the file that it builds on."""
+def _based(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tables of a study over those of the file that it builds on, and of that one's own."""
     data = read_tables(path)
     base = data.pop(BASE, None)
     if base is None:
@@ -185,7 +188,10 @@ def _based(path: Path) -> dict[str, Any]:
             f"{path}: '{BASE}': got {shown(base)}; expected a file of study tables in"
             f" '{path.parent}' or below."
         )
-    return merged(read_tables(place), data)
+    seen = (*above, path.resolve())
+    if place.resolve() in seen:
+        raise SettingError(f"{path}: '{BASE}': got {shown(base)}; bases in a circle.")
+    return merged(_based(place, seen), data)
 
 
 def _overlaid(data: dict[str, Any], overlay: Any, path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -141,25 +141,32 @@ class Plan:
     """Pair after pair, so that a budget that ends early leaves complete pairs."""
 
 
-def make_plan(path: Path, *, smoke: bool = False, only: Sequence[str] = ()) -> Plan:
+def make_plan(
+    path: Path, *, smoke: bool = False, only: Sequence[str] = (), pairs: int | None = None
+) -> Plan:
     """Returns the runs of a study; every recipe of every arm in every world is loaded and checked.
 
     Args:
         smoke: with the study's table [smoke].
-        only: names of arms and worlds that are run; of the kind that none is named of, all.
+        only: names of arms and worlds that are run; of the kind that none is named of, those that
+            the study names itself, or all.
+        pairs: the first so many of the study's pairs; None for all.
 
     Raises:
         SettingError: a fault in the study or in the settings of one of its runs.
     """
     study = read_study(path, smoke=smoke)
+    if pairs is not None and pairs > study.pairs:
+        raise SettingError(
+            f"command line: --pairs: got {pairs}; {path} has {study.pairs} pairs, expected at most"
+            " as many."
+        )
     _refuse_unknown(only, study, path)
     planner = _Planner(study, path)
-    only = only or study.only
-    worlds = [name for name in study.worlds if name in only] or list(study.worlds)
-    arms = [name for name in study.arms if name in only] or list(study.arms)
+    worlds, arms = (_chosen(kind, only, study.only) for kind in (study.worlds, study.arms))
     runs = [
         planner.run(world, arm, pair)
-        for pair in range(study.pairs)
+        for pair in range(study.pairs if pairs is None else pairs)
         for world in worlds
         for arm in arms
         if world in (study.arm(arm).worlds or study.worlds)
@@ -170,6 +177,12 @@ def make_plan(path: Path, *, smoke: bool = False, only: Sequence[str] = ()) -> P
             " that do not go together."
         )
     return Plan(path=path, study=study, runs=runs)
+
+
+def _chosen(every: Iterable[str], *choices: Sequence[str]) -> list[str]:
+    """The names of the first choice that has some of this kind; all where none has."""
+    found = ([name for name in every if name in only] for only in choices)
+    return next(filter(None, found), list(every))
 
 
 def _refuse_unknown(only: Sequence[str], study: StudyFile, path: Path) -> None:

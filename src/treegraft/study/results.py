@@ -61,7 +61,7 @@ def failed_runs(path: Path, runs: Sequence[RunPlan]) -> dict[Key, Line]:
 
 def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], int]:
     """Returns the results of these runs by world, arm and pair, and how many lines the file has of
-    finished runs with other settings.
+    finished runs of theirs with other settings.
 
     A line gets "changed": the settings that had another value in its run, since their default was
     another one then, with both values.
@@ -83,8 +83,9 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
                 for name, now in run.defaults.items()
                 if name not in run.told and name in then and then[name] != now
             }
-    wanted = {run.fingerprint for run in runs}
-    return found, sum(line.get("fingerprint") not in wanted for line in lines)
+    # Lines of other arms belong to studies that share the file.
+    keys, wanted = {run.key for run in runs}, {(*run.key, run.fingerprint) for run in runs}
+    return found, sum(key_of(line) in keys and full not in wanted for full, line in by_key.items())
 
 
 def _defaults(path: Path) -> dict[str, Mapping[str, Any]]:
@@ -143,10 +144,11 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
 
 def repair(path: Path, runs: Sequence[RunPlan]) -> None:
     """Removes a last line that a crash cut off, and adds the lines of runs that are equal to one
-    that has its line."""
+    that has its line, also under the name of another study's arm."""
     drop_cut_line(path)
     known = known_runs(path, runs)[0]
-    by_fingerprint = {line["fingerprint"]: line for line in known.values()}
+    finished = [line for line in read_results(path) if "error" not in line]
+    by_fingerprint = {line.get("fingerprint"): line for line in finished}
     for run in runs:
         if run.key not in known and run.fingerprint in by_fingerprint:
             same = _without_own(by_fingerprint[run.fingerprint])

@@ -9,6 +9,7 @@ from treegraft.core.plugins import make, pick
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
+from treegraft.tasks.scienceworld import ScienceWorldTasks
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tasks.sokoban import SokobanTasks
 
@@ -47,6 +48,9 @@ TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
     ),
     "sokoban": lambda settings, seed: SokobanTasks(
         settings.sokoban, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
+    ),
+    "scienceworld": lambda settings, seed: ScienceWorldTasks(
+        settings.scienceworld, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
     ),
     "arithmetic": lambda settings, seed: ReasoningGym(
         settings.arithmetic, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval

@@ -10,8 +10,8 @@ The training questions share one world; every held-out and every warm-up questio
 own, so nothing can be learned by heart.
 
 With words = true the very same world is worded in English (`treegraft.tasks.search_words`), and its
-expert has thoughts. With detour_prob and error_prob the expert is imperfect in the training
-questions (`SearchWorld.expert`).
+expert has thoughts unless thoughts = false. With detour_prob and error_prob the expert is imperfect
+in the training questions (`SearchWorld.expert`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class SearchWorld:
         * the answer is wrong with probability q: with q/2 an entity met on the way (asked about or
           found), with q/2 any, in both cases not the right one, else evenly spread.
 
-        Only training questions are solved with faults.
+        Of a question with more than expert_hops hops it answers what so many searches found. Only
+        training questions are solved with faults.
 
         Raises:
             SettingError: the task is not a question of a search world.
@@ -159,8 +160,11 @@ class SearchWorld:
         # Only training questions, which a buffer is made of, are solved with faults: the warm-up
         # still teaches the skill, and held-out questions still measure it against faultless traces.
         is_fallible = world.seed % 4 == _LANES.index("train")
+        thinks = self._settings.thoughts
         steps: list[StepContent] = []
         met = [entity]
+        if is_fallible:
+            relations = relations[: self._settings.expert_hops]
         for hop, relation in enumerate(relations):
             key = ("expert", world.seed, task.id, seed, hop)
             searches = [(entity, relation)]
@@ -170,7 +174,7 @@ class SearchWorld:
                 is_last = hop == len(relations) - 1
                 steps.append(
                     StepContent(
-                        thought=world.wording.thought(*search, is_last=is_last),
+                        thought=world.wording.thought(*search, is_last=is_last) if thinks else "",
                         calls=(ToolCall("search", world.wording.query(*search)),),
                         observations=(Observation(text=world.fact(*search)),),
                     )
@@ -180,7 +184,8 @@ class SearchWorld:
         key = ("expert", world.seed, task.id, seed, len(relations))
         if is_fallible and keyed_unit(*key, "error") < self._settings.error_prob:
             entity = _wrong_answer(world, met, entity, key)
-        return (*steps, StepContent(thought=world.wording.last_thought, answer=entity))
+        last_thought = world.wording.last_thought if thinks else ""
+        return (*steps, StepContent(thought=last_thought, answer=entity))
 
     def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
         """Returns the last entity that a search found; None before the first."""

@@ -77,6 +77,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "openenv": "treegraft.tools.environments.openenv:OpenEnvEnvironments",
     "verifiers": "treegraft.tools.environments.verifiers:VerifiersEnvironments",
     "sokoban": "treegraft.tools.environments.sokoban:sokoban_environments",
+    "scienceworld": "treegraft.tools.environments.scienceworld:scienceworld_environments",
 }
 """Import paths, since some of these bring a package that most runs do without."""
 

@@ -254,19 +254,26 @@ def _pages() -> dict[str, bytes]:
     }
 
 
-def join_modules(modules: dict[str, str]) -> str:
-    """Returns modules as one plain script: a browser does not load modules from a folder.
+def join_modules(modules: dict[str, str], entry: str = "app.js") -> str:
+    """Returns a module, with those that it needs, as one plain script: a browser does not load
+    modules from a folder.
 
     Args:
-        modules: by name; `app.js` is the last, all others have no top-level await.
+        modules: by name.
+        entry: the module that is the page; all others have no top-level await.
     """
-    needs = {name: {found[1] for found in _IMPORT.findall(text)} for name, text in modules.items()}
+    needs: dict[str, set[str]] = {}
+    left = [entry]
+    while left:
+        name = left.pop()
+        needs[name] = {found[1] for found in _IMPORT.findall(modules[name])}
+        left += needs[name] - needs.keys()
     parts = ['"use strict";', "const modules = {};"]
     for name in TopologicalSorter(needs).static_order():
         exported = [match[1] for match in _EXPORT.findall(modules[name])]
         text = _EXPORT.sub(r"\1 \2", _IMPORT.sub(r'const {\1} = modules["\2"];', modules[name]))
         if re.search(r"^(import|export)\b", text, re.M):
             raise AssertionError(f"{name} imports or exports in a way that is not known here")
-        start = "(async () => {" if name == "app.js" else "(() => {"
+        start = "(async () => {" if name == entry else "(() => {"
         parts += [start, text, f'modules["{name}"] = {{ {", ".join(exported)} }};', "})();"]
     return "\n".join(parts)

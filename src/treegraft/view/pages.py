@@ -4,7 +4,7 @@ tokens of a path."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import compress
 from statistics import fmean
@@ -145,6 +145,18 @@ def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
         "advantage": step.advantage if is_hard else _advantage_below(leaves, step.id),
         "is_hard": is_hard,
     }
+
+
+def spell_unread(
+    drawn: Mapping[str, Any], tree: Tree, decode: Callable[[Sequence[int]], str]
+) -> None:
+    """Adds `wrote`, the text to the letter, to those steps of a drawn tree that the format could
+    not read."""
+    for row, step in zip(drawn["steps"], tree.steps, strict=True):
+        one = step.content
+        is_empty = not (one.thought or one.calls or one.observations or one.answer)
+        if step.violation is not None or is_empty:
+            row["wrote"] = decode(step.token_ids)
 
 
 def _contrast(leaves: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from treegraft.settings.load import describe
 from treegraft.settings.table import flatten
 from treegraft.view.buffer import BufferView
 from treegraft.view.metrics import MAX_COUNT
-from treegraft.view.pages import draw, explanations, page_warnings, path_tokens
+from treegraft.view.pages import draw, explanations, page_warnings, path_tokens, spell_unread
 from treegraft.view.query import Filter, find, grafts_of, task_history
 from treegraft.view.runs import Run, RunSet
 from treegraft.view.tokens import TokenTexts
@@ -111,16 +111,20 @@ def _finite(value: Any) -> Any:
     return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _json(data: Any, status: int = 200) -> Response:
+def json_bytes(data: Any) -> bytes:
+    """Returns data as JSON that a browser reads, whatever a damaged record holds."""
     # Numbers that are not finite are rare: the walk through all data is made only where one is.
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        body = text.encode()
+        return text.encode()
     except UnicodeEncodeError:  # lone surrogates, which exist in no encoding
-        body = json.dumps(_finite(data), separators=(",", ":")).encode()
+        return json.dumps(_finite(data), separators=(",", ":")).encode()
     except ValueError:
-        return _json(_finite(data), status)
-    return Response(body, status, media_type="application/json")
+        return json_bytes(_finite(data))
+
+
+def _json(data: Any, status: int = 200) -> Response:
+    return Response(json_bytes(data), status, media_type="application/json")
 
 
 @cache
@@ -309,12 +313,7 @@ class Api:
             "num_trees": run.num_trees(name),
             "has_texts": tokens.is_there,
         }
-        for row, step in zip(drawn["steps"], tree.steps, strict=True):
-            # A step that the format could not read is shown to the letter.
-            one = step.content
-            is_empty = not (one.thought or one.calls or one.observations or one.answer)
-            if step.violation is not None or is_empty:
-                row["wrote"] = tokens.decode(step.token_ids)
+        spell_unread(drawn, tree, tokens.decode)
         self._mark_same_question(run.name, drawn)
         return drawn
 

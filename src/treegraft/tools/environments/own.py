@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -74,6 +74,7 @@ class ClassEnvironments:
             callable(getattr(made, name, None)) for name in ("get_reward", "fork", "close")
         )
         self.has_get_reward = has_get_reward
+        self.is_blocking = getattr(made, "is_blocking", True) is not False
         methods = _chosen(made, name, settings) or _public(made, name)
         self.methods = {one.tool.name: one for one in methods}
         if not self.methods:
@@ -110,7 +111,8 @@ class ClassEnvironments:
 
 
 class ClassEnvironment:
-    """One object of such a class, with a thread of its own for methods that block."""
+    """One object of such a class, with a thread of its own unless the class says that no method
+    blocks."""
 
     def __init__(
         self,
@@ -125,12 +127,15 @@ class ClassEnvironment:
         """Those that calls returned; None where calls that might have returned one did not."""
         self._is_over = is_over
         self._thread = OwnThread("treegraft-environment")
+        self._run_plain: Callable[[Callable[[], Any]], Awaitable[Any]] = (
+            self._thread.run if kind.is_blocking else _run_at_once
+        )
 
     async def reset(self, task: Task) -> str:
         """Makes the object and returns the result of its reset as text; "" for None. Raises
         `ToolUnavailable` for a column that the task does not have."""
         # Made in the thread too: some objects, such as a database connection, stay in one thread.
-        self._object = await self._thread.run(lambda: self._kind.made(**self._kind.options))
+        self._object = await self._run_plain(lambda: self._kind.made(**self._kind.options))
         method, row = self._object.reset, row_of(task)
         given = accepted(method, row)
         try:
@@ -140,7 +145,7 @@ class ClassEnvironment:
                 f"{error}, but task '{task.id}' has the columns {', '.join(row)} alone. Name it as"
                 " the data do, or give it a default"
             ) from error
-        first = await run_either(method, lambda: method(**given), self._thread.run)
+        first = await run_either(method, lambda: method(**given), self._run_plain)
         # Gymnasium's (observation, info).
         is_pair = isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], Mapping)
         return as_text(first[0] if is_pair else first)
@@ -153,12 +158,12 @@ class ClassEnvironment:
             raise ToolError(OVER)
         own = self._kind.methods[name]
         method = getattr(self._object, own.name)
-        result = await own.tool.run(method, body, task, self._thread.run)
+        result = await own.tool.run(method, body, task, self._run_plain)
         outcome = step_of(result)
         if outcome is None:
             if own.may_reward:
                 self._rewards = self._rewards or None
-            self._is_over = await self._thread.run(self._says_done)
+            self._is_over = await self._run_plain(self._says_done)
         else:
             result, self._is_over = outcome.observation, outcome.is_over
             self._rewards = (*(self._rewards or ()), outcome.reward)
@@ -195,7 +200,11 @@ class ClassEnvironment:
         return _is_flag(done := getattr(self._object, "done", None)) and bool(done)
 
     async def _run(self, method: Callable[[], Any]) -> Any:
-        return await run_either(method, method, self._thread.run)
+        return await run_either(method, method, self._run_plain)
+
+
+async def _run_at_once(call: Callable[[], Any]) -> Any:
+    return call()
 
 
 class StepResult(NamedTuple):

@@ -107,6 +107,7 @@ class Sokoban:
     """One game, as an environment (`core.interfaces.Environment`)."""
 
     capability = "fork"
+    is_blocking = False
 
     def reset(self, question: str) -> None:
         """Begins the game that the question describes; raises ValueError for another question."""

@@ -14,9 +14,11 @@ from treegraft.view.report.curves import against_cost, dynamics
 from treegraft.view.report.drawing import save, styled
 from treegraft.view.report.figure import MissingFigure, ReportFigure
 from treegraft.view.report.groups import ReportData, group
-from treegraft.view.report.hybrid import hybrid
+from treegraft.view.report.hybrid import TreeMeans, hybrid
 from treegraft.view.report.page import group_notes, page
+from treegraft.view.report.positions import PositionMeans, by_position
 from treegraft.view.report.records import Record, read_records, split_label
+from treegraft.view.report.trees import TreeReader
 
 ACCURACIES = ("eval/accuracy_sampled", "eval/accuracy")
 """Accuracies that figures can show: the one that most runs recorded, of equals the first."""
@@ -25,6 +27,7 @@ FIGURES: Mapping[str, Callable[[ReportData], ReportFigure | MissingFigure]] = {
     "accuracy-against-cost": against_cost,
     "final-accuracy": final_accuracy,
     "on-policy-against-hybrid": hybrid,
+    "entropy-by-position": by_position,
     "sweep": sweep,
 }
 """Figures by name, in the order of the page."""
@@ -48,6 +51,7 @@ def write_report(
     out: Path | None = None,
     baseline: str | None = None,
     only: Sequence[str] = (),
+    beside: Mapping[str, str] | None = None,
 ) -> Report:
     """Writes report.html and, beside it, figures/NAME.svg, .png and .csv.
 
@@ -56,6 +60,7 @@ def write_report(
         out: the folder; None takes that of the first run.
         baseline: label of the group that others are compared with.
         only: names of figures; empty for all.
+        beside: titles of further pages, by file, that the caller puts beside it.
 
     Raises:
         CheckpointError: a path is neither a run folder nor a study.
@@ -90,21 +95,15 @@ def write_report(
             f"--baseline '{baseline}' is not a group.{nearest(baseline, labels)} There are:"
             f" {', '.join(labels)}"
         )
-    data = ReportData(groups, _accuracy(records), baseline)
+    trees = TreeReader((TreeMeans, PositionMeans))
+    data = ReportData(groups, _accuracy(records), baseline, trees)
     notes, folder = group_notes(groups), place / "figures"
-    with styled():
-        figures = {name: FIGURES[name](data) for name in FIGURES if not only or name in only}
-        drawn = {name: one for name, one in figures.items() if isinstance(one, ReportFigure)}
-        folder.mkdir(parents=True, exist_ok=True)
-        # A figure of an earlier report that has no data any more must not stay beside the page.
-        for name in figures:
-            for kind in ("svg", "png", "csv"):
-                (folder / f"{name}.{kind}").unlink(missing_ok=True)
-        for name, one in drawn.items():
-            save(one.figure, folder / name)
-            write_atomically(folder / f"{name}.csv", one.table.as_csv())
+    figures = _draw(data, only, folder)
+    drawn = {name: one for name, one in figures.items() if isinstance(one, ReportFigure)}
     title = f"Report on {records[0].name if len(records) == 1 else f'{len(records)} runs'}"
-    write_atomically(place / "report.html", page(groups, figures, folder, notes, title))
+    write_atomically(
+        place / "report.html", page(groups, figures, folder, notes, title, beside or {})
+    )
     return Report(
         page=place / "report.html",
         figures=tuple(drawn),
@@ -115,6 +114,23 @@ def write_report(
         ),
         notes=(*notes, *(f"{name}: {note}" for name, one in drawn.items() for note in one.notes)),
     )
+
+
+def _draw(
+    data: ReportData, only: Sequence[str], folder: Path
+) -> dict[str, ReportFigure | MissingFigure]:
+    """Writes the figures that are asked for into a folder; returns them by name."""
+    with styled():
+        figures = {name: FIGURES[name](data) for name in FIGURES if not only or name in only}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, one in figures.items():
+            # A figure of an earlier report that has no data any more must not stay beside the page.
+            for kind in ("svg", "png", "csv"):
+                (folder / f"{name}.{kind}").unlink(missing_ok=True)
+            if isinstance(one, ReportFigure):
+                save(one.figure, folder / name)
+                write_atomically(folder / f"{name}.csv", one.table.as_csv())
+    return figures
 
 
 def _place(paths: Sequence[str], out: Path | None) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from treegraft.settings.config import settings_with
 from treegraft.view.report.records import Record
+from treegraft.view.report.trees import TreeReader
 
 EXPERT = tuple(name for name in settings_with("retrieval_source") if name.startswith("tasks."))
 """Settings of the tasks that change the off-policy agent alone."""
@@ -50,6 +51,8 @@ class ReportData:
     """Key of the accuracy that most runs recorded; None: none did."""
     baseline: str | None
     """Label of the group that others are compared with; None: nothing is."""
+    trees: TreeReader
+    """What the figures made from trees count in them."""
 
     @property
     def panels(self) -> list[str]:

@@ -1,21 +1,15 @@
 """On-policy against hybrid trajectories, from recorded trees: reward, reward within a tree, and
-sampled tokens.
-
-One tree is in memory at a time, and long runs are read in `MOST_FILES` updates spread evenly, so
-that neither time nor memory grows with the run.
-"""
+sampled tokens."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from statistics import fmean
 from typing import Any
 
-from treegraft.core.errors import DataError
 from treegraft.core.types import GraftCause, Origin, Tree
-from treegraft.runs.tree_json import parse_tree
 from treegraft.view.report.bands import Point, shared_points
 from treegraft.view.report.drawing import (
     add_legend,
@@ -28,10 +22,8 @@ from treegraft.view.report.drawing import (
 )
 from treegraft.view.report.figure import Cell, MissingFigure, ReportFigure, Table
 from treegraft.view.report.groups import Group, ReportData, count_note
-from treegraft.view.runs import Run
+from treegraft.view.report.trees import MOST_FILES
 
-MOST_FILES = 24
-"""Updates of a run whose trees are read."""
 KINDS = ("on-policy", "hybrid")
 _MEASURES = ("reward", "num_sampled", "num_calls")
 _GAP = "reward, hybrid less on-policy of the same tree"
@@ -44,38 +36,6 @@ _DRAWN = (
 _MOST_ROWS = 3
 _LOOKS = {"on-policy": looks(4), "hybrid": looks(5), "gap": looks(6)}
 """Other colours than the first groups have."""
-
-
-def spread(total: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers 0 .. total - 1, evenly spread, first and last included
-    (the last alone where `most` is 1)."""
-    if total <= most:
-        return list(range(total))
-    if most == 1:
-        return [total - 1]
-    return sorted({round(n * (total - 1) / (most - 1)) for n in range(most)})
-
-
-def read_updates(run: Run, notes: list[str]) -> Iterator[tuple[int, Tree]]:
-    """Yields update and tree of the updates looked at, in order; `notes` gets a line for each file
-    that cannot be read."""
-    files = [file for file in run.files() if file.kind == "update"]
-    for file in (files[place] for place in spread(len(files), MOST_FILES)):
-        damaged = 0
-        try:
-            for _, line in run.raw_lines(file.name):
-                try:
-                    tree = parse_tree(line, file.name)
-                except DataError:
-                    damaged += 1
-                    continue
-                yield file.update, tree
-        except (OSError, DataError) as error:  # a resume has just cut it away
-            notes.append(f"{run.name}: {file.name} cannot be read ({error})")
-        if damaged:
-            notes.append(
-                f"{run.name}: {file.name} has {damaged} lines that are no tree; they were left out"
-            )
 
 
 class TreeMeans:
@@ -123,10 +83,9 @@ def hybrid(data: ReportData) -> ReportFigure | MissingFigure:
     notes, means = list[str](), dict[str, TreeMeans]()
     for record in (record for group in data.groups for record in group.records):
         if record.run is not None:
-            one = TreeMeans()
-            for update, tree in read_updates(record.run, notes):
-                one.add(update, tree)
-            if one.values:
+            reading = data.trees.of(record.run)
+            notes += reading.notes
+            if (one := reading.of(TreeMeans)).values:
                 means[record.name] = one
     hybrids = {name for name, one in means.items() if one.has_hybrid}
     grafted = [one for one in data.groups if hybrids & {record.name for record in one.records}]

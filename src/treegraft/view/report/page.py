@@ -77,16 +77,19 @@ def page(
     folder: Path,
     notes: Sequence[str],
     title: str,
+    beside: Mapping[str, str],
 ) -> str:
     """Returns the page.
 
     Args:
+        beside: titles of further pages by the file beside it.
         figures: by name.
         folder: holds the figures as `drawing.save` wrote them; links call it by its name.
     """
     drawn = {name: one for name, one in figures.items() if isinstance(one, ReportFigure)}
     missing = [one for one in figures.values() if isinstance(one, MissingFigure)]
     links = [f'<a href="#{name}">{_text(one.title)}</a>' for name, one in drawn.items()]
+    links += [f'<a href="{name}">{_text(one)}</a>' for name, one in beside.items()]
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',

@@ -68,11 +68,13 @@ function graftWords(step, tree, effect) {
 
 export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
   const kind = step.cause?.kind ?? "prompt";
+  const name = kind === "prompt" ? "prompt" : step.id;
   const effect = leaf?.effects?.[step.id];
   const notes = [];
   if (kind === "graft") {
     if (tree) notes.push(graftWords(step, tree, effect).map((text) => h("p", null, text)));
-    if (step.cause.content_hash) notes.push(h("p", null, h("a", { href: to.trace(run, step.cause.content_hash) }, "its trace in the buffer")));
+    // A page of case studies has no buffer beside it.
+    if (step.cause.content_hash && run) notes.push(h("p", null, h("a", { href: to.trace(run, step.cause.content_hash) }, "its trace in the buffer")));
   }
   const said = contentParts(step.content);
   const body = kind === "prompt" ? [part("thought", "question", step.content.thought)] : said;
@@ -85,7 +87,7 @@ export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
     refusalWords(step) && h("p", { class: "cause refused" }, refusalWords(step)), notes];
   return h("article", { class: `step ${kind} by-${step.origin}${selected ? " sel" : ""}`, "data-step": step.id },
     h("header", null,
-      h("button", { class: "stepid", onclick: () => onPick?.(step.id), title: "select this step" }, kind === "prompt" ? "prompt" : step.id),
+      onPick ? h("button", { class: "stepid", onclick: () => onPick(step.id), title: "select this step" }, name) : h("span", { class: "stepid" }, name),
       h("span", { class: "who" }, h("i", { class: `dot by-${step.origin}` }), kind === "prompt" ? "the task" : `written by ${author(step)}`),
       (kind === "graft" || kind === "branch") && h("span", { class: `kind ${kind}` }, icon(kind), " ", kind)),
     body, h("div", { class: "why" }, why),
@@ -108,7 +110,8 @@ export function leafFacts(leaf, { task, leaves }) {
   rows.push(["answer", h("span", { class: "foreign" }, leaf.answer === null ? "none" : plain(leaf.answer), leaf.is_correct === null ? "" : leaf.is_correct ? " ✓ correct" : ` ✗ wrong${expected ? `, expected ${expected}` : ""}`)]);
   const parts = Object.entries(leaf.reward_parts).map(([name, value]) => `${name} ${score(value)}`).join(", ");
   rows.push(["reward", `${score(leaf.reward)}${parts ? ` = ${parts}` : ""}`]);
-  rows.push(["advantage", [advantageWords(leaf, { leaves }), leaf.has_loss ? "" : "; no loss on this path"]]);
+  // An evaluation has none.
+  if (leaves.some((one) => one.advantage !== null)) rows.push(["advantage", [advantageWords(leaf, { leaves }), leaf.has_loss ? "" : "; no loss on this path"]]);
   const factor = leaf.shaping_factor;
   if (factor !== null && factor !== undefined && (factor !== 1 || leaf.num_grafts)) rows.push(["shaping", `ratios × ${num(factor, 5)} before clipping (retrieval importance shaping: 1 + weight × ${num(100 * leaf.retrieved_frac, 3)} % retrieved)`]);
   rows.push(["length", `${plural(leaf.num_tokens, "token")}, ${plural(leaf.num_steps, "step")}, ${plural(leaf.num_calls, "tool call")}${leaf.retrieved_frac ? `, ${num(100 * leaf.retrieved_frac)} % retrieved` : ""}`]);

@@ -1,0 +1,94 @@
+"""Settings of replay, overlap and samplers that do not fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from treegraft.core.errors import nearest
+from treegraft.settings.config import Config
+from treegraft.settings.table import Contradiction
+
+
+def sampling_wrong(config: Config) -> Iterator[Contradiction]:
+    """Yields the faults of [replay], [sampler] and rollout.max_staleness."""
+    yield from _replay_wrong(config)
+    yield from _sampler_wrong(config)
+    yield from _overlap_wrong(config)
+
+
+def unknown_encoder(name: str, encoder: str) -> Iterator[Contradiction]:
+    """Yields a fault where `encoder`, the value of the setting `name`, can be none."""
+    # A folder or hub id has one of these signs; a plain word is a misspelt name.
+    if encoder not in ("hashing", "minilm") and not any(sign in encoder for sign in "/:~."):
+        yield Contradiction(
+            (name,),
+            f'{name}: got \'{encoder}\', expected "minilm", "hashing", a folder, a hub id, or'
+            f' "pypi:PACKAGE".{nearest(encoder, ("hashing", "minilm"))}',
+        )
+
+
+def _sampler_wrong(config: Config) -> Iterator[Contradiction]:
+    own = config.sampler
+    if own.kind != "difficulty":
+        return
+    if own.encoder:
+        yield from unknown_encoder("sampler.encoder", own.encoder)
+    elif own.num_references:
+        yield Contradiction(
+            ("sampler.num_references", "sampler.encoder"),
+            f"sampler.num_references: got {own.num_references}, but without sampler.encoder they"
+            ' tell nothing of other tasks; take "hashing" or "minilm", or 0 references.',
+        )
+
+
+def _replay_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.replay.fresh_frac == 1:
+        return
+    size = config.run.tasks_per_update
+    if config.replay.num_replayed(size) == 0:
+        yield Contradiction(
+            ("replay.fresh_frac", "run.tasks_per_update"),
+            f"replay.fresh_frac: got {config.replay.fresh_frac:g}, which leaves no group to replay"
+            f" with run.tasks_per_update = {size}; expected 1 for none, a smaller share, or more"
+            " tasks.",
+        )
+    if not config.track.record_trees:
+        yield Contradiction(
+            ("replay.fresh_frac", "track.record_trees"),
+            "replay.fresh_frac: groups are replayed from the run's trees, which are not written"
+            " with track.record_trees = false; set that to true, or replay.fresh_frac to 1.",
+        )
+    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
+        yield Contradiction(
+            ("replay.fresh_frac", "loss.engine_ratio_cap"),
+            "replay.fresh_frac: replayed groups were sampled by an older policy, which needs the"
+            " ratio to it; set loss.engine_ratio_cap (1e9 for RolloutReplay's loss, which has no"
+            ' cap), or loss.old_logprobs = "engine".',
+        )
+
+
+def _overlap_wrong(config: Config) -> Iterator[Contradiction]:
+    name = "rollout.max_staleness"
+    if not config.rollout.max_staleness:
+        return
+    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
+        yield Contradiction(
+            (name, "loss.engine_ratio_cap"),
+            f"{name}: got {config.rollout.max_staleness}, but trees of an older policy need the"
+            " ratio to it; set loss.engine_ratio_cap (about 2), or"
+            ' loss.old_logprobs = "engine".',
+        )
+    if config.replay.fresh_frac < 1:
+        yield Contradiction(
+            (name, "replay.fresh_frac"),
+            f"{name}: got {config.rollout.max_staleness}, but with replay.fresh_frac ="
+            f" {config.replay.fresh_frac} what an update samples depends on what the one before has"
+            " learned; set one of them to its default.",
+        )
+    if config.sampler.kind != "epochs":
+        yield Contradiction(
+            (name, "sampler.kind"),
+            f"{name}: got {config.rollout.max_staleness}, but with sampler.kind ="
+            f" '{config.sampler.kind}' which tasks an update deals depends on what the one before"
+            " has earned; set one of them to its default.",
+        )
