@@ -82,6 +82,8 @@ SAMPLING: Mapping[str, Sequence[str]] = {
     "entropy": ("explore.explorers=['entropy']",),
     "graft": ("explore.explorers=['graft']", "loss.graft_coef=0"),
     "tree_search": ("explore.explorers=['tree_search']", "explore.tree_search.num_starts=4"),
+    # The state of the board earns the reward, so an answer in place of a move wins nothing.
+    "commit": ("explore.explorers=['commit']", "explore.commit.answers=false"),
 }
 METHODS: Mapping[str, tuple[str, Sequence[str]]] = {
     "GRPO": ("independent", ()),
@@ -92,6 +94,7 @@ METHODS: Mapping[str, tuple[str, Sequence[str]]] = {
     "RAPO": ("graft", ()),
     "Tree-GRPO": ("tree_search", ("credit.advantage='tree_grpo'",)),
     "Tree-GRPO nodes": ("tree_search", ()),
+    "commit": ("commit", ()),
 }
 """Method -> how its trees are sampled, and the settings of its credit."""
 NODES = ("ARPO nodes", "Tree-GRPO nodes")
@@ -113,9 +116,15 @@ class Valued:
     """Steps of the tree itself; empty while it grows."""
     queue: list[Expand] = field(default_factory=list)
 
+    retries = True
+
     @property
     def probe_tokens(self) -> int | None:
         return None if self.own else self.inner.probe_tokens
+
+    @property
+    def wants_rewards(self) -> bool:
+        return not self.own and getattr(self.inner, "wants_rewards", False)
 
     @property
     def expands(self) -> bool:
@@ -135,8 +144,10 @@ class Valued:
 
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand | Retry]:
         if not self.own:
-            if len(tree.leaves) < max_leaves:
-                return self.inner.fill(tree, max_leaves)
+            has_room = len(tree.leaves) < max_leaves
+            more = self.inner.fill(tree, max_leaves) if has_room else Start(0)
+            if more != Start(0) and more != []:
+                return more
             self.own = frozenset(step.id for step in tree.steps)
             steps = chosen_steps(tree, self.num_paths)
             self.queue = [Expand(name, self.num_rollouts, CAUSE) for name in steps]
