@@ -14,8 +14,16 @@ import pytest
 from tests.tiny import tiny
 
 from treegraft.core.errors import SettingError
-from treegraft.runs.exporter import Exporter, check_exporter, family_of, label_of
+from treegraft.runs.exporter import (
+    ROLES,
+    WAITS,
+    Exporter,
+    check_exporter,
+    family_of,
+    label_of,
+)
 from treegraft.runs.metrics import METRICS
+from treegraft.runs.roles import read_roles
 from treegraft.runs.run import Run
 from treegraft.train import train
 
@@ -41,15 +49,17 @@ def test_names_follow_from_those_of_the_metrics() -> None:
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    families = {family_of(key) for key in METRICS}
+    families = {family_of(key) for key in METRICS} | set(ROLES) | {WAITS}
     targets = [target for panel in board["panels"] for target in panel["targets"]]
     asked = [*(target["expr"] for target in targets), board["templating"]["list"][1]["query"]]
     names = {name for text in asked for name in re.findall(r"\btreegraft_\w+", text)}
     assert len(names) > 30 and names <= families
     for target in targets:
-        labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - {"run"}
-        known = {label_of(name) for name in re.findall(r"\btreegraft_\w+", target["expr"])}
-        assert labels <= known
+        labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - {"run", "role"}
+        names = set(re.findall(r"\btreegraft_\w+", target["expr"]))
+        assert labels <= {label_of(name) for name in names} | (
+            {"owner"} & labels if WAITS in names else set()
+        )
     # No two panels lie on each other.
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
     assert len(set(places)) == len(places)
@@ -97,6 +107,37 @@ def test_the_latest_values_are_answered(exporter: tuple[Exporter, dict[str, floa
     assert "# HELP treegraft_reward_mean mean reward of scored rollouts" in text
     metrics["reward/mean"] = 0.5
     assert samples(httpx.get(own.address).text)["treegraft_reward_mean"] == [(labels, 0.5)]
+
+
+def test_actors_of_a_cluster_are_answered_while_they_are_there(tmp_path: Path) -> None:
+    """From the file that the run folder holds meanwhile; nothing of it once it is old."""
+    needs_client()
+    actor = {"role": "engine", "number": 1, "host": "a", "state": "live", "since": 0.0, "fault": ""}
+    actor |= {"starts": 2, "queue": None, "waits": {}, "version": 7, "cpu_s": 1.5}
+    other = actor | {"role": "grower", "state": "down", "queue": 3, "version": None}
+    other |= {"waits": {"tool search": 2}, "memory_bytes": 4096}
+    path = tmp_path / "roles.json"
+    path.write_text(json.dumps({"written": 1000.0, "roles": [actor, other]}), encoding="utf-8")
+    now = [1010.0]
+    own = Exporter(
+        "127.0.0.1:0", dict, run="r", role="rank 0", roles=lambda: read_roles(path, now[0])
+    )
+    try:
+        found = samples(httpx.get(own.address).text)
+        engine, grower = (
+            {"run": "r", "role": f"{name} 1", "host": "a"} for name in ("engine", "grower")
+        )
+        assert found["treegraft_role_up"] == [(engine, 1.0), (grower, 0.0)]
+        assert found["treegraft_role_starts"] == [(engine, 2.0), (grower, 2.0)]
+        assert found["treegraft_role_version"] == [(engine, 7.0)]
+        assert found["treegraft_role_trees"] == [(grower, 3.0)]
+        assert found["treegraft_role_cpu_seconds"] == [(engine, 1.5), (grower, 1.5)]
+        assert found["treegraft_role_memory_bytes"] == [(grower, 4096.0)]
+        assert found[WAITS] == [({**grower, "owner": "tool search"}, 2.0)]
+        now[0] = 1031.0
+        assert not any("role_" in family for family in samples(httpx.get(own.address).text))
+    finally:
+        own.close()
 
 
 def test_foreign_names_and_taken_ports_are_refused(

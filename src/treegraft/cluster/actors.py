@@ -12,8 +12,10 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from treegraft.core import errors
@@ -73,12 +75,28 @@ class Actor:
     async def state(self) -> str:
         """Returns where it is, how it is, and its warnings since the last call, in JSON."""
         said, self._said[:] = list(self._said), []
-        seen = {"host": socket.gethostname(), "pid": os.getpid(), "said": said}
+        seen = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "cpu_s": time.process_time(),
+            "memory_bytes": resident_bytes(),
+            "said": said,
+        }
         return json.dumps(seen | self.more())
 
     def more(self) -> dict[str, Any]:
         """Returns what an actor of its kind adds to its state."""
         return {}
+
+
+def resident_bytes() -> int | None:
+    """Returns the memory that this process holds; None where the system does not tell (Linux
+    does)."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Collector(logging.Handler):

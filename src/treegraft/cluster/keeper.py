@@ -514,6 +514,8 @@ class Keeper:
                     "queue": one.num_trees if one in self.growers else None,
                     "waits": one.seen.get("waits", {}),
                     "version": self._version_of(one),
+                    "cpu_s": one.seen.get("cpu_s"),
+                    "memory_bytes": one.seen.get("memory_bytes"),
                 }
                 for one in self._all
             ],

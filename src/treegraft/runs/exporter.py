@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -14,8 +14,25 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from treegraft.core.errors import SettingError
 from treegraft.core.listener import is_own_name
 from treegraft.runs.metrics import METRICS, find_entry
+from treegraft.runs.roles import Role
 
 SETTING = "track.prometheus"
+
+
+def _is_up(role: Role) -> float:
+    return float(role.state == "live")
+
+
+ROLES: Mapping[str, tuple[str, Callable[[Role], float | None]]] = {
+    "treegraft_role_up": ("1 for an actor that is asked, 0 for one that is not", _is_up),
+    "treegraft_role_starts": ("how often the actor was started", lambda one: one.num_starts),
+    "treegraft_role_trees": ("trees that a grower was given", lambda one: one.num_trees),
+    "treegraft_role_version": ("policy version that an engine holds", lambda one: one.version),
+    "treegraft_role_cpu_seconds": ("CPU time of the actor's process", lambda one: one.cpu_s),
+    "treegraft_role_memory_bytes": ("memory of its process", lambda one: one.memory_bytes),
+}
+"""Family -> its meaning, and its value for an actor of a cluster; None for none."""
+WAITS = "treegraft_role_waits"
 
 
 def family_of(key: str) -> str:
@@ -81,6 +98,34 @@ class _Collector:
         yield from families.values()
 
 
+class _RoleCollector:
+    """Makes gauges of the actors of a cluster at each request, with the label `host` besides."""
+
+    def __init__(self, read: Callable[[], Sequence[Role]], run: str) -> None:
+        self._read, self._run = read, run
+
+    def collect(self) -> Iterator[Any]:
+        """Yields the families that have a value now."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        roles = [((self._run, f"{one.name} {one.number}", one.host), one) for one in self._read()]
+        names = ["run", "role", "host"]
+        for family, (told, value_of) in ROLES.items():
+            made = GaugeMetricFamily(family, told, labels=names)
+            for labels, one in roles:
+                if (value := value_of(one)) is not None:
+                    made.add_metric(labels, float(value))
+            if made.samples:
+                yield made
+        told = "what the actor waits for, and how often at once"
+        made = GaugeMetricFamily(WAITS, told, labels=[*names, "owner"])
+        for labels, one in roles:
+            for owner, num in one.waits.items():
+                made.add_metric((*labels, owner), float(num))
+        if made.samples:
+            yield made
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
@@ -94,12 +139,20 @@ class Exporter:
     """Answers with a process's metrics under /metrics, until it is closed."""
 
     def __init__(
-        self, place: str, read: Callable[[], Mapping[str, float]], *, run: str, role: str
+        self,
+        place: str,
+        read: Callable[[], Mapping[str, float]],
+        *,
+        run: str,
+        role: str,
+        roles: Callable[[], Sequence[Role]] = tuple,
     ) -> None:
         """Args:
             place: host and port; port 0 takes a free one.
             read: returns the metrics of the moment by their keys; called in other threads.
             run, role: labels of every metric, such as the run's name and "rank 0".
+            roles: returns the actors of a cluster, whose own state is answered too; called in
+                other threads.
 
         Raises:
             SettingError: nothing can be answered there.
@@ -109,6 +162,7 @@ class Exporter:
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(read, {"run": run, "role": role}))
+        registry.register(_RoleCollector(roles, run))
         ProcessCollector(registry=registry)
         answer = make_wsgi_app(registry)
         host, port = _address(place)

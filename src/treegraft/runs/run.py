@@ -22,6 +22,7 @@ from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpo
 from treegraft.runs.exporter import Exporter, check_exporter
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import read_metrics, write_trees
+from treegraft.runs.roles import read_roles
 from treegraft.runs.start import Start, update_latest
 from treegraft.runs.trackers import Trackers, find_trackers
 
@@ -167,7 +168,13 @@ class Run:
         for text in (*self.start.notices, *defects):
             self.display.warn(text)
         if place := self.config.track.prometheus:
-            exporter = Exporter(place, lambda: self.latest, run=self.path.name, role="rank 0")
+            exporter = Exporter(
+                place,
+                lambda: self.latest,
+                run=self.path.name,
+                role="rank 0",
+                roles=lambda: read_roles(self.path / "roles.json"),
+            )
             ends.callback(exporter.close)
             self.display.note(f"metrics for Prometheus: {exporter.address}")
         title = f"{self.config.model.path} on {self.config.tasks.kind}"

@@ -1,0 +1,71 @@
+"""The actors of a run on a cluster, as its folder shows them while it lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from treegraft.core.files import parse_json
+from treegraft.core.text import plain
+from treegraft.runs.tree_json import DAMAGE
+
+STALE_S = 30.0
+"""Age in seconds from which on the file says nothing of the present."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One actor at the last look at it."""
+
+    name: str
+    """What it does: "engine", "grower", "tools" or "buffer"."""
+    number: int
+    host: str
+    state: str
+    """"live", or why not."""
+    num_starts: int
+    num_trees: int | None
+    """Trees that a grower was given; None for other actors."""
+    waits: Mapping[str, int]
+    """What it waits for, and how often at once."""
+    version: int | None
+    """The policy version that an engine holds; None for another actor, or without one."""
+    cpu_s: float | None
+    memory_bytes: int | None
+    """Resident memory; None before the first look, or where the system does not tell."""
+
+
+def read_roles(path: Path, now: float | None = None) -> list[Role]:
+    """Returns the actors of a roles.json; none where there is no such file, or a damaged one, or
+    one that is older than STALE_S.
+
+    Args:
+        now: seconds since 1970; None for the present.
+    """
+    try:
+        found = parse_json(path.read_bytes())
+        if (time.time() if now is None else now) - float(found["written"]) > STALE_S:
+            return []
+        return [
+            Role(
+                name=plain(str(one["role"]), 20),
+                number=int(one["number"]),
+                host=plain(str(one.get("host", "")), 80),
+                state=plain(str(one["state"]), 20),
+                num_starts=int(one.get("starts", 0)),
+                num_trees=_int(one.get("queue")),
+                waits={plain(str(owner), 40): int(num) for owner, num in one["waits"].items()},
+                version=_int(one.get("version")),
+                cpu_s=None if one.get("cpu_s") is None else float(one["cpu_s"]),
+                memory_bytes=_int(one.get("memory_bytes")),
+            )
+            for one in found["roles"]
+        ]
+    except (OSError, *DAMAGE):
+        return []
+
+
+def _int(value: object) -> int | None:
+    return None if value is None else int(str(value))
