@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -238,6 +239,17 @@ def _start(warmup: WarmupPlan, out: Path) -> Path:
     return found
 
 
+def checksum(checkpoint: Path) -> str:
+    """Returns a checksum of a checkpoint's weights. The same warm-up on another kind of processor
+    has another one."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            while piece := opened.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
 def _run(job: RunPlan, out: Path) -> Line:
     place = out / job.folder
     more: dict[str, Any] = {}
@@ -245,6 +257,7 @@ def _run(job: RunPlan, out: Path) -> Line:
         more["model"] = {"path": str(_start(job.warmup, out))}
     if job.buffer is not None:
         more["buffer"] = {"path": str(out / job.buffer.file)}
+    weights = {} if job.warmup is None else {"weights": checksum(_start(job.warmup, out))}
     calibration_s = calibrate()
     _trained(job.command, _placed(job.config, place, more), place)
     has_warmup = (place / WARMUP).is_file()
@@ -259,5 +272,6 @@ def _run(job: RunPlan, out: Path) -> Line:
         "calibration_s": calibration_s,
         "num_eval": job.config.tasks.num_eval,
         "curve": curve(read_metrics(place), warmup),
+        **weights,
         **costs,
     }
