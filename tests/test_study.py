@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from treegraft.study.results import (
     curve,
     failed_runs,
     known_runs,
+    mixed_pairs,
     read_results,
     repair,
 )
@@ -350,6 +352,9 @@ def test_a_study_is_run_and_finds_itself_done(tmp_path: Path) -> None:
         ("RAPO", 100, 0),
     ]
     assert all(len(line["curve"]) == 2 and line["calibration_s"] > 0 for line in lines)
+    assert lines[0]["weights"] == lines[1]["weights"] and re.fullmatch(
+        "[0-9a-f]{16}", lines[0]["weights"]
+    )
     # Eight tasks of one or four hops, two attempts of a perfect expert, the best of each kept; what
     # is not kept was called for too.
     made = lines[1]["buffer"]
@@ -484,6 +489,31 @@ def test_the_brief_table_by_hand() -> None:
         "| B | 0.80 | 0.80 | 0.80 [0.80, 0.80] |  | 5 | 10.0 |",
         "| A | 0.60 | 0.70 | 0.70 [0.70, 0.70] | -0.10 [-0.10, -0.10] | 20 | 40.0 |",
     ]
+
+
+def test_pairs_that_began_with_different_weights_are_named() -> None:
+    """By the weights' checksum where runs have one, else by their processor; arms with another
+    warm-up began with others on purpose."""
+
+    def line(pair: int, cpu: str, weights: str | None = None, warmup: str = "x") -> dict[str, Any]:
+        curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0, SHOWN: 1.0}]
+        own = {"world": "w", "seed": pair, "machine": {"cpu": cpu}, "curve": curve}
+        own |= {"warmup": {"fingerprint": warmup, "cpu_s": 1.0, "calibration_s": 1.0}}
+        return own | ({} if weights is None else {"weights": weights})
+
+    assert mixed_pairs([line(0, "a"), line(0, "a"), line(1, "a"), line(1, "b")]) == [1]
+    assert mixed_pairs([line(0, "a", "1"), line(0, "b", "1"), line(0, "b", "1")]) == []
+    assert mixed_pairs([line(2, "a", "1"), line(2, "a", "2")]) == [2]
+    assert mixed_pairs([line(0, "a", "1"), line(0, "a", "2", "y")]) == []
+    arms = [{"method": name} | line(3, name, "1") for name in ("A", "B")]
+    assert "weights" not in brief(Runs(arms), Question(baseline="A"))
+    arms[1]["weights"] = "2"
+    said = "Not all arms began with the same weights in pairs 3:"
+    for text in (
+        brief(Runs(arms), Question(baseline="A")),
+        markdown(Runs(arms), Question(baseline="A")),
+    ):
+        assert said in text
 
 
 def test_a_warm_up_counts_where_arms_differ_in_it() -> None:

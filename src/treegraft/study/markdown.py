@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, changes
+from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, changes, mixed_pairs
 from treegraft.study.tables import NAMES, Question, Row, Runs, Test, mean_of, rows, tests
 
 SPREAD = 1.05
@@ -43,7 +43,7 @@ def markdown(runs: Runs, question: Question) -> str:
         shown = list(found[0].pass_at)
         header = ["arm", "held out", "IQM", f"less {baseline}", "P(better)"]
         header += [key.removeprefix("eval/").replace("_at_", "@") for key in shown]
-        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *left_out]
+        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *left_out, *_mixed(runs, world)]
         lines += _table(
             [*header, *names],
             [
@@ -75,8 +75,22 @@ def brief(runs: Runs, question: Question) -> str:
         if not found:
             lines += [f"**{world}**: no pair is complete for all arms yet.", ""]
             continue
-        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *_brief(found, question)]
+        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *_mixed(runs, world)]
+        lines += _brief(found, question)
     return "\n".join(lines)
+
+
+def _mixed(runs: Runs, world: str) -> list[str]:
+    """A paragraph on pairs that are none."""
+    pairs = mixed_pairs(line for arm in runs.arms(world) for line in runs.of(world, arm))
+    if not pairs:
+        return []
+    named = ", ".join(map(str, pairs))
+    return [
+        f"Not all arms began with the same weights in pairs {named}: their warm-ups were trained on"
+        " different machines. Differences between arms are less exact than those of true pairs.",
+        "",
+    ]
 
 
 def _brief(found: Sequence[Row], question: Question) -> list[str]:

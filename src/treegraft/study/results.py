@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,27 @@ def changes(lines: Iterable[Line]) -> list[str]:
         f"{name} was {then} in {count} runs that are there, and is {now} now by default"
         for (name, then, now), count in sorted(counts.items())
     ]
+
+
+def mixed_pairs(lines: Iterable[Line]) -> list[int]:
+    """Returns the pairs of these lines, of one world, whose runs did not all begin with the same
+    weights: a warm-up of equal seeds ends as another agent on another kind of processor.
+
+    Lines of earlier versions have no checksum of weights; those are told by their processor.
+    """
+    weights, places = defaultdict[Any, set[str]](set), defaultdict[Any, set[str]](set)
+    for line in lines:
+        # Arms with a warm-up of their own begin with other weights on purpose.
+        begun = (line["seed"], (line.get("warmup") or {}).get("fingerprint"))
+        places[begun].add(str((line.get("machine") or {}).get("cpu", "")))
+        weights[begun].add(line.get("weights") or "")
+    return sorted(
+        {
+            begun[0]
+            for begun, own in weights.items()
+            if len(own - {""}) > 1 or ("" in own and len(places[begun]) > 1)
+        }
+    )
 
 
 def key_of(line: Line) -> Key:
