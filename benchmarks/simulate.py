@@ -1,6 +1,9 @@
 """What an update of ARPO costs on 8 to 1024 GPUs, and where more of them stop helping: arithmetic
 on the constants of `benchmarks.costs`, nothing of it was run. `python -m benchmarks.simulate`
 
+With `--streamed` it compares both with a third way, which is not built: in turn, with servers and
+ranks on GPUs of their own, each optimiser step begins as soon as its trees are there.
+
 With `--check` a model of the same form predicts updates of this machine with one and two ranks from
 constants measured on smaller updates, and compares them with measured ones.
 
@@ -23,8 +26,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -83,6 +87,7 @@ class Seconds(NamedTuple):
     update: float
 
 
+@cache
 def learning_s(
     work: Work, machine: Machine, way: Way, num_gpus: int, sequence_parallel: int
 ) -> tuple[float, float]:
@@ -145,14 +150,44 @@ def overlapped(cluster: Cluster, num_servers: int) -> Seconds:
     return found._replace(update=update)
 
 
+def last_of(arrivals: Iterable[float], step_s: float) -> float:
+    """Returns when the last of several steps has ended, each of which begins when its trees are
+    there and the step before it has ended."""
+    ended = 0.0
+    for arrived in arrivals:
+        ended = max(arrived, ended) + step_s
+    return ended
+
+
+def streamed_s(cluster: Cluster, num_servers: int) -> float:
+    """Returns the seconds of an update, at best, whose optimiser steps begin when their trees are
+    there, with so many GPUs of servers.
+
+    At best, since servers take the trees of the first steps first and lose nothing by it: those of
+    the first j of k steps are there as early as if there were no others.
+    """
+    found = phases(cluster, num_servers, cluster.num_gpus - num_servers)
+    work, machine = Work(num_tasks=cluster.num_tasks), replace(EIGHT_H100, num_gpus=num_servers)
+    steps = work.num_optimiser_steps
+    sizes = [round(work.num_tasks * step / steps) for step in range(1, steps + 1)]
+    arrivals = [sampling_s(replace(work, num_tasks=size), machine) for size in sizes]
+    step_s = (found.old + found.learn + found.driver) / steps
+    return last_of(arrivals, step_s) + found.publish
+
+
+def divisions(cluster: Cluster) -> list[int]:
+    """Returns the numbers of GPUs that may serve while the others learn, in eighths."""
+    found = [cluster.num_gpus * part // 8 for part in range(1, 8)]
+    return [num for num in found if (cluster.num_gpus - num) % cluster.sequence_parallel == 0]
+
+
 def best_of(cluster: Cluster) -> tuple[Seconds, int]:
     """Returns the seconds of an update and the GPUs of servers, by the best division in eighths;
     in turn all of them serve."""
     if not cluster.max_staleness:
         return phases(cluster, cluster.num_gpus, cluster.num_gpus), cluster.num_gpus
-    divisions = [cluster.num_gpus * part // 8 for part in range(1, 8)]
-    usable = [num for num in divisions if (cluster.num_gpus - num) % cluster.sequence_parallel == 0]
-    return min(((overlapped(cluster, num), num) for num in usable), key=lambda pair: pair[0].update)
+    found = ((overlapped(cluster, num), num) for num in divisions(cluster))
+    return min(found, key=lambda pair: pair[0].update)
 
 
 def rate(cluster: Cluster) -> float:
@@ -193,6 +228,20 @@ def table() -> Iterator[str]:
         numbers = " | ".join(f"{value:.0f}" for value in seconds)
         shown = f"{one.num_gpus} | {one.num_tasks} | {one.sequence_parallel} | {one.max_staleness}"
         yield f"| {shown} | {division} | {numbers} | {rate(one) / first:.2f} |"
+
+
+def streamed_table() -> Iterator[str]:
+    """Yields the lines of a Markdown table: seconds of an update in turn, streamed at best, and
+    overlapped."""
+    yield "| GPUs | prompts | in turn, all GPUs for both | streamed, at best | staleness 1 |"
+    yield "|" + "---:|" * 5
+    for one in CLUSTERS:
+        if one.max_staleness or one.sequence_parallel > 1:
+            continue
+        least = min(streamed_s(one, num) for num in divisions(one))
+        others = [best_of(replace(one, max_staleness=staleness))[0].update for staleness in (0, 1)]
+        seconds = " | ".join(f"{value:.0f}" for value in (others[0], least, others[1]))
+        yield f"| {one.num_gpus} | {one.num_tasks} | {seconds} |"
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -288,9 +337,11 @@ def main() -> None:
     """Prints the table, or compares the model with this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="one and two ranks on this machine")
-    if parser.parse_args().check:
+    parser.add_argument("--streamed", action="store_true", help="the way that is not built")
+    options = parser.parse_args()
+    if options.check:
         sys.exit(0 if check() else 1)
-    print("\n".join(table()))
+    print("\n".join(streamed_table() if options.streamed else table()))
 
 
 if __name__ == "__main__":

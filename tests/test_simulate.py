@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from benchmarks import costs, simulate
 from hypothesis import given
@@ -36,6 +39,32 @@ def test_the_time_from_publish_to_publish_is_that_of_the_recursion(
     rounds = 40 * (staleness + 1)
     found = (published[-1] - published[-1 - rounds]) / rounds
     assert found == pytest.approx(simulate.period(rollout, rest, staleness), rel=1e-3)
+
+
+def test_a_step_waits_for_its_trees_and_for_the_step_before_it() -> None:
+    # 4 to 6, then 6 to 8 though its trees were there at 5, then 11 to 13.
+    assert simulate.last_of([4.0, 5.0, 11.0], 2.0) == 13.0
+
+
+def test_streamed_steps_do_not_pay_for_divided_cards() -> None:
+    one = simulate.Cluster(num_gpus=64, num_tasks=1024)
+    streamed = min(simulate.streamed_s(one, num) for num in simulate.divisions(one))
+    found = simulate.phases(one, 24, 40)
+    learning = found.old + found.learn + found.driver
+    # It is in between: all trees first, or no wait for trees at all.
+    assert learning < simulate.streamed_s(one, 24) < found.update
+    assert streamed > simulate.best_of(one)[0].update
+
+
+@pytest.mark.parametrize(
+    ("page", "lines"),
+    [("cluster-sizing", simulate.table()), ("overlap", simulate.streamed_table())],
+    ids=["sizing", "overlap"],
+)
+def test_pages_show_the_tables(page: str, lines: Iterator[str]) -> None:
+    text = (Path(__file__).parents[1] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    missing = [line for line in lines if line[2].isdigit() and line not in text.splitlines()]
+    assert not missing
 
 
 def test_what_no_number_of_cards_makes_shorter() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cluster.worlds import LONGEST
 from tests.distributed.jobs import DEADLINE_S, children, torchrun
 from tests.fake_vllm import fakes
 from transformers import AutoModelForCausalLM
@@ -80,6 +82,26 @@ def test_a_killed_rank_ends_the_job_and_fewer_ranks_go_on(tmp_path: Path) -> Non
     result = train(settings, resume=tmp_path / "run", display=False)
     assert result.metrics["policy_version"] == done + 1
     assert updates(tmp_path / "run") == list(range(done + 2))
+
+
+def test_a_rank_that_is_killed_during_a_rollout_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing but the launcher's signal tells rank 0 of it: every search takes long.
+    monkeypatch.setenv(LONGEST, "500")
+    tasks = "tasks.kind=tests.cluster.worlds:SlowWorld"
+    settings = ("warmup.num_steps=30", *SMALL[1:], "eval.at_start=false", tasks)
+    with job(tmp_path, "demo", *settings) as (_, ranks, lines):
+        checkpoints = tmp_path / "run" / "checkpoints"
+        deadline = time.monotonic() + DEADLINE_S
+        while not any(checkpoints.glob("update-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        time.sleep(1.0)
+        os.kill(ranks[1], signal.SIGKILL)
+        said = "".join(lines)
+    assert "interrupted and saved" in said and "update 1/" not in said
+    assert f"error: rank 1 ({socket.gethostname()}, process {ranks[1]}) has ended" in said
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def joined(config: Config) -> Iterator[Ranks | None]:
     them; None for one process.
 
     Raises:
-        RankError: a rank has not come.
+        RankError: a rank has not come, or an end was asked for because one has ended.
         SettingError: ranks are not alike, or their number is not that of the settings.
     """
     if num_started(config) == 1:
@@ -73,5 +73,9 @@ def joined(config: Config) -> Iterator[Ranks | None]:
     ranks = Ranks(config)
     try:
         yield ranks
+    except KeyboardInterrupt:
+        # torchrun ends all ranks once one of them has died, which may be the cause.
+        ranks.check()
+        raise
     finally:
         ranks.leave()
