@@ -10,6 +10,7 @@ import pytest
 from tests.cluster.parts import needs_ray
 
 from treegraft import train
+from treegraft.cli.profile_spans import spent
 from treegraft.core.types import GraftCause
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
@@ -49,7 +50,8 @@ def test_grafts_and_calls_are_those_of_one_process(tmp_path: Path) -> None:
     def config(name: str) -> Any:
         own = (f"run.dir={tmp_path}", f"run.name={name}")
         more = ("cluster.growers=2", "cluster.buffer_replicas=2", "cluster.tool_workers=1")
-        return load_config("demo", [*SMALL, *own, *more])
+        spans = ("track.spans=file",) if name == "spread" else ()
+        return load_config("demo", [*SMALL, *own, *more, *spans])
 
     train(config("alone"), display=False)
     with ray_site(config("spread")) as site:
@@ -64,4 +66,24 @@ def test_grafts_and_calls_are_those_of_one_process(tmp_path: Path) -> None:
         assert {name: mine.get(name) for name in names} == {name: other.get(name) for name in names}
     assert max(line.get("retrieve/num_asked", 0.0) for line in spread) > 0
     assert not list((tmp_path / "spread" / "buffer" / "states").iterdir())
+    assert_spans_hang_together(tmp_path / "spread")
     assert json.loads((tmp_path / "spread" / "config.json").read_text())["run"]["name"] == "spread"
+
+
+def assert_spans_hang_together(run: Path) -> None:
+    """Work of every process is below the update of rank 0 that it was done for."""
+    found = {}
+    for path in run.glob("spans-*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            found[json.loads(line)["context"]["span_id"]] = json.loads(line)
+
+    def above(one: dict[str, Any]) -> list[str]:
+        parent = found.get(one["parent_id"])
+        return [] if parent is None else [parent["name"], *above(parent)]
+
+    tree = ["grow", "tree", "rollout", "update"]
+    places = {(one["name"], *above(one)) for one in found.values()}
+    assert {("completion", "engine", *tree), ("answer", "retrieval", *tree)} <= places
+    parts = {(one.process, one.what): one for one in spent(run).parts}
+    assert {name for name, what in parts if what == "grow"} == {"grower 0", "grower 1"}
+    assert 0 < parts["engine 0", "completion"].share < 1

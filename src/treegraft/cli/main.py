@@ -321,7 +321,10 @@ def doctor(
 
 @app.command()
 def profile(
-    recipe: Recipe,
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run folder that holds spans."),
+    ],
     overrides: Overrides = None,
     updates: Annotated[
         int,
@@ -336,8 +339,19 @@ def profile(
 ) -> None:
     """Run a few updates of a recipe and print the time of each part.
 
-    Evaluations are skipped, and nothing of the run is kept.
+    Evaluations are skipped, and nothing of the run is kept. Of a run that has recorded spans
+    (track.spans=file), on several ranks or a cluster too, print what each process did.
     """
+    if Path(recipe).is_dir():
+        from treegraft.cli.profile_spans import print_spent
+
+        if overrides:
+            raise SettingError(
+                f"command line: got {' '.join(overrides)}, but what a run folder holds has its"
+                " settings already; expected the folder alone, or a recipe before them."
+            )
+        print_spent(Path(recipe), json_file)
+        return
     from treegraft.cli.profile import print_profile
     from treegraft.settings.load import load_config
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.core import errors
+from treegraft.core import errors, spans
 from treegraft.core.errors import TreegraftError
 from treegraft.core.text import plain
 
@@ -48,7 +48,7 @@ class Actor:
     def __init__(self, role: str, number: int, place: str) -> None:
         """Raises:
         RuntimeError: this machine has other code, or does not see the run's folder."""
-        self.role, self.number = role, number
+        self.role, self.number, self.name = role, number, f"{role} {number}"
         found = json.loads(place)
         self.place = Place(**{**found, "path": tuple(found["path"])})
         self._refuse_other_code()
@@ -60,7 +60,7 @@ class Actor:
     def _refuse_other_code(self) -> None:
         from treegraft.policy.learn.ranks import code_checksum
 
-        where = f"{self.role} {self.number} on {socket.gethostname()}"
+        where = f"{self.name} on {socket.gethostname()}"
         if (own := code_checksum()) != self.place.code:
             raise RuntimeError(
                 f"{where}: its treegraft package differs from that of the run (checksum {own},"
@@ -87,6 +87,17 @@ class Actor:
     def more(self) -> dict[str, Any]:
         """Returns what an actor of its kind adds to its state."""
         return {}
+
+    async def close(self) -> str:
+        """Ends what it holds, and sends its last spans; replies like a method that is `replying`,
+        without a value."""
+        try:
+            return await replying(type(self).end)(self)
+        finally:
+            spans.end_joined()
+
+    async def end(self) -> None:
+        """Ends what an actor of its kind holds: nothing."""
 
 
 def resident_bytes() -> int | None:

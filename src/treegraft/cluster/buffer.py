@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treegraft.cluster.actors import replying
-from treegraft.cluster.pool import Pool, Serving
+from treegraft.cluster.pool import Pool, Serving, answering
 from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.runs.tree_json import task_from_json, task_to_json
@@ -94,20 +93,18 @@ class BufferReplica(Serving):
         self._encoder: Encoder | None = None
         self._opening = asyncio.Lock()
 
-    @replying
-    async def answer(self, request: str) -> dict[str, Any]:
+    @answering
+    async def answer(self, state: str, question: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to a question in a state, and what retrievals have cost since the last
         answer."""
-        state, question = json.loads(request)
         retriever = await self._at(state)
         found = await retriever.ask(Question(**question))
         answer = None if found is None else _to_rows(found)
         return {"found": answer, "counts": retriever.take_counts()}
 
-    @replying
-    async def trajectories(self, request: str) -> list[Any]:
+    @answering
+    async def trajectories(self, state: str, task: Any) -> list[Any]:
         """Returns the stored trajectories of a task in a state, as rows."""
-        state, task = json.loads(request)
         paths = await (await self._at(state)).trajectories(task_from_json(task))
         return [[trace_row(trace) for trace in path] for path in paths]
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from treegraft.assemble import assemble_engine
 from treegraft.cluster.actors import Actor, error_reply, replying
 from treegraft.core.errors import EngineError, TreegraftError
 from treegraft.core.interfaces import Engine, NoiseKey, WeightSource
+from treegraft.core.spans import carrier, joined, span
 from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, StopReason
 from treegraft.settings.config import Config
 
@@ -42,6 +43,7 @@ def request_to_json(
             "key": list(key),
             "probe": probe_tokens,
             "edition": edition,
+            "trace": carrier(),
         }
     )
 
@@ -203,15 +205,8 @@ class EngineActor(Actor):
                 yield json.dumps({"value": {"stale": self._edition}})
                 return
             began = time.monotonic()
-            work = asyncio.create_task(
-                self._opened().complete(
-                    asked["prefix"],
-                    _sampling_of(asked["sampling"]),
-                    noise_key=tuple(asked["key"]),
-                    probe_tokens=asked["probe"],
-                    on_probe=probes.put_nowait if asked["probe"] else None,
-                )
-            )
+            on_probe = probes.put_nowait if asked["probe"] else None
+            work = asyncio.create_task(self._completion(asked, on_probe))
             probing = asyncio.create_task(probes.get())
             try:
                 if asked["probe"]:
@@ -231,6 +226,18 @@ class EngineActor(Actor):
                 os._exit(1)
             yield error_reply(error)
 
+    async def _completion(
+        self, asked: Mapping[str, Any], on_probe: Callable[[Sequence[float]], None] | None
+    ) -> Completion:
+        with joined(asked["trace"], self.name), span("completion"):
+            return await self._opened().complete(
+                asked["prefix"],
+                _sampling_of(asked["sampling"]),
+                noise_key=tuple(asked["key"]),
+                probe_tokens=asked["probe"],
+                on_probe=on_probe,
+            )
+
     async def _reached(self, edition: int) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + PATIENCE_S
@@ -246,8 +253,7 @@ class EngineActor(Actor):
         if self._engine is not None:
             self._engine.forget(json.loads(prefix_ids))
 
-    @replying
-    async def close(self) -> None:
+    async def end(self) -> None:
         """Ends the engine and its servers."""
         await self._stack.aclose()
 

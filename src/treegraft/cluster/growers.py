@@ -21,6 +21,7 @@ from treegraft.cluster.tools import remote_tools
 from treegraft.core.errors import DeadlineExceeded, EngineError
 from treegraft.core.interfaces import Explorer, NoiseKey
 from treegraft.core.sessions import COUNTS
+from treegraft.core.spans import carrier, joined, span
 from treegraft.core.types import Filters, Task, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
@@ -126,6 +127,10 @@ class GrowerActor(Actor):
     async def grow(self, order: str) -> dict[str, Any]:
         """Returns one tree, scored, and what was counted for it."""
         asked = json.loads(order)
+        with joined(asked["trace"], self.name), span("grow", group_id=asked["group_id"]):
+            return await self._grown(asked)
+
+    async def _grown(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         await self._reached(asked["edition"])
         assert self._engine is not None
         grower = self._grower(asked["kind"])
@@ -191,8 +196,7 @@ class GrowerActor(Actor):
                 return known
         return task
 
-    @replying
-    async def close(self) -> None:
+    async def end(self) -> None:
         """Ends tools and environments."""
         await self._stack.aclose()
 
@@ -225,6 +229,7 @@ class ClusterGrower(Grower):
             "key": list(noise_key),
             "group_id": group_id,
             "edition": self._keeper.engine.edition,
+            "trace": carrier(),
             "kind": {
                 "explores": not _is_plain(self.explorer),
                 "limits": asdict(self.limits),

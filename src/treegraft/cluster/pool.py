@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from treegraft.cluster.actors import Actor, replying, value_of
 from treegraft.core.errors import DeadlineExceeded
+from treegraft.core.spans import carrier, joined, span
 
 REST_S = 1.0
 """Time for which an actor that was lost is left alone, unless all are."""
@@ -33,9 +34,18 @@ class Serving(Actor):
         """Returns that it can be asked."""
         return {"is_open": True}
 
-    @replying
-    async def close(self) -> None:
-        """Ends what it holds."""
+
+def answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Coroutine[Any, Any, str]]:
+    """Lets a method of an actor answer what `Pool.ask` sends: it gets the arguments, and its work
+    is a span of whoever asks."""
+
+    async def answer(actor: Actor, request: str) -> str:
+        asked = json.loads(request)
+        with joined(asked["trace"], actor.name), span(method.__name__):
+            return await replying(method)(actor, *asked["arguments"])
+
+    answer.__name__, answer.__doc__ = method.__name__, method.__doc__
+    return answer
 
 
 class Pool:
@@ -58,7 +68,8 @@ class Pool:
         """Returns the answer of one of them.
 
         Args:
-            method: takes one text, the arguments in JSON.
+            method: an `answering` one.
+            arguments: which JSON can hold.
 
         Raises:
             DeadlineExceeded: none has answered.
@@ -67,7 +78,8 @@ class Pool:
         from ray.exceptions import RayError, RayTaskError
 
         # Escaped, since text of agents may hold what no encoding has.
-        request, lost_at = json.dumps(arguments, default=str), 0.0
+        request = json.dumps({"arguments": arguments, "trace": carrier()}, default=str)
+        lost_at = 0.0
         while True:
             number = min(range(len(self._handles)), key=self._order)
             self._num_busy[number] += 1

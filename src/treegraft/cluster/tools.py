@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from treegraft.cluster.actors import replying
-from treegraft.cluster.pool import Pool, Serving
+from treegraft.cluster.pool import Pool, Serving, answering
 from treegraft.core.errors import DeadlineExceeded, ToolError, ToolUnavailable, TreegraftError
 from treegraft.core.interfaces import Capability, Signature, Tool
 from treegraft.core.types import Task, ToolCall
@@ -51,16 +51,14 @@ class ToolWorker(Serving):
         """Returns what `RemoteTool` has to know of each tool, in the order of tools.use."""
         return [_facts(tool) for tool in self._box.tools.values()]
 
-    @replying
-    async def call(self, request: str) -> dict[str, Any]:
+    @answering
+    async def call(self, name: str, body: str, task: Any) -> dict[str, Any]:
         """Returns the whole result of a call, or the error that the agent is to read."""
-        name, body, task = json.loads(request)
         seen = await self._box.call(ToolCall(name, body), task_from_json(task))
         fingerprint = getattr(self._box.tools[name], "fingerprint", "")
         return {"text": seen.text, "is_error": seen.is_error, "fingerprint": str(fingerprint)}
 
-    @replying
-    async def close(self) -> None:
+    async def end(self) -> None:
         """Ends the tools' own processes."""
         if self._fault is None:
             await self._toolbox.close()

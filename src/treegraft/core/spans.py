@@ -159,4 +159,14 @@ def joined(carried: Mapping[str, str] | None, role: str) -> Iterator[None]:
         context.detach(token)
 
 
-__all__ = ["carrier", "check_place", "joined", "recorded", "span", "trace_headers"]
+def end_joined() -> None:
+    """Ends the recording that `joined` has begun in this process, if any, and sends what is left;
+    a later one begins another."""
+    global _recording
+    with _starting:
+        recording, _recording = _recording, None
+    if recording is not None:
+        recording.end()
+
+
+__all__ = ["carrier", "check_place", "end_joined", "joined", "recorded", "span", "trace_headers"]

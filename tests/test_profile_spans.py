@@ -1,0 +1,113 @@
+"""`treegraft profile RUN`: where an update's seconds went, by spans that can be added up on
+paper."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from treegraft.cli.main import app
+from treegraft.cli.profile_spans import Interval, common, length, spent, table, union
+from treegraft.core.errors import DataError, SettingError
+
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 8)).map(lambda one: (one[0], one[0] + one[1])),
+    max_size=8,
+)
+
+
+def write(folder: Path, role: str, spans: Sequence[tuple[str, float, float]]) -> Path:
+    """A file of spans (name, begin, end in seconds)."""
+
+    def moment(seconds: float) -> str:
+        return datetime.fromtimestamp(1e9 + seconds, UTC).isoformat().replace("+00:00", "Z")
+
+    path = folder / f"spans-{role.replace(' ', '-')}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for name, begin, end in spans:
+            resource = {"attributes": {"treegraft.role": role}}
+            span = {"name": name, "start_time": moment(begin), "end_time": moment(end)}
+            file.write(json.dumps({**span, "resource": resource}) + "\n")
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two updates of ten seconds with an evaluation between them."""
+    write(
+        tmp_path,
+        "rank 0",
+        [
+            *(("rollout", 0, 6), ("learn", 6, 9), ("update", 0, 10)),
+            *(("rollout", 20, 26), ("learn", 26, 29), ("update", 20, 30)),
+            ("evaluation", 11, 19),
+        ],
+    )
+    write(tmp_path, "grower 10", [("engine", 0, 4), ("engine", 2, 5), ("engine", 21, 23)])
+    write(tmp_path, "grower 9", [("engine", 12, 18), ("tool search", 25, 32)])
+    return tmp_path
+
+
+def test_seconds_are_those_of_updates_and_overlaps_count_once(run: Path) -> None:
+    found = spent(run)
+    assert (found.num_updates, found.update_s) == (2, 10.0)
+    # 7 of 12 seconds of rollouts had a completion under way; the evaluation's do not count.
+    assert found.idle == pytest.approx(1 - 7 / 12)
+    parts = {(one.process, one.what): one for one in found.parts}
+    engine = parts["grower 10", "engine"]
+    assert (engine.times, engine.seconds) == (1.5, 3.5)
+    assert engine.share == pytest.approx(0.35) and engine.at_once == pytest.approx(9 / 7)
+    # From 25 to 32, of which the update holds 5 seconds.
+    assert parts["grower 9", "tool search"].seconds == 2.5
+    assert list(parts) == [
+        *(("rank 0", "rollout"), ("rank 0", "learn")),
+        *(("grower 9", "tool search"), ("grower 10", "engine")),
+    ]
+
+
+def test_the_command_prints_the_table(run: Path, tmp_path: Path) -> None:
+    told = ["profile", str(run), "--json", str(tmp_path / "spent.json")]
+    out = CliRunner().invoke(app, told, catch_exceptions=False).stdout
+    assert out.splitlines()[0] == "2 updates, 10.000 s each on average"
+    assert all(line in out.splitlines() for line in table(spent(run).parts))
+    assert "| grower 10 | engine | 1.5 | 3.500 | 35% | 1.3 |" in out
+    assert "no completion was under way for 42% of the rollouts' time" in out
+    assert json.loads((tmp_path / "spent.json").read_text(encoding="utf-8"))["num_updates"] == 2
+
+
+def test_a_killed_process_leaves_half_a_line(run: Path) -> None:
+    whole = spent(run)
+    with (run / "spans-grower-9.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"name": "engi')
+    assert spent(run) == whole
+
+
+def test_what_cannot_be_read_is_said(run: Path, tmp_path: Path) -> None:
+    with (run / "spans-grower-9.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"name": "engine"}\n')
+    with pytest.raises(DataError, match=r"spans-grower-9\.jsonl', line 3: got no span"):
+        spent(run)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"got no spans of an update.*track\.spans=file"):
+        spent(tmp_path / "empty")
+    done = CliRunner().invoke(app, ["profile", str(run), "run.seed=1"])
+    assert isinstance(done.exception, SettingError) and "got run.seed=1" in str(done.exception)
+
+
+@given(some=INTERVALS, others=INTERVALS)
+def test_times_are_those_of_seconds_counted_one_by_one(
+    some: list[Interval], others: list[Interval]
+) -> None:
+    def seconds(intervals: list[Interval]) -> set[int]:
+        return {one for begin, end in intervals for one in range(int(begin), int(end))}
+
+    both = common(union(some), union(others))
+    assert seconds(both) == seconds(some) & seconds(others)
+    assert length(union(some)) == len(seconds(some)) and length(both) == len(seconds(both))
