@@ -135,7 +135,9 @@ def _work(connection: Connection, function: Callable[..., Any]) -> None:
             answer = (None, traceback.format_exc())
         with suppress(OSError):
             connection.send(answer)
-        # What is left are modules, which the collector need not look at in every further job.
+        # What is left are modules, which the collector need not look at in every further job, and
+        # perhaps a model that something still held: it is looked at again after the next one.
+        gc.unfreeze()
         gc.collect()
         gc.freeze()
 
