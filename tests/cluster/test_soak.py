@@ -45,7 +45,6 @@ RECIPE = (
     *("tools.use=['tests.cluster.parts:Odd']", "learn.max_pack_tokens=800"),
     *("eval.at_start=false", "eval.at_end=false", "checkpoint.every=2", "run.dir=."),
 )
-ROLES = ("engine", "grower", "tools", "buffer")
 
 
 def resident_mb(pid: int) -> float:
@@ -76,8 +75,15 @@ def words_of(pid: int) -> str:
 class Killer:
     """Kills actors and ranks of a run at times and in an order that a seed decides."""
 
-    def __init__(self, folder: Path, command_pid: int) -> None:
+    def __init__(
+        self, folder: Path, command_pid: int, said: list[str], goes_on: Callable[[], bool]
+    ) -> None:
+        """Args:
+        said: what the command has printed.
+        goes_on: whether it may print more.
+        """
         self.folder, self.run, self.pid = folder, folder / "run", command_pid
+        self._said, self._goes_on = said, goes_on
         self.deaths: Counter[str] = Counter()
         self.sizes: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """(seconds since the beginning, MB of the largest process) by role."""
@@ -91,6 +97,7 @@ class Killer:
         next_death, next_rank = self.age + DEATH_S, self.age + RANK_S
         while self.age < 60 * MINUTES:
             time.sleep(1.0)
+            self._refuse_end()
             actors, ranks = live_actors(self.run), ranks_in(self.folder)
             self._measure(actors, ranks)
             if self.age >= next_death and actors:
@@ -108,8 +115,15 @@ class Killer:
         """Waits for a condition; what starts after a death takes its time."""
         deadline = time.monotonic() + START_S
         while not condition():
-            assert time.monotonic() < deadline, f"not within {START_S} s; {self.table()}"
+            self._refuse_end()
+            assert time.monotonic() < deadline, f"not within {START_S} s; {self.report()}"
             time.sleep(1.0)
+
+    def _refuse_end(self) -> None:
+        assert self._goes_on(), f"the command has ended; {self.report()}"
+
+    def report(self) -> str:
+        return "".join(self._said[-60:]) + self.table()
 
     @property
     def age(self) -> float:
@@ -158,11 +172,11 @@ def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
     said: list[str] = []
     with command(tmp_path, *RECIPE, *spread, "run.num_updates=100000") as (pid, lines):
         reading = kept(lines, said)
-        killer = Killer(tmp_path, pid)
+        killer = Killer(tmp_path, pid, said, reading.is_alive)
         killer.go_on()
         os.kill(pid, signal.SIGTERM)
         reading.join(300.0)
-    report = "".join(said[-60:]) + killer.table()
+    report = killer.report()
     sys.stdout.write(f"{killer.table()}\n")
     assert any("interrupted and saved" in line for line in said), report
     assert is_over(tmp_path, 60.0)
