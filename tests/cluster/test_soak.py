@@ -7,6 +7,7 @@ time between two deaths of actors, and between two of a learner's rank.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -35,6 +36,8 @@ RANK_S = float(os.environ.get("TREEGRAFT_SOAK_RANK_S", "300"))
 START_S = 600.0
 """Longest wait for a run to stand, or to stand again."""
 SEED = 20261123
+NUM_ACTORS = 8
+"""Two of each role."""
 GROWTH_MB = 64.0
 """By how much the largest process of a role may be larger in the last third than in the first."""
 RECIPE = (
@@ -108,8 +111,10 @@ class Killer:
             if self.age >= next_rank and actors and len(ranks) == 2:
                 self._kill("rank", ranks[self._draw.randrange(2)])
                 next_rank = self.age + RANK_S
-        # A run that is only just starting again has nothing to save.
-        self._await_whole(lambda: live_actors(self.run) and len(ranks_in(self.folder)) == 2)
+        # A run that is only just starting again has nothing to save. All that died come back.
+        self._await_whole(
+            lambda: len(live_actors(self.run)) == NUM_ACTORS and len(ranks_in(self.folder)) == 2
+        )
 
     def _await_whole(self, condition: Callable[[], object]) -> None:
         """Waits for a condition; what starts after a death takes its time."""
@@ -153,7 +158,10 @@ class Killer:
         for role, sizes in sorted(self.sizes.items()):
             first, last = sizes[0][1], sizes[-1][1]
             largest = max(size for _, size in sizes)
-            lines.append(f"{role}: {first:.0f} MB, at the end {last:.0f}, largest {largest:.0f}")
+            lines.append(
+                f"{role}: {first:.0f} MB, at the end {last:.0f}, largest {largest:.0f};"
+                f" last third {self.growth_mb(role):+.0f} over the first"
+            )
         return "\n".join(lines)
 
 
@@ -165,6 +173,8 @@ def kept(lines: Iterator[str], into: list[str]) -> threading.Thread:
 
 
 def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
+    # Longer than pytest waits for other tests: both runs, starts and ends.
+    faulthandler.dump_traceback_later(120 * MINUTES + 3600, file=sys.__stderr__, exit=True)
     spread = (
         *("cluster.learner_ranks=2", "cluster.engines=2", "cluster.growers=2", "run.name=run"),
         *("cluster.tool_workers=2", "cluster.buffer_replicas=2", "cluster.max_restarts=1000"),
