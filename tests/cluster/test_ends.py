@@ -56,3 +56,27 @@ def test_nothing_is_left_of_a_killed_run(run: Disturbed, monkeypatch: pytest.Mon
     # Of the killed command, which could not remove it; readers go by its age.
     (run.run / "roles.json").unlink()
     assert others_than_settings(run.folder / "single", run.run) == []
+
+
+def test_all_actors_of_a_resumed_run_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They die when the checkpoint that they began with is gone."""
+    tables = {**BRANCHED, "run": {"num_updates": 6}, "checkpoint": {"keep": 1}}
+    monkeypatch.setenv(LONGEST, "0")
+    single(tmp_path, **tables)
+    monkeypatch.setenv(LONGEST, "2")
+    run = Disturbed(tmp_path, "local", **tables, cluster={"engines": 1, "growers": 1})
+    try:
+        run.until(lambda: run.num_lines() > 0 and run.growing(), "growing trees")
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(120) == 130, run.log.read_text()
+        done = run.num_lines()
+        run.process = run.start("--resume", str(run.run))
+        run.until(lambda: run.num_lines() > done + 1 and run.growing(), "growing trees")
+        run.kill("engine", 0)
+        run.kill("grower", 0)
+        assert run.wait() == 0, run.log.read_text()
+    finally:
+        run.end()
+    assert others_than_settings(tmp_path / "single", run.run) == []

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable
+import socket
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +94,56 @@ def test_a_node_is_not_like_this_one(change: Seen, said: str, tmp_path: Path) ->
 
 def test_a_folder_that_a_node_does_not_see(tmp_path: Path) -> None:
     assert json.loads(joining.look(str(tmp_path / "missing")))["token"] == ""
+
+
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Ports of two nodes in Ray's books: one that is there, and one that is gone."""
+    lost = socket.create_server(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        found = {name: one.getsockname()[1] for name, one in (("there", there), ("gone", lost))}
+        lost.close()
+        nodes = [
+            {
+                "NodeID": name,
+                "Alive": True,
+                "NodeManagerHostname": name,
+                "NodeManagerAddress": "127.0.0.1",
+                "NodeManagerPort": port,
+                "Resources": {"CPU": 2.0},
+            }
+            for name, port in found.items()
+        ]
+        faults = SimpleNamespace(RayError=OSError, GetTimeoutError=TimeoutError)
+        fake = SimpleNamespace(
+            nodes=lambda: nodes, cluster_resources=lambda: {"CPU": 4.0}, exceptions=faults
+        )
+        monkeypatch.setitem(sys.modules, "ray", fake)
+        yield found
+
+
+def test_a_node_that_is_gone_has_no_room(ports: dict[str, int]) -> None:
+    assert joining.reachable("CPU") == 2.0
+    assert joining.reachable("GPU") == 0.0
+
+
+def test_a_node_that_goes_during_the_check_is_left_out(
+    ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(look: tuple[str, str], timeout: float) -> str:
+        name, token = look
+        if name == failing:
+            raise OSError("no such node")
+        return joining.look(token)
+
+    monkeypatch.setattr(joining, "_look_from", lambda name, token: (name, token))
+    monkeypatch.setattr(sys.modules["ray"], "get", answer, raising=False)
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}})
+    failing = "gone"
+    joining.check(config, {"CPU": 1.0})
+    failing = "there"
+    with pytest.raises(SettingError, match=r"node there .* cannot run Treegraft"):
+        joining.check(config, {"CPU": 1.0})
 
 
 def test_the_defaults_need_one_engine_and_one_grower() -> None:

@@ -7,6 +7,7 @@ time between two deaths of actors, and between two of a learner's rank.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -35,6 +36,8 @@ RANK_S = float(os.environ.get("TREEGRAFT_SOAK_RANK_S", "300"))
 START_S = 600.0
 """Longest wait for a run to stand, or to stand again."""
 SEED = 20261123
+NUM_ACTORS = 8
+"""Two of each role."""
 GROWTH_MB = 64.0
 """By how much the largest process of a role may be larger in the last third than in the first."""
 RECIPE = (
@@ -45,7 +48,6 @@ RECIPE = (
     *("tools.use=['tests.cluster.parts:Odd']", "learn.max_pack_tokens=800"),
     *("eval.at_start=false", "eval.at_end=false", "checkpoint.every=2", "run.dir=."),
 )
-ROLES = ("engine", "grower", "tools", "buffer")
 
 
 def resident_mb(pid: int) -> float:
@@ -76,8 +78,15 @@ def words_of(pid: int) -> str:
 class Killer:
     """Kills actors and ranks of a run at times and in an order that a seed decides."""
 
-    def __init__(self, folder: Path, command_pid: int) -> None:
+    def __init__(
+        self, folder: Path, command_pid: int, said: list[str], goes_on: Callable[[], bool]
+    ) -> None:
+        """Args:
+        said: what the command has printed.
+        goes_on: whether it may print more.
+        """
         self.folder, self.run, self.pid = folder, folder / "run", command_pid
+        self._said, self._goes_on = said, goes_on
         self.deaths: Counter[str] = Counter()
         self.sizes: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """(seconds since the beginning, MB of the largest process) by role."""
@@ -91,6 +100,7 @@ class Killer:
         next_death, next_rank = self.age + DEATH_S, self.age + RANK_S
         while self.age < 60 * MINUTES:
             time.sleep(1.0)
+            self._refuse_end()
             actors, ranks = live_actors(self.run), ranks_in(self.folder)
             self._measure(actors, ranks)
             if self.age >= next_death and actors:
@@ -101,15 +111,24 @@ class Killer:
             if self.age >= next_rank and actors and len(ranks) == 2:
                 self._kill("rank", ranks[self._draw.randrange(2)])
                 next_rank = self.age + RANK_S
-        # A run that is only just starting again has nothing to save.
-        self._await_whole(lambda: live_actors(self.run) and len(ranks_in(self.folder)) == 2)
+        # A run that is only just starting again has nothing to save. All that died come back.
+        self._await_whole(
+            lambda: len(live_actors(self.run)) == NUM_ACTORS and len(ranks_in(self.folder)) == 2
+        )
 
     def _await_whole(self, condition: Callable[[], object]) -> None:
         """Waits for a condition; what starts after a death takes its time."""
         deadline = time.monotonic() + START_S
         while not condition():
-            assert time.monotonic() < deadline, f"not within {START_S} s; {self.table()}"
+            self._refuse_end()
+            assert time.monotonic() < deadline, f"not within {START_S} s; {self.report()}"
             time.sleep(1.0)
+
+    def _refuse_end(self) -> None:
+        assert self._goes_on(), f"the command has ended; {self.report()}"
+
+    def report(self) -> str:
+        return "".join(self._said[-60:]) + self.table()
 
     @property
     def age(self) -> float:
@@ -139,7 +158,10 @@ class Killer:
         for role, sizes in sorted(self.sizes.items()):
             first, last = sizes[0][1], sizes[-1][1]
             largest = max(size for _, size in sizes)
-            lines.append(f"{role}: {first:.0f} MB, at the end {last:.0f}, largest {largest:.0f}")
+            lines.append(
+                f"{role}: {first:.0f} MB, at the end {last:.0f}, largest {largest:.0f};"
+                f" last third {self.growth_mb(role):+.0f} over the first"
+            )
         return "\n".join(lines)
 
 
@@ -151,6 +173,8 @@ def kept(lines: Iterator[str], into: list[str]) -> threading.Thread:
 
 
 def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
+    # Longer than pytest waits for other tests: both runs, starts and ends.
+    faulthandler.dump_traceback_later(120 * MINUTES + 3600, file=sys.__stderr__, exit=True)
     spread = (
         *("cluster.learner_ranks=2", "cluster.engines=2", "cluster.growers=2", "run.name=run"),
         *("cluster.tool_workers=2", "cluster.buffer_replicas=2", "cluster.max_restarts=1000"),
@@ -158,11 +182,11 @@ def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
     said: list[str] = []
     with command(tmp_path, *RECIPE, *spread, "run.num_updates=100000") as (pid, lines):
         reading = kept(lines, said)
-        killer = Killer(tmp_path, pid)
+        killer = Killer(tmp_path, pid, said, reading.is_alive)
         killer.go_on()
         os.kill(pid, signal.SIGTERM)
         reading.join(300.0)
-    report = "".join(said[-60:]) + killer.table()
+    report = killer.report()
     sys.stdout.write(f"{killer.table()}\n")
     assert any("interrupted and saved" in line for line in said), report
     assert is_over(tmp_path, 60.0)

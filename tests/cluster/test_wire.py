@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +21,11 @@ from treegraft.cluster.actors import error_reply, replying, value_of
 from treegraft.cluster.asking import ClusterEngine
 from treegraft.cluster.engines import PIECE_BYTES, completion_of, pieces_of, request_to_json
 from treegraft.cluster.keeper import SLOW_LOOKS, Keeper, Member, State
+from treegraft.cluster.site import lasting
 from treegraft.core.errors import DataError, DriftError, EngineError
 from treegraft.core.sessions import COUNTS
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason, Task, ToolCall
+from treegraft.runs.checkpoint import prune_checkpoints, tidy
 from treegraft.settings.config import Config
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
@@ -241,6 +244,33 @@ def test_each_publish_reaches_an_engine_however_long_it_takes(
 
     assert asyncio.run(publish()) == (State.LIVE, 2, 0)
     assert handle.taken == [(1, 0, "first"), (2, 0, "second")] and killed == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_actors_keep_the_model_of_a_checkpoint_that_is_removed(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no such names on this disk")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    files = ("model.safetensors", "treegraft/state.json", "treegraft/optimiser.safetensors")
+    for name in ("update-000002", "update-000004"):
+        for file in files:
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+    with lasting(tmp_path / "update-000002") as held:
+        prune_checkpoints(tmp_path, keep=1)
+        assert not (tmp_path / "update-000002").exists()
+        assert [(held / file).exists() for file in files] == [True, True, False]
+        assert (held / files[0]).read_text() == "update-000002"
+    assert [path.name for path in tmp_path.iterdir()] == ["update-000004"]
+    # Of a process that was killed, the next start removes it.
+    with lasting(tmp_path / "update-000004") as held:
+        tidy(tmp_path)
+        assert not held.exists()
 
 
 def test_calls_of_a_tree_are_counted_apart() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from treegraft.cluster.actors import Place, value_of
 from treegraft.cluster.rank import RankActor
-from treegraft.cluster.ray import ADDRESS
+from treegraft.cluster.ray import ADDRESS, reachable
 from treegraft.core.errors import RankError
 from treegraft.core.interrupt import Ended, Stop, run_to_end
 from treegraft.core.text import plain
@@ -133,15 +133,13 @@ class Job:
 
         Fewer than asked for only where some were there and learn.ranks leaves it open.
         """
-        import ray
-
         settings, learn = self._config.cluster, self._config.learn
         wanted, unit = settings.num_ranks, math.lcm(learn.sequence_parallel, learn.replicate)
         name = "GPU" if settings.learner_gpus else "CPU"
         least = unit if is_again and learn.ranks == "auto" else wanted
         began, told = time.monotonic(), float("-inf")
         while not self._stop.is_asked:
-            has = ray.cluster_resources().get(name, 0.0) - self._others.get(name, 0.0)
+            has = await asyncio.to_thread(reachable, name) - self._others.get(name, 0.0)
             fits = min(wanted, int(has) // unit * unit)
             if fits >= least:
                 if fits < wanted:

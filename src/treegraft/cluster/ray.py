@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -30,6 +31,8 @@ ADDRESS = "TREEGRAFT_CLUSTER_ADDRESS"
 NAMESPACE = "treegraft"
 LOOK_S = 120.0
 """Longest wait for a node's answer before the run begins."""
+REACH_S = 5.0
+"""Longest wait for a node to take a connection."""
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -209,11 +212,32 @@ def check(config: Config, needs: Mapping[str, float]) -> None:
                     " room for one process. Remove it from the cluster, or see Ray's log there."
                 ) from error
             except ray.exceptions.RayError as error:
+                if not is_there(node):
+                    continue
                 raise SettingError(
                     f"cluster: {where} cannot run Treegraft ({plain(str(error), 300)}); expected"
                     " the same Python environment as here. Install it there."
                 ) from error
             _refuse_other(where, seen, own, runs)
+
+
+def is_there(node: Mapping[str, Any]) -> bool:
+    """Returns whether a node, as `ray.nodes` describes it, takes a connection."""
+    try:
+        where = node["NodeManagerAddress"], node["NodeManagerPort"]
+        with socket.create_connection(where, REACH_S):
+            return True
+    except OSError:
+        return False
+
+
+def reachable(name: str) -> float:
+    """Returns how much of a resource the nodes have together that are there; for Ray a node that
+    is gone counts for up to half a minute more."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return sum(float(one["Resources"].get(name, 0.0)) for one in alive if is_there(one))
 
 
 def _look_from(node_id: str, token: str) -> Any:

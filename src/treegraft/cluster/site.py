@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from treegraft.core.interfaces import Engine, WeightSource
 from treegraft.core.types import Completion
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.rollout.loop import Grower
+from treegraft.runs.checkpoint import PARTIAL
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
 from treegraft.traces.run_buffer import may_retrieve
@@ -57,6 +59,29 @@ def ray_site(config: Config) -> Iterator[RaySite]:
         yield RaySite()
 
 
+@contextmanager
+def lasting(checkpoint: Path) -> Iterator[Path]:
+    """Holds the model of a checkpoint in a folder of its own beside it: an actor that starts anew
+    reads it, when the run may have removed the checkpoint long ago."""
+    # A name that the next start removes, where this process is killed.
+    held = checkpoint.with_name(f".{checkpoint.name}.actors{PARTIAL}")
+    leave_out = shutil.ignore_patterns("optimiser*")
+    shutil.rmtree(held, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint, held, ignore=leave_out, copy_function=_linked)
+        yield held
+    finally:
+        shutil.rmtree(held, ignore_errors=True)
+
+
+def _linked(source: str, target: str) -> None:
+    """A second name for a file; a copy on a disk without such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 class RaySite:
     """A `Site` on the cluster that this process is connected to."""
 
@@ -69,6 +94,12 @@ class RaySite:
     @asynccontextmanager
     async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
         """Holds the engines, and the growers beside them; see `Site`."""
+        with nullcontext() if model_path is None else lasting(Path(model_path)) as path:
+            async with self._actors(config, path) as engine:
+                yield engine
+
+    @asynccontextmanager
+    async def _actors(self, config: Config, model_path: Path | None) -> AsyncIterator[Engine]:
         place, settings = place_of(config, model_path), config.cluster
         count = settings.num_engines
         engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
