@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import demo
+from benchmarks import demo, pruned_buffers
 from tests.tiny import write_recipe
 
+from treegraft.core.types import Observation, StepContent, ToolCall
 from treegraft.settings.load import load_config
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import split_steps
 from treegraft.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,3 +83,26 @@ def test_scripts_explain_themselves(script: str) -> None:
         check=False,
     )
     assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
+
+
+def test_pruned_buffers_are_counted(tmp_path: Path) -> None:
+    """A detour that pruning cuts makes a trajectory exact; a needed call that it cuts, useless."""
+    right = {"e3 r0": "r0 of e3 is e5", "e5 r1": "r1 of e5 is e7"}
+    detour = {"e3 r0": "r0 of e3 is e5", "e5 r4": "r4 of e5 is e9", "e5 r1": "r1 of e5 is e7"}
+    stored = {"0": (detour, right), "1": (right, right), "2": (right, {"e5 r1": right["e5 r1"]})}
+    for n, kind in enumerate(("raw", "pruned")):
+        with TraceBuffer(tmp_path / f"{kind}.sqlite", "hashing") as buffer:
+            for name, both in stored.items():
+                steps = [
+                    StepContent(
+                        calls=(ToolCall("search", body),), observations=(Observation(text=text),)
+                    )
+                    for body, text in both[n].items()
+                ]
+                steps.append(StepContent(answer="e7"))
+                made = split_steps(
+                    "t", "r1 of r0 of e3 ?", steps, reward=1.0, source="x", trajectory=name
+                )
+                buffer.add(made)
+    counts = pruned_buffers.row(tmp_path / "raw.sqlite", tmp_path / "pruned.sqlite")
+    assert counts == (3, 2, 2, 1)
