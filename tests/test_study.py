@@ -544,8 +544,26 @@ def test_runs_that_are_missing_are_named() -> None:
     planned = [("w", arm, pair) for pair in (0, 1) for arm in ("A", "B", "C")]
     runs = Runs(lines, planned)
     assert list(runs.missing("w")) == ["A: 1 (pair 1 failed: no memory)", "C: 0, 1"]
-    text = markdown(runs, Question(baseline="A"))
-    assert "**w**, 1 pairs" in text and "A: 1 (pair 1 failed: no memory)" in text
+    for text in (markdown(runs, Question(baseline="A")), brief(runs, Question(baseline="A"))):
+        assert "**w**, 1 pair\n" in text
+        assert "Pairs that are not there: A: 1 (pair 1 failed: no memory). C: 0, 1." in text
+    # Where no pair is complete, the same.
+    none = brief(Runs(lines[2:], planned), Question(baseline="A"))
+    assert "no pair is complete" not in none and "A: 0, 1 (pair 1 failed: no memory)" in none
+    begun = brief(Runs([lines[0], lines[2]], planned), Question(baseline="A"))
+    assert "no pair is complete" in begun and "A: 1. B: 0. C: 0, 1." in begun
+
+
+def test_both_tables_say_when_and_where_runs_were_made() -> None:
+    curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0, SHOWN: 1.0}]
+    made = {"world": "w", "method": "A", "curve": curve, "machine": {"cpu": "EPYC"}}
+    lines = [
+        made | {"seed": 0, "date": "2026-01-02", "commit": "abcdefghi", "calibration_s": 1.0},
+        made | {"seed": 1, "date": "2026-01-03", "commit": "abcdefghi", "calibration_s": 2.0},
+    ]
+    for table in (markdown, brief):
+        text = table(Runs(lines), Question(baseline="A"))
+        assert text.startswith("2026-01-02 to 2026-01-03; EPYC; commit abcdefg.\nThe calibration")
 
 
 def test_the_study_of_the_docs_is_right(tmp_path: Path) -> None:

@@ -55,3 +55,8 @@ def plain(text: str, limit: int | None = None) -> str:
     if limit is not None and len(clean) > limit:
         return f"{clean[:limit]} … ({len(clean) - limit} more characters)"
     return clean
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number of things: "1 pair", "1,200 pairs"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

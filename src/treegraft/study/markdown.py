@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from treegraft.core.text import counted
 from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, changes, mixed_pairs
 from treegraft.study.tables import NAMES, Question, Row, Runs, Test, mean_of, rows, tests
 
@@ -33,17 +34,15 @@ def markdown(runs: Runs, question: Question) -> str:
     """Returns all tables of a study, with what a reader has to know about its runs."""
     lines = list(_about(runs))
     for world in runs.worlds:
-        found, missing = rows(runs, world, question), list(runs.missing(world))
-        left_out = ["Pairs that are not there: " + ". ".join(missing) + ".", ""] if missing else []
+        found = rows(runs, world, question)
+        lines += _heading(runs, world, found)
         if not found:
-            lines += [f"**{world}**: no pair is complete for all arms yet.", "", *left_out]
             continue
         baseline = question.baseline if question.baseline in runs.arms(world) else found[0].arm
         names = list(found[0].at)
         shown = list(found[0].pass_at)
         header = ["arm", "held out", "IQM", f"less {baseline}", "P(better)"]
         header += [key.removeprefix("eval/").replace("_at_", "@") for key in shown]
-        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *left_out, *_mixed(runs, world)]
         lines += _table(
             [*header, *names],
             [
@@ -68,16 +67,25 @@ def markdown(runs: Runs, question: Question) -> str:
 def brief(runs: Runs, question: Question) -> str:
     """Returns one table a world: accuracy at the first budget of calls, best first, with what each
     primary arm has more there, at the first one of seconds, at the end (without a primary arm with
-    the difference to the baseline), and the costs."""
-    lines: list[str] = []
+    the difference to the baseline), and the costs; with what a reader has to know about its
+    runs."""
+    lines = list(_about(runs))
     for world in runs.worlds:
         found = rows(runs, world, question)
-        if not found:
-            lines += [f"**{world}**: no pair is complete for all arms yet.", ""]
-            continue
-        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *_mixed(runs, world)]
-        lines += _brief(found, question)
+        lines += _heading(runs, world, found)
+        if found:
+            lines += _brief(found, question)
     return "\n".join(lines)
+
+
+def _heading(runs: Runs, world: str, found: Sequence[Row]) -> list[str]:
+    """A world's name and pairs, those that are left out, and those that are none."""
+    missing = list(runs.missing(world))
+    left_out = ["Pairs that are not there: " + ". ".join(missing) + ".", ""] if missing else []
+    if not found:
+        return [f"**{world}**: no pair is complete for all arms yet.", "", *left_out]
+    pairs = counted(len(found[0].last), "pair")
+    return [f"**{world}**, {pairs}", "", *left_out, *_mixed(runs, world)]
 
 
 def _mixed(runs: Runs, world: str) -> list[str]:
