@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,9 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
     # Both signs of two equal differences: 2 of 4 are as extreme.
     assert tests[0].p == tests[0].p_holm == 0.5
     text = markdown(runs, Question(baseline="A", primary=["B"]))
+    assert "| arm | held out | IQM | this arm minus A | P(better) |" in text
+    assert "| column | other arm | pairs | B minus the other | p | p (Holm) |" in text
+    assert "| last | A | 2 | 0.40 [0.40, 0.40] | 0.5000 | 0.5000 |" in text
     assert "| arm | calls | shown calls | CPU s, buffer included |" in text
     assert "Pairs that are not there: A: 2." in text
     both = as_data(runs, Question(baseline="A", primary=["A", "B"]))["tests"]
@@ -477,18 +481,28 @@ def test_the_brief_table_by_hand() -> None:
     assert text.splitlines() == [
         "**w**, 2 pairs",
         "",
-        "| arm | at 10 calls | B less it | p, B | at 40 CPU s | at the end | calls | CPU s |",
+        "| arm | at 10 calls | B minus this arm at 10 calls | p, B | at 40 CPU s | at the end |"
+        " calls | CPU s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| B | 0.80 |  |  | 0.80 | 0.80 [0.80, 0.80] | 5 | 10.0 |",
         "| A | 0.60 | 0.20 [0.20, 0.20] | 0.500 | 0.70 | 0.70 [0.70, 0.70] | 20 | 40.0 |",
     ]
     # Without a primary arm, differences to the baseline at the end.
     assert brief(runs, Question(baseline="B", at=at, goes_on=True)).splitlines()[2:] == [
-        "| arm | at 10 calls | at 40 CPU s | at the end | less B | calls | CPU s |",
+        "| arm | at 10 calls | at 40 CPU s | at the end | this arm minus B at the end | calls |"
+        " CPU s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| B | 0.80 | 0.80 | 0.80 [0.80, 0.80] |  | 5 | 10.0 |",
         "| A | 0.60 | 0.70 | 0.70 [0.70, 0.70] | -0.10 [-0.10, -0.10] | 20 | 40.0 |",
     ]
+    # With both where a baseline is asked for; one that the world lacks is its first arm, not the
+    # first row.
+    question = Question(baseline="C", primary=["B"], at=at, goes_on=True)
+    header, _, best, other = brief(runs, question, with_baseline=True).splitlines()[2:]
+    assert "| B minus this arm at 10 calls |" in header
+    assert "| this arm minus A at the end |" in header
+    assert "| 0.80 [0.80, 0.80] | 0.10 [0.10, 0.10] |" in best
+    assert "| 0.70 [0.70, 0.70] |  |" in other
 
 
 def test_pairs_that_began_with_different_weights_are_named() -> None:
@@ -702,18 +716,43 @@ def test_studies_share_a_file_of_results(tmp_path: Path) -> None:
     assert known_runs(path, first[1:2]) == ({}, 0)
 
 
-def test_the_command_puts_results_where_the_study_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def study(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[str, str]]:
+    """`treegraft study` with these words: what it prints, and its error as one line."""
+
+    def called(*words: str | Path) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["treegraft", "study", *map(str, words)])
+        with pytest.raises(SystemExit):
+            cli.main()
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    return called
+
+
+Command = Callable[..., tuple[str, str]]
+
+
+def test_the_command_puts_results_where_the_study_says(tmp_path: Path, study: Command) -> None:
     path = written(tmp_path, "results = 'shared.jsonl'\n" + SMALL)
     plan = make_plan(path)
     add_results(
         tmp_path / "shared.jsonl", plan.runs[:1], {"curve": [{"update": 0, "accuracy": 0.5}]}
     )
-    monkeypatch.setattr(sys, "argv", ["treegraft", "study", str(path), "--check"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "8 runs in 2 pairs; 1 are done" in capsys.readouterr().out
+    assert "8 runs in 2 pairs; 1 are done" in study(path, "--check")[0]
+
+
+def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(
+    tmp_path: Path, study: Command
+) -> None:
+    path = written(tmp_path, "primary = 'RAPO'\n" + SMALL)
+    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SHOWN: 1.0, SECONDS: 1.0}
+    add_results(tmp_path / "study.jsonl", make_plan(path).runs, {"curve": [point]})
+    assert "minus GRPO at the end" not in study(path, "--table", "--brief")[0]
+    said, _ = study(path, "--table", "--brief", "--baseline", "GRPO")
+    assert "RAPO minus this arm" in said and "this arm minus GRPO at the end" in said
 
 
 @pytest.mark.slow

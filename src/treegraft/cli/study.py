@@ -161,7 +161,7 @@ def _print_tables(
         print(json.dumps(as_data(runs, question)))
         return
     if is_brief:
-        print(brief(runs, question))
+        print(brief(runs, question, with_baseline=baseline is not None))
         return
     if study is not None and study.title:
         print(f"{study.title}\n")

@@ -42,6 +42,11 @@ class Question:
     goes_on: bool = False
     """Whether a run that ended before a budget counts with its last accuracy."""
 
+    def baseline_of(self, arms: Sequence[str]) -> str:
+        """Returns the baseline of a world with these arms: the first of them where it lacks
+        ours."""
+        return self.baseline if self.baseline in arms else arms[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -237,7 +242,7 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
         return []
     arms, budgets = runs.arms(world), list(_budgets(runs, world, question))
     last = {arm: [line["curve"][-1]["accuracy"] for line in runs.of(world, arm)] for arm in arms}
-    reference = last[question.baseline if question.baseline in arms else arms[0]]
+    reference = last[question.baseline_of(arms)]
     found = []
     for arm in arms:
         lines = runs.of(world, arm)
