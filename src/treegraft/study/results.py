@@ -109,12 +109,16 @@ def changes(lines: Iterable[Line]) -> list[str]:
 
 def mixed_pairs(lines: Iterable[Line]) -> list[int]:
     """Returns the pairs of these lines, of one world, whose runs did not all begin with the same
-    weights: a warm-up of equal seeds ends as another agent on another kind of processor.
+    weights: a warm-up of equal seeds ends as another agent on another kind of processor. Runs
+    without one are left out.
 
     Lines of earlier versions have no checksum of weights; those are told by their processor.
     """
     weights, places = defaultdict[Any, set[str]](set), defaultdict[Any, set[str]](set)
     for line in lines:
+        # The recipe's model is the same on every machine.
+        if line.get("warmup") is None and line.get("warmup_seed") is None:
+            continue
         # Arms with a warm-up of their own begin with other weights on purpose.
         begun = (line["seed"], (line.get("warmup") or {}).get("fingerprint"))
         places[begun].add(str((line.get("machine") or {}).get("cpu", "")))
