@@ -122,6 +122,7 @@ def test_a_later_default_does_not_make_runs_others(tmp_path: Path) -> None:
         ("arms.x.command = 'trian'", "'arms.x.command': got 'trian'"),
         ("pairs = 0", "'pairs': got 0"),
         ("baseline = 'PPO'", "'baseline': got 'PPO'"),
+        ("results = 'study.toml'", "'results': got 'study.toml'; .* ends in .jsonl"),
         ("arms.x.settings.learn.lrr = 1", "arm 'x' in world 'perfect': unknown setting"),
         ("arms.x.settings.learn.lr = 'big'", "arm 'x' in world 'perfect': setting 'learn.lr'"),
         (
@@ -519,6 +520,10 @@ def test_pairs_that_began_with_different_weights_are_named() -> None:
     assert mixed_pairs([line(0, "a", "1"), line(0, "b", "1"), line(0, "b", "1")]) == []
     assert mixed_pairs([line(2, "a", "1"), line(2, "a", "2")]) == [2]
     assert mixed_pairs([line(0, "a", "1"), line(0, "a", "2", "y")]) == []
+    # Without a warm-up all begin with the recipe's model.
+    bare = [one | {"warmup": None} for one in (line(4, "a"), line(4, "b"))]
+    assert mixed_pairs([one | {"warmup_seed": None} for one in bare]) == []
+    assert mixed_pairs([one | {"warmup_seed": 4} for one in bare]) == [4]
     arms = [{"method": name} | line(3, name, "1") for name in ("A", "B")]
     assert "weights" not in brief(Runs(arms), Question(baseline="A"))
     arms[1]["weights"] = "2"

@@ -121,8 +121,8 @@ class StudyFile(_Table):
     only: list[str] = []
     """Worlds and arms that are run; of the kind that none is named of, all."""
     results: str | None = None
-    """File of results, from the study's folder; None takes the study's own name with .jsonl. Where
-    studies share one, a run that several of them need is made once."""
+    """File of results, from the study's folder, with a name that ends in .jsonl; None takes the
+    study's own name. Where studies share one, a run that several of them need is made once."""
     keep: Literal["none", "last", "all"] = "none"
     """What stays of a run's folder once its line is written: nothing, its settings, metrics and
     last checkpoint, or everything."""
@@ -242,7 +242,12 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _names_wrong(study: StudyFile) -> Iterator[str]:
-    """A sentence for each name that nothing in the file has."""
+    """A sentence for each name that nothing in the file has, or that its file must not have."""
+    if study.results is not None and Path(study.results).suffix != ".jsonl":
+        yield (
+            f"'results': got {shown(study.results)}; expected the name of a file that ends"
+            " in .jsonl."
+        )
     every = {**study.worlds, **study.arms}
     used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
         *(("only", one, every, "worlds] and [arms") for one in study.only),
