@@ -284,7 +284,7 @@ def test_a_default_that_has_changed_is_named(tmp_path: Path) -> None:
     assert len(known) == 3 and num_others == 0 and not known[runs[1].key]["changed"]
     assert known[run.key]["changed"] == {"loss.clip_low": [0.5, now]}
     (said,) = changes(known.values())
-    assert said == f"loss.clip_low was 0.5 in 2 runs that are there, and is {now} now by default"
+    assert said == f"loss.clip_low was 0.5 in 2 runs already there, and is {now} now by default"
     assert said in markdown(Runs(list(known.values())), Question(baseline="GRPO"))
     # The report reads the same file.
     assert len(list(read_study_lines(path))) == 3
@@ -746,7 +746,16 @@ def test_the_command_puts_results_where_the_study_says(tmp_path: Path, study: Co
     add_results(
         tmp_path / "shared.jsonl", plan.runs[:1], {"curve": [{"update": 0, "accuracy": 0.5}]}
     )
-    assert "8 runs in 2 pairs; 1 are done" in study(path, "--check")[0]
+    # GRPO's line in one world stands for the other one, too, and so it is with pair 1.
+    said, _ = study(path, "--check")
+    assert "8 runs in 2 pairs; done: 2, to be made: 6, 5 of them different\n" in said
+    assert (
+        "1 run in 1 pair; done: 1, to be made: 0\n"
+        in (study(path, "--check", "--pairs", "1", "--only", "GRPO", "--only", "perfect")[0])
+    )
+    # Under the name of another study's arm it is done, too.
+    other = written(tmp_path, path.read_text().replace("GRPO", "plain"), "other.toml")
+    assert "done: 2, to be made: 6" in study(other, "--check")[0]
 
 
 def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(

@@ -13,6 +13,7 @@ from treegraft.cli.machine import machine
 from treegraft.cli.options import AsJson, refuse_idle, say
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.interrupt import Ended
+from treegraft.core.text import counted
 from treegraft.study.plan import Plan, make_plan
 from treegraft.study.results import CALLS, SECONDS, Line, failed_runs, known_runs, read_results
 from treegraft.study.runner import RESULTS, run_study
@@ -99,13 +100,15 @@ def study(
 
 
 def _say_counts(plan: Plan, results: Path) -> None:
-    done = known_runs(results, plan.runs)[0]
-    made = {run.fingerprint for run in plan.runs if run.key in done}
-    num_pairs = len({run.pair for run in plan.runs})
-    num_left = len({run.fingerprint for run in plan.runs} - made)
+    # Also a run that another study has made, or another arm of this one, is not made again.
+    made = {line.get("fingerprint") for line in read_results(results) if "error" not in line}
+    left = [run.fingerprint for run in plan.runs if run.fingerprint not in made]
+    num_different = len(set(left))
+    also = f", {num_different} of them different" if num_different < len(left) else ""
     say(
-        f"{plan.path}: {len(plan.runs)} runs in {num_pairs} pairs; {len(done)} are done,"
-        f" {num_left} are to be made"
+        f"{plan.path}: {counted(len(plan.runs), 'run')} in"
+        f" {counted(len({run.pair for run in plan.runs}), 'pair')};"
+        f" done: {len(plan.runs) - len(left)}, to be made: {len(left)}{also}"
     )
 
 
@@ -119,7 +122,7 @@ def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | 
         facts={"machine": machine(1)},
         say=lambda text: say(text, to_stderr=True),
     )
-    say(f"{results}: {ran.num_done} of {ran.num_done + ran.num_left} runs are done")
+    say(f"{results}: {ran.num_done} of {counted(ran.num_done + ran.num_left, 'run')} done")
     if ran.num_left:
         say("the same command goes on with the others")
     if ran.stopped_by is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from treegraft.core.errors import SettingError, nearest
+from treegraft.core.text import counted
 from treegraft.settings.config import Config, known_settings, settings_with
 from treegraft.settings.load import default_of, describe, load_config
 from treegraft.settings.recipe import merged, read_recipe
@@ -158,8 +159,8 @@ def make_plan(
     study = read_study(path, smoke=smoke)
     if pairs is not None and pairs > study.pairs:
         raise SettingError(
-            f"command line: --pairs: got {pairs}; {path} has {study.pairs} pairs, expected at most"
-            " as many."
+            f"command line: --pairs: got {pairs}; {path} has {counted(study.pairs, 'pair')},"
+            " expected at most as many."
         )
     _refuse_unknown(only, study, path)
     planner = _Planner(study, path)

@@ -11,6 +11,7 @@ from typing import Any
 
 from treegraft.core.errors import DataError
 from treegraft.core.files import append_line, drop_cut_line, parse_json, whole_lines
+from treegraft.core.text import counted
 from treegraft.study.plan import RunPlan
 
 Line = dict[str, Any]
@@ -102,7 +103,7 @@ def changes(lines: Iterable[Line]) -> list[str]:
         for name, (then, now) in line.get("changed", {}).items()
     )
     return [
-        f"{name} was {then} in {count} runs that are there, and is {now} now by default"
+        f"{name} was {then} in {counted(count, 'run')} already there, and is {now} now by default"
         for (name, then, now), count in sorted(counts.items())
     ]
 

@@ -111,8 +111,8 @@ def run_study(
                 _tidy(out / run.folder, plan.study.keep)
         if num_others:
             say(
-                f"{results}: {num_others} runs with other settings than the study has now; they"
-                " stay there and are not counted"
+                f"{results}: {counted(num_others, 'run')} with other settings than the study has"
+                " now, kept there and not counted"
             )
         missing: dict[str, RunPlan] = {}
         for run in plan.runs:
