@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.settings.plain import read_tables, shown
-from treegraft.settings.recipe import BASE, SMOKE, merged
+from treegraft.settings.plain import shown
+from treegraft.settings.recipe import BASE, SMOKE, merged, read_based
 
 
 class _Table(BaseModel):
@@ -161,12 +161,12 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
         SettingError: no such file, unknown keys, values of the wrong type, names that the file does
             not define, or --smoke without a table for it.
     """
-    data = _based(path)
+    data = read_based(path, "study")
     overlay = data.pop(SMOKE, None)
     study = _checked(data, path)
     if overlay is not None:
         # Also where it is not asked for: a study is right as a whole or not at all.
-        small = _checked(_overlaid(data, overlay, path), path)
+        small = _checked(merged(data, overlay), path)
         return small if smoke else study
     if smoke:
         raise SettingError(
@@ -174,30 +174,6 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
             f" smoke test there, such as pairs = 2 and [{SMOKE}.settings.run]."
         )
     return study
-
-
-def _based(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tables of a study over those of the file that it builds on, and of that one's own."""
-    data = read_tables(path)
-    base = data.pop(BASE, None)
-    if base is None:
-        return data
-    place = path.parent / str(base)
-    if not place.is_file():
-        raise SettingError(
-            f"{path}: '{BASE}': got {shown(base)}; expected a file of study tables in"
-            f" '{path.parent}' or below."
-        )
-    seen = (*above, path.resolve())
-    if place.resolve() in seen:
-        raise SettingError(f"{path}: '{BASE}': got {shown(base)}; bases in a circle.")
-    return merged(_based(place, seen), data)
-
-
-def _overlaid(data: dict[str, Any], overlay: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(overlay, dict):
-        raise SettingError(f"{path}: '{SMOKE}': got {shown(overlay)}, expected a table.")
-    return merged(data, overlay)
 
 
 def _checked(data: Mapping[str, Any], path: Path) -> StudyFile:
