@@ -702,7 +702,7 @@ def test_a_study_builds_on_another_file(tmp_path: Path) -> None:
     ]
     written(tmp_path, "base = 'again.toml'\n")
     with pytest.raises(
-        SettingError, match=r"'base': got '(study|again)[.]toml'; bases in a circle"
+        SettingError, match=r"studies build on .* in a circle.*: again.toml -> study.toml -> again"
     ):
         make_plan(again)
 
@@ -756,6 +756,29 @@ def test_the_command_puts_results_where_the_study_says(tmp_path: Path, study: Co
     # Under the name of another study's arm it is done, too.
     other = written(tmp_path, path.read_text().replace("GRPO", "plain"), "other.toml")
     assert "done: 2, to be made: 6" in study(other, "--check")[0]
+
+
+def test_what_is_no_study_and_no_result_is_said(
+    tmp_path: Path, study: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "", "pyproject.toml")
+    assert (
+        "study 'nothere.toml' does not exist; expected a .toml or .json file. Studies"
+        in (study("nothere.toml")[1])
+    )
+    assert "study 'exploratoin' does not exist" in (said := study("exploratoin")[1])
+    assert "Did you mean 'exploration'?" in said and "ecipe" not in said
+    # A name is looked up as a recipe's is.
+    assert f"{ROOT}/studies/exploration.toml: " in study("exploration", "--check")[0]
+    written(tmp_path, "[broken", "broken.toml")
+    assert "study 'broken.toml' is not valid TOML" in study("broken.toml")[1]
+    written(tmp_path, "", "empty.jsonl")
+    missing = "'emty.jsonl' does not exist; expected a study's file of results. Did you mean 'empty"
+    for words in (["emty.jsonl"], ["emty.jsonl", "--table"]):
+        assert missing in study(*words)[1]
+    assert "got a file of results; expected the file of a study" in study("empty.jsonl")[1]
+    assert "no run is finished" in study("empty.jsonl", "--table")[1]
 
 
 def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(

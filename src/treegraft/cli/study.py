@@ -13,6 +13,7 @@ from treegraft.cli.machine import machine
 from treegraft.cli.options import AsJson, refuse_idle, say
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.interrupt import Ended
+from treegraft.core.shipped import by_name
 from treegraft.core.text import counted
 from treegraft.study.plan import Plan, make_plan
 from treegraft.study.results import CALLS, SECONDS, Line, failed_runs, known_runs, read_results
@@ -24,10 +25,16 @@ Only = Annotated[
 ]
 Pairs = Annotated[int | None, typer.Option(min=1, help="The first so many pairs alone.")]
 Brief = Annotated[
-    bool, typer.Option("--brief", help="With --table: one table a world, the best arm first.")
+    bool,
+    typer.Option(
+        "--brief",
+        help="With --table: one table a world in place of all, the arms ordered by accuracy at the"
+        " first budget of calls.",
+    ),
 ]
 Baseline = Annotated[
-    str | None, typer.Option(metavar="ARM", help="With --table: take differences from this arm.")
+    str | None,
+    typer.Option(metavar="ARM", help="With --table: show what each arm has more than this one."),
 ]
 
 
@@ -37,8 +44,8 @@ def study(
         Path,
         typer.Argument(
             metavar="STUDY",
-            help="File of a study, e.g. studies/methods.toml; with --table also its results alone,"
-            " a .jsonl.",
+            help="File of a study, e.g. studies/methods.toml, or the name of one in a clone; with"
+            " --table also its results alone, a .jsonl.",
         ),
     ],
     out: Annotated[
@@ -79,10 +86,12 @@ def study(
     if check or table:
         how = "with --table" if table else "with --check"
         refuse_idle(context, how, "--minutes", "--workers", *(["--check"] if table else []))
-    if table and file.suffix == ".jsonl":
+    if file.suffix == ".jsonl":
+        _refuse_no_results(file, with_table=table)
         refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
         _print_tables(read_results(file), None, baseline, is_brief=is_brief, as_json=as_json)
         return
+    file = file if file.is_file() else by_name("study").get(str(file), file)
     plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
     beside = file.parent / (plan.study.results or f"{file.stem}.jsonl")
     # Studies that share their results share warm-ups and buffers.
@@ -97,6 +106,17 @@ def study(
         _print_tables(lines, plan, baseline, is_brief=is_brief, as_json=as_json)
     else:
         _run(plan, place, results, workers, minutes)
+
+
+def _refuse_no_results(file: Path, *, with_table: bool) -> None:
+    if not file.is_file():
+        hint = nearest(str(file), map(str, file.parent.glob("*.jsonl")))
+        raise DataError(f"'{file}' does not exist; expected a study's file of results.{hint}")
+    if not with_table:
+        raise SettingError(
+            f"command line: '{file}': got a file of results; expected the file of a study (.toml)"
+            " to run, or --table to print the tables of these results."
+        )
 
 
 def _say_counts(plan: Plan, results: Path) -> None:
@@ -143,7 +163,7 @@ def _print_tables(
     from treegraft.study.tables import Question, Runs, as_data
 
     if not lines:
-        raise DataError("no run of this study is finished; expected at least one line of results.")
+        raise DataError("no run is finished; expected at least one line of results.")
     study = None if plan is None else plan.study
     arms = list(dict.fromkeys(line["method"] for line in lines))
     if baseline is not None and baseline not in arms:
