@@ -116,7 +116,7 @@ def test_a_later_default_does_not_make_runs_others(tmp_path: Path) -> None:
     [
         ("arms.x.bufer = 'raw'", "unknown key 'arms.x.bufer'.*Did you mean 'buffer'"),
         ("par = 3", "unknown key 'par'.*Did you mean 'pairs'"),
-        ("arms.x.buffer = 'rwa'", r"'arms.x.buffer': got 'rwa'; \[buffers\] has raw. Did you"),
+        ("arms.x.buffer = 'rwa'", r"'arms.x.buffer': got 'rwa'; \[buffers\] has 'raw'. Did you"),
         ("arms.x.worlds = ['perfekt']", "'arms.x.worlds'.*Did you mean 'perfect'"),
         ("arms.x.base = 'x'", "bases in a circle: x -> x"),
         ("arms.x.command = 'trian'", "'arms.x.command': got 'trian'"),
@@ -154,8 +154,11 @@ def test_only_names_what_is_there(tmp_path: Path) -> None:
     assert {run.key[:2] for run in make_plan(path, only=["RAPO", "flawed"]).runs} == {
         ("flawed", "RAPO")
     }
-    with pytest.raises(SettingError, match="Did you mean 'RAPO'"):
-        make_plan(path, only=["RAPPO"])
+    for near in ("RAPPO", "rapo"):
+        with pytest.raises(SettingError, match="Did you mean 'RAPO'"):
+            make_plan(path, only=[near])
+    with pytest.raises(SettingError, match="has 'GRPO', 'RAPO', 'perfect', 'flawed'"):
+        make_plan(path, only=["x"])
     assert {run.pair for run in make_plan(path, pairs=1).runs} == {0}
     with pytest.raises(SettingError, match=r"--pairs: got 3; .* has 2 pairs"):
         make_plan(path, pairs=3)
@@ -788,6 +791,8 @@ def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(
     point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SHOWN: 1.0, SECONDS: 1.0}
     add_results(tmp_path / "study.jsonl", make_plan(path).runs, {"curve": [point]})
     assert "minus GRPO at the end" not in study(path, "--table", "--brief")[0]
+    error = "there are 'GRPO', 'RAPO'. Did you mean 'GRPO'?"
+    assert error in study(path, "--table", "--baseline", "grpo")[1]
     said, _ = study(path, "--table", "--brief", "--baseline", "GRPO")
     assert "RAPO minus this arm" in said and "this arm minus GRPO at the end" in said
 

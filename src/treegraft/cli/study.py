@@ -14,7 +14,7 @@ from treegraft.cli.options import AsJson, refuse_idle, say
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.interrupt import Ended
 from treegraft.core.shipped import by_name
-from treegraft.core.text import counted
+from treegraft.core.text import counted, quoted
 from treegraft.study.plan import Plan, make_plan
 from treegraft.study.results import CALLS, SECONDS, Line, failed_runs, known_runs, read_results
 from treegraft.study.runner import RESULTS, run_study
@@ -169,7 +169,7 @@ def _print_tables(
     if baseline is not None and baseline not in arms:
         raise SettingError(
             f"command line: --baseline '{baseline}': no run of this arm is there; there are"
-            f" {', '.join(arms)}.{nearest(baseline, arms)}"
+            f" {quoted(arms)}.{nearest(baseline, arms)}"
         )
     question = Question(baseline=baseline or arms[0])
     if study is not None:

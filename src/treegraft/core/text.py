@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -60,3 +60,8 @@ def plain(text: str, limit: int | None = None) -> str:
 def counted(number: int, noun: str) -> str:
     """Returns a number of things: "1 pair", "1,200 pairs"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Returns names that may hold commas as a list: "'a', 'b, c'"."""
+    return ", ".join(f"'{name}'" for name in names)

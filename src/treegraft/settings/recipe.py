@@ -41,8 +41,9 @@ def read_based(path: Path, kind: Kind = "recipe", below: tuple[Path, ...] = ()) 
     Raises:
         SettingError: as `read_recipe`.
     """
-    place = path if path.is_file() else by_name(kind).get(str(path), path)
-    data: dict[str, Any] = _located(read_tables(path, kind), str(place.resolve().parent))
+    tables = read_tables(path, kind)
+    place = path if path.is_file() else by_name(kind)[str(path)]
+    data: dict[str, Any] = _located(tables, str(place.resolve().parent))
     base = data.pop(BASE, None)
     if not isinstance(smoke := data.get(SMOKE, {}), dict):
         raise SettingError(f"{path}: '{SMOKE}': got {shown(smoke)}, expected a table.")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from treegraft.core.errors import SettingError, nearest
+from treegraft.core.text import quoted
 from treegraft.settings.plain import shown
 from treegraft.settings.recipe import BASE, SMOKE, merged, read_based
 
@@ -233,8 +234,10 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
     for name, world in study.worlds.items():
         used.append((f"worlds.{name}.warmup", world.warmup, study.warmups, "warmups"))
         if world.warmup is None and len(study.warmups) > 1:
-            names = ", ".join(study.warmups)
-            yield f"'worlds.{name}.warmup' is missing; expected one of {names}, or \"\" for none."
+            yield (
+                f"'worlds.{name}.warmup' is missing; expected one of {quoted(study.warmups)}, or"
+                ' "" for none.'
+            )
     for name in study.buffers:
         yield from _buffer_wrong(study, name)
         used += [
@@ -248,7 +251,7 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
         used += [(f"arms.{name}.worlds", one, study.worlds, "worlds") for one in arm.worlds or ()]
     for place, value, known, kind in used:
         if value and value not in known:
-            there = ", ".join(known) or "none"
+            there = quoted(known) or "none"
             yield f"'{place}': got {shown(value)}; [{kind}] has {there}.{nearest(value, known)}"
     for name in study.arms:
         seen = [name]
