@@ -19,6 +19,14 @@ from treegraft.study.plan import Plan, make_plan
 from treegraft.study.results import CALLS, SECONDS, Line, failed_runs, known_runs, read_results
 from treegraft.study.runner import RESULTS, run_study
 
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="STUDY",
+        help="File of a study, e.g. studies/methods.toml, or the name of one in a clone; with"
+        " --table also its results alone, a .jsonl.",
+    ),
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Run this arm or world alone; may be repeated."),
@@ -40,14 +48,7 @@ Baseline = Annotated[
 
 def study(
     context: typer.Context,
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="STUDY",
-            help="File of a study, e.g. studies/methods.toml, or the name of one in a clone; with"
-            " --table also its results alone, a .jsonl.",
-        ),
-    ],
+    file: File,
     out: Annotated[
         Path | None,
         typer.Option(
