@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treegraft.core.errors import DataError, ModelError, SettingError, about
+from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
 from treegraft.settings.config import (
     Config,
@@ -62,6 +62,14 @@ def test_a_config_an_empty_mapping_and_an_empty_file_are_the_defaults(tmp_path: 
         == load_config(str(empty))
         == Config()
     )
+
+
+def test_names_are_near_whatever_the_case_of_their_letters() -> None:
+    assert nearest("grpo", ["RAPO", "GRPO"]) == " Did you mean 'GRPO'?"
+    assert nearest("Comit", ["commit", "COMMA"]) == " Did you mean 'commit'?"
+    # Of two that differ in case alone the first.
+    assert nearest("arm", ["ARM", "Arm"]) == " Did you mean 'ARM'?"
+    assert nearest("xyz", ["GRPO"]) == ""
 
 
 @pytest.mark.parametrize(

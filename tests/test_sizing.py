@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from treegraft.cli.layout import Layout, ranges
+from treegraft.cli.layout import Layout
 from treegraft.cli.main import app
 from treegraft.cli.memory import model_shape
 from treegraft.cli.sizing import (
@@ -24,6 +24,7 @@ from treegraft.cli.sizing import (
 )
 from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
+from treegraft.core.text import ranges
 from treegraft.policy.bounds import ModelShape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,13 @@ def test_a_later_default_does_not_make_runs_others(tmp_path: Path) -> None:
     [
         ("arms.x.bufer = 'raw'", "unknown key 'arms.x.bufer'.*Did you mean 'buffer'"),
         ("par = 3", "unknown key 'par'.*Did you mean 'pairs'"),
-        ("arms.x.buffer = 'rwa'", r"'arms.x.buffer': got 'rwa'; \[buffers\] has raw. Did you"),
+        ("arms.x.buffer = 'rwa'", r"'arms.x.buffer': got 'rwa'; \[buffers\] has 'raw'. Did you"),
         ("arms.x.worlds = ['perfekt']", "'arms.x.worlds'.*Did you mean 'perfect'"),
         ("arms.x.base = 'x'", "bases in a circle: x -> x"),
         ("arms.x.command = 'trian'", "'arms.x.command': got 'trian'"),
         ("pairs = 0", "'pairs': got 0"),
         ("baseline = 'PPO'", "'baseline': got 'PPO'"),
+        ("results = 'study.toml'", "'results': got 'study.toml'; .* ends in .jsonl"),
         ("arms.x.settings.learn.lrr = 1", "arm 'x' in world 'perfect': unknown setting"),
         ("arms.x.settings.learn.lr = 'big'", "arm 'x' in world 'perfect': setting 'learn.lr'"),
         (
@@ -152,8 +154,11 @@ def test_only_names_what_is_there(tmp_path: Path) -> None:
     assert {run.key[:2] for run in make_plan(path, only=["RAPO", "flawed"]).runs} == {
         ("flawed", "RAPO")
     }
-    with pytest.raises(SettingError, match="Did you mean 'RAPO'"):
-        make_plan(path, only=["RAPPO"])
+    for near in ("RAPPO", "rapo"):
+        with pytest.raises(SettingError, match="Did you mean 'RAPO'"):
+            make_plan(path, only=[near])
+    with pytest.raises(SettingError, match="has 'GRPO', 'RAPO', 'perfect', 'flawed'"):
+        make_plan(path, only=["x"])
     assert {run.pair for run in make_plan(path, pairs=1).runs} == {0}
     with pytest.raises(SettingError, match=r"--pairs: got 3; .* has 2 pairs"):
         make_plan(path, pairs=3)
@@ -282,7 +287,7 @@ def test_a_default_that_has_changed_is_named(tmp_path: Path) -> None:
     assert len(known) == 3 and num_others == 0 and not known[runs[1].key]["changed"]
     assert known[run.key]["changed"] == {"loss.clip_low": [0.5, now]}
     (said,) = changes(known.values())
-    assert said == f"loss.clip_low was 0.5 in 2 runs that are there, and is {now} now by default"
+    assert said == f"loss.clip_low was 0.5 in 2 runs already there, and is {now} now by default"
     assert said in markdown(Runs(list(known.values())), Question(baseline="GRPO"))
     # The report reads the same file.
     assert len(list(read_study_lines(path))) == 3
@@ -449,6 +454,9 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
     # Both signs of two equal differences: 2 of 4 are as extreme.
     assert tests[0].p == tests[0].p_holm == 0.5
     text = markdown(runs, Question(baseline="A", primary=["B"]))
+    assert "| arm | held out | IQM | this arm minus A | P(better) |" in text
+    assert "| column | other arm | pairs | B minus the other | p | p (Holm) |" in text
+    assert "| last | A | 2 | 0.40 [0.40, 0.40] | 0.5000 | 0.5000 |" in text
     assert "| arm | calls | shown calls | CPU s, buffer included |" in text
     assert "Pairs that are not there: A: 2." in text
     both = as_data(runs, Question(baseline="A", primary=["A", "B"]))["tests"]
@@ -477,18 +485,28 @@ def test_the_brief_table_by_hand() -> None:
     assert text.splitlines() == [
         "**w**, 2 pairs",
         "",
-        "| arm | at 10 calls | B less it | p, B | at 40 CPU s | at the end | calls | CPU s |",
+        "| arm | at 10 calls | B minus this arm at 10 calls | p, B | at 40 CPU s | at the end |"
+        " calls | CPU s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| B | 0.80 |  |  | 0.80 | 0.80 [0.80, 0.80] | 5 | 10.0 |",
         "| A | 0.60 | 0.20 [0.20, 0.20] | 0.500 | 0.70 | 0.70 [0.70, 0.70] | 20 | 40.0 |",
     ]
     # Without a primary arm, differences to the baseline at the end.
     assert brief(runs, Question(baseline="B", at=at, goes_on=True)).splitlines()[2:] == [
-        "| arm | at 10 calls | at 40 CPU s | at the end | less B | calls | CPU s |",
+        "| arm | at 10 calls | at 40 CPU s | at the end | this arm minus B at the end | calls |"
+        " CPU s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| B | 0.80 | 0.80 | 0.80 [0.80, 0.80] |  | 5 | 10.0 |",
         "| A | 0.60 | 0.70 | 0.70 [0.70, 0.70] | -0.10 [-0.10, -0.10] | 20 | 40.0 |",
     ]
+    # With both where a baseline is asked for; one that the world lacks is its first arm, not the
+    # first row.
+    question = Question(baseline="C", primary=["B"], at=at, goes_on=True)
+    header, _, best, other = brief(runs, question, with_baseline=True).splitlines()[2:]
+    assert "| B minus this arm at 10 calls |" in header
+    assert "| this arm minus A at the end |" in header
+    assert "| 0.80 [0.80, 0.80] | 0.10 [0.10, 0.10] |" in best
+    assert "| 0.70 [0.70, 0.70] |  |" in other
 
 
 def test_pairs_that_began_with_different_weights_are_named() -> None:
@@ -505,6 +523,10 @@ def test_pairs_that_began_with_different_weights_are_named() -> None:
     assert mixed_pairs([line(0, "a", "1"), line(0, "b", "1"), line(0, "b", "1")]) == []
     assert mixed_pairs([line(2, "a", "1"), line(2, "a", "2")]) == [2]
     assert mixed_pairs([line(0, "a", "1"), line(0, "a", "2", "y")]) == []
+    # Without a warm-up all begin with the recipe's model.
+    bare = [one | {"warmup": None} for one in (line(4, "a"), line(4, "b"))]
+    assert mixed_pairs([one | {"warmup_seed": None} for one in bare]) == []
+    assert mixed_pairs([one | {"warmup_seed": 4} for one in bare]) == [4]
     arms = [{"method": name} | line(3, name, "1") for name in ("A", "B")]
     assert "weights" not in brief(Runs(arms), Question(baseline="A"))
     arms[1]["weights"] = "2"
@@ -543,9 +565,27 @@ def test_runs_that_are_missing_are_named() -> None:
     lines.append({"world": "w", "method": "A", "seed": 1, "error": "no\nmemory"})
     planned = [("w", arm, pair) for pair in (0, 1) for arm in ("A", "B", "C")]
     runs = Runs(lines, planned)
-    assert list(runs.missing("w")) == ["A: 1 (pair 1 failed: no memory)", "C: 0, 1"]
-    text = markdown(runs, Question(baseline="A"))
-    assert "**w**, 1 pairs" in text and "A: 1 (pair 1 failed: no memory)" in text
+    assert list(runs.missing("w")) == ["A: 1 (pair 1 failed: no memory)", "C: all"]
+    for text in (markdown(runs, Question(baseline="A")), brief(runs, Question(baseline="A"))):
+        assert "**w**, 1 pair\n" in text
+        assert "Pairs that are not there: A: 1 (pair 1 failed: no memory). C: all." in text
+    # Where no pair is complete, the same.
+    none = brief(Runs(lines[2:], planned), Question(baseline="A"))
+    assert "no pair is complete" not in none and "A: all (pair 1 failed: no memory)" in none
+    begun = brief(Runs([lines[0], lines[2]], planned), Question(baseline="A"))
+    assert "no pair is complete" in begun and "A: 1. B: 0. C: all." in begun
+
+
+def test_both_tables_say_when_and_where_runs_were_made() -> None:
+    curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0, SHOWN: 1.0}]
+    made = {"world": "w", "method": "A", "curve": curve, "machine": {"cpu": "EPYC"}}
+    lines = [
+        made | {"seed": 0, "date": "2026-01-02", "commit": "abcdefghi", "calibration_s": 1.0},
+        made | {"seed": 1, "date": "2026-01-03", "commit": "abcdefghi", "calibration_s": 2.0},
+    ]
+    for table in (markdown, brief):
+        text = table(Runs(lines), Question(baseline="A"))
+        assert text.startswith("2026-01-02 to 2026-01-03; EPYC; commit abcdefg.\nThe calibration")
 
 
 def test_the_study_of_the_docs_is_right(tmp_path: Path) -> None:
@@ -665,7 +705,7 @@ def test_a_study_builds_on_another_file(tmp_path: Path) -> None:
     ]
     written(tmp_path, "base = 'again.toml'\n")
     with pytest.raises(
-        SettingError, match=r"'base': got '(study|again)[.]toml'; bases in a circle"
+        SettingError, match=r"studies build on .* in a circle.*: again.toml -> study.toml -> again"
     ):
         make_plan(again)
 
@@ -684,18 +724,77 @@ def test_studies_share_a_file_of_results(tmp_path: Path) -> None:
     assert known_runs(path, first[1:2]) == ({}, 0)
 
 
-def test_the_command_puts_results_where_the_study_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def study(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[str, str]]:
+    """`treegraft study` with these words: what it prints, and its error as one line."""
+
+    def called(*words: str | Path) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["treegraft", "study", *map(str, words)])
+        with pytest.raises(SystemExit):
+            cli.main()
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    return called
+
+
+Command = Callable[..., tuple[str, str]]
+
+
+def test_the_command_puts_results_where_the_study_says(tmp_path: Path, study: Command) -> None:
     path = written(tmp_path, "results = 'shared.jsonl'\n" + SMALL)
     plan = make_plan(path)
     add_results(
         tmp_path / "shared.jsonl", plan.runs[:1], {"curve": [{"update": 0, "accuracy": 0.5}]}
     )
-    monkeypatch.setattr(sys, "argv", ["treegraft", "study", str(path), "--check"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "8 runs in 2 pairs; 1 are done" in capsys.readouterr().out
+    # GRPO's line in one world stands for the other one, too, and so it is with pair 1.
+    said, _ = study(path, "--check")
+    assert "8 runs in 2 pairs; done: 2, to be made: 6, 5 of them different\n" in said
+    assert (
+        "1 run in 1 pair; done: 1, to be made: 0\n"
+        in (study(path, "--check", "--pairs", "1", "--only", "GRPO", "--only", "perfect")[0])
+    )
+    # Under the name of another study's arm it is done, too.
+    other = written(tmp_path, path.read_text().replace("GRPO", "plain"), "other.toml")
+    assert "done: 2, to be made: 6" in study(other, "--check")[0]
+
+
+def test_what_is_no_study_and_no_result_is_said(
+    tmp_path: Path, study: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "", "pyproject.toml")
+    assert (
+        "study 'nothere.toml' does not exist; expected a .toml or .json file. Studies"
+        in (study("nothere.toml")[1])
+    )
+    assert "study 'exploratoin' does not exist" in (said := study("exploratoin")[1])
+    assert "Did you mean 'exploration'?" in said and "ecipe" not in said
+    # A name is looked up as a recipe's is.
+    assert f"{ROOT}/studies/exploration.toml: " in study("exploration", "--check")[0]
+    written(tmp_path, "[broken", "broken.toml")
+    assert "study 'broken.toml' is not valid TOML" in study("broken.toml")[1]
+    written(tmp_path, "", "empty.jsonl")
+    missing = "'emty.jsonl' does not exist; expected a study's file of results. Did you mean 'empty"
+    for words in (["emty.jsonl"], ["emty.jsonl", "--table"]):
+        assert missing in study(*words)[1]
+    assert "got a file of results; expected the file of a study" in study("empty.jsonl")[1]
+    assert "no run is finished" in study("empty.jsonl", "--table")[1]
+
+
+def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(
+    tmp_path: Path, study: Command
+) -> None:
+    path = written(tmp_path, "primary = 'RAPO'\n" + SMALL)
+    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SHOWN: 1.0, SECONDS: 1.0}
+    add_results(tmp_path / "study.jsonl", make_plan(path).runs, {"curve": [point]})
+    assert "minus GRPO at the end" not in study(path, "--table", "--brief")[0]
+    error = "there are 'GRPO', 'RAPO'. Did you mean 'GRPO'?"
+    assert error in study(path, "--table", "--baseline", "grpo")[1]
+    said, _ = study(path, "--table", "--brief", "--baseline", "GRPO")
+    assert "RAPO minus this arm" in said and "this arm minus GRPO at the end" in said
 
 
 @pytest.mark.slow

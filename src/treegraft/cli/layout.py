@@ -93,17 +93,6 @@ def _numbered(gpus: Sequence[str]) -> list[tuple[int, ...]]:
     ]
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers in words: [0, 1, 2, 5] -> "0 to 2, 5"."""
-    parts: list[list[int]] = []
-    for one in numbers:
-        if parts and parts[-1][-1] == one - 1:
-            parts[-1].append(one)
-        else:
-            parts.append([one])
-    return ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """What a recipe's options of `vllm serve` say of its memory."""

@@ -25,10 +25,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from treegraft.cli.layout import Layout, ServerOptions, ranges
+from treegraft.cli.layout import Layout, ServerOptions
 from treegraft.cli.memory import BYTES, PROMPT_TOKENS, gigabytes, gpus
 from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
+from treegraft.core.text import ranges
 from treegraft.policy.bounds import (
     CARDS,
     Card,

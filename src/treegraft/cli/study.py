@@ -13,33 +13,42 @@ from treegraft.cli.machine import machine
 from treegraft.cli.options import AsJson, refuse_idle, say
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.interrupt import Ended
+from treegraft.core.shipped import by_name
+from treegraft.core.text import counted, quoted
 from treegraft.study.plan import Plan, make_plan
 from treegraft.study.results import CALLS, SECONDS, Line, failed_runs, known_runs, read_results
 from treegraft.study.runner import RESULTS, run_study
 
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="STUDY",
+        help="File of a study, e.g. studies/methods.toml, or the name of one in a clone; with"
+        " --table also its results alone, a .jsonl.",
+    ),
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Run this arm or world alone; may be repeated."),
 ]
 Pairs = Annotated[int | None, typer.Option(min=1, help="The first so many pairs alone.")]
 Brief = Annotated[
-    bool, typer.Option("--brief", help="With --table: one table a world, the best arm first.")
+    bool,
+    typer.Option(
+        "--brief",
+        help="With --table: one table a world in place of all, the arms ordered by accuracy at the"
+        " first budget of calls.",
+    ),
 ]
 Baseline = Annotated[
-    str | None, typer.Option(metavar="ARM", help="With --table: take differences from this arm.")
+    str | None,
+    typer.Option(metavar="ARM", help="With --table: show what each arm has more than this one."),
 ]
 
 
 def study(
     context: typer.Context,
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="STUDY",
-            help="File of a study, e.g. studies/methods.toml; with --table also its results alone,"
-            " a .jsonl.",
-        ),
-    ],
+    file: File,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -78,10 +87,12 @@ def study(
     if check or table:
         how = "with --table" if table else "with --check"
         refuse_idle(context, how, "--minutes", "--workers", *(["--check"] if table else []))
-    if table and file.suffix == ".jsonl":
+    if file.suffix == ".jsonl":
+        _refuse_no_results(file, with_table=table)
         refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
         _print_tables(read_results(file), None, baseline, is_brief=is_brief, as_json=as_json)
         return
+    file = file if file.is_file() else by_name("study").get(str(file), file)
     plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
     beside = file.parent / (plan.study.results or f"{file.stem}.jsonl")
     # Studies that share their results share warm-ups and buffers.
@@ -98,14 +109,27 @@ def study(
         _run(plan, place, results, workers, minutes)
 
 
+def _refuse_no_results(file: Path, *, with_table: bool) -> None:
+    if not file.is_file():
+        hint = nearest(str(file), map(str, file.parent.glob("*.jsonl")))
+        raise DataError(f"'{file}' does not exist; expected a study's file of results.{hint}")
+    if not with_table:
+        raise SettingError(
+            f"command line: '{file}': got a file of results; expected the file of a study (.toml)"
+            " to run, or --table to print the tables of these results."
+        )
+
+
 def _say_counts(plan: Plan, results: Path) -> None:
-    done = known_runs(results, plan.runs)[0]
-    made = {run.fingerprint for run in plan.runs if run.key in done}
-    num_pairs = len({run.pair for run in plan.runs})
-    num_left = len({run.fingerprint for run in plan.runs} - made)
+    # Also a run that another study has made, or another arm of this one, is not made again.
+    made = {line.get("fingerprint") for line in read_results(results) if "error" not in line}
+    left = [run.fingerprint for run in plan.runs if run.fingerprint not in made]
+    num_different = len(set(left))
+    also = f", {num_different} of them different" if num_different < len(left) else ""
     say(
-        f"{plan.path}: {len(plan.runs)} runs in {num_pairs} pairs; {len(done)} are done,"
-        f" {num_left} are to be made"
+        f"{plan.path}: {counted(len(plan.runs), 'run')} in"
+        f" {counted(len({run.pair for run in plan.runs}), 'pair')};"
+        f" done: {len(plan.runs) - len(left)}, to be made: {len(left)}{also}"
     )
 
 
@@ -119,7 +143,7 @@ def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | 
         facts={"machine": machine(1)},
         say=lambda text: say(text, to_stderr=True),
     )
-    say(f"{results}: {ran.num_done} of {ran.num_done + ran.num_left} runs are done")
+    say(f"{results}: {ran.num_done} of {counted(ran.num_done + ran.num_left, 'run')} done")
     if ran.num_left:
         say("the same command goes on with the others")
     if ran.stopped_by is not None:
@@ -140,13 +164,13 @@ def _print_tables(
     from treegraft.study.tables import Question, Runs, as_data
 
     if not lines:
-        raise DataError("no run of this study is finished; expected at least one line of results.")
+        raise DataError("no run is finished; expected at least one line of results.")
     study = None if plan is None else plan.study
     arms = list(dict.fromkeys(line["method"] for line in lines))
     if baseline is not None and baseline not in arms:
         raise SettingError(
             f"command line: --baseline '{baseline}': no run of this arm is there; there are"
-            f" {', '.join(arms)}.{nearest(baseline, arms)}"
+            f" {quoted(arms)}.{nearest(baseline, arms)}"
         )
     question = Question(baseline=baseline or arms[0])
     if study is not None:
@@ -161,7 +185,7 @@ def _print_tables(
         print(json.dumps(as_data(runs, question)))
         return
     if is_brief:
-        print(brief(runs, question))
+        print(brief(runs, question, with_baseline=baseline is not None))
         return
     if study is not None and study.title:
         print(f"{study.title}\n")

@@ -100,7 +100,9 @@ def about(*settings: str) -> Iterator[None]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean 'x'?" for the known name nearest to `name`, or an empty string where
-    none is near."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean '{matches[0]}'?" if matches else ""
+    """Returns " Did you mean 'x'?" for the known name nearest to `name`, whatever the case of its
+    letters, or an empty string where none is near."""
+    # Of names that differ in case alone the first is taken.
+    names = {one.casefold(): one for one in reversed(list(known))}
+    matches = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.5)
+    return f" Did you mean '{names[matches[0]]}'?" if matches else ""

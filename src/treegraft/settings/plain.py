@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.core.shipped import shipped_recipes
+from treegraft.core.shipped import FOLDERS, Kind, by_name
 
 MAX_BYTES = 1_000_000
 """Largest recipe; ours have some thousand."""
@@ -85,65 +85,66 @@ def parse_value(text: str) -> Any:
     return parsed["value"] if set(parsed) == {"value"} else text
 
 
-def read_tables(path: Path) -> dict[str, Any]:
-    """Returns the tables of a recipe (.toml) or of resolved settings (.json).
+def read_tables(path: Path, kind: Kind = "recipe") -> dict[str, Any]:
+    """Returns the tables of a recipe or study (.toml) or of resolved settings (.json).
 
     Raises:
         SettingError: no such file, one that cannot be read, or other contents.
     """
-    kind = "JSON" if path.suffix == ".json" else "TOML"
-    text = _read(path)
+    language = "JSON" if path.suffix == ".json" else "TOML"
+    text = _read(path, kind)
     try:
-        data: Any = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+        data: Any = json.loads(text) if language == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SettingError(
-            f"recipe '{path}' is not valid {kind}: {_why(error)}. Texts need quotes, lists square"
-            " brackets."
+            f"{kind} '{path}' is not valid {language}: {_why(error)}. Texts need quotes, lists"
+            " square brackets."
         ) from error
     if not isinstance(data, dict):
         raise SettingError(
-            f"recipe '{path}': got a {type(data).__name__}, expected tables of settings."
+            f"{kind} '{path}': got a {type(data).__name__}, expected tables of settings."
         )
     return data
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, kind: Kind) -> str:
     try:
         if not path.is_file():
-            if str(path) not in shipped_recipes():
-                raise SettingError(f"recipe '{path}' {_absence(path)}")
-            path = shipped_recipes()[str(path)]
+            if str(path) not in by_name(kind):
+                raise SettingError(f"{kind} '{path}' {_absence(path, kind)}")
+            path = by_name(kind)[str(path)]
         if path.stat().st_size > MAX_BYTES:
             raise SettingError(
-                f"recipe '{path}' has {path.stat().st_size:,} bytes, expected at most"
+                f"{kind} '{path}' has {path.stat().st_size:,} bytes, expected at most"
                 f" {MAX_BYTES:,}; data belong into files that it names."
             )
         # Windows' editors put a byte order mark first.
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise SettingError(
-            f"recipe '{shortened(str(path))}' cannot be read: {error.strerror}."
+            f"{kind} '{shortened(str(path))}' cannot be read: {error.strerror}."
         ) from error
     except UnicodeDecodeError as error:
         raise SettingError(
-            f"recipe '{path}' is not text in UTF-8: {error.reason} at byte {error.start}."
+            f"{kind} '{path}' is not text in UTF-8: {error.reason} at byte {error.start}."
         ) from error
 
 
-def _absence(path: Path) -> str:
-    """The rest of the sentence about a recipe that is not a file."""
+def _absence(path: Path, kind: Kind) -> str:
+    """The rest of the sentence about a recipe or study that is not a file."""
     fault = "does not exist"
     if path.exists():
         fault = "is a folder" if path.is_dir() else "is not a regular file"
-    folder = path.parent if path.parent.is_dir() else Path("recipes")
-    hint = nearest(str(path), [str(other) for other in folder.glob("*.toml")])
-    names = shipped_recipes()
+    folder = path.parent if path.parent.is_dir() else Path(FOLDERS[kind])
+    others = [one for one in folder.glob("*.toml") if one.name != "pyproject.toml"]
+    names = by_name(kind)
+    hint = nearest(str(path), map(str, others)) or nearest(str(path.with_suffix("")), names)
     if path.stem in names:
         hint = (
-            f" Treegraft ships a recipe of this name; write '{path.stem}' without path and suffix."
+            f" Treegraft ships a {kind} of this name; write '{path.stem}' without path and suffix."
         )
-    elif not hint:
-        hint = f" Recipes that Treegraft ships: {', '.join(names)}."
+    elif not hint and names:
+        hint = f" {FOLDERS[kind].capitalize()} that Treegraft ships: {', '.join(names)}."
     return f"{fault}; expected a .toml or .json file.{hint}"
 
 

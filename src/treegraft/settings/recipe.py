@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.core.shipped import shipped_recipes
+from treegraft.core.shipped import FOLDERS, Kind, by_name
 from treegraft.settings.plain import read_tables, shown
 
 BASE, SMOKE, FOLDER = "base", "smoke", "$RECIPE_DIR"
 MOST_BASES = 4
-"""Longest chain of recipes that build on one another."""
+"""Longest chain of recipes, or studies, that build on one another."""
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -27,44 +27,52 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     Raises:
         SettingError: no such file, one that cannot be read, or bases in a circle.
     """
-    return _read(path, ())
+    tables = read_based(path)
+    smoke = tables.pop(SMOKE, None)
+    return tables, smoke
 
 
-def _read(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    data = read_tables(path)
-    place = path if path.is_file() else shipped_recipes()[str(path)]
-    data = _located(data, str(place.resolve().parent))
-    base, smoke = data.pop(BASE, None), data.pop(SMOKE, None)
-    if smoke is not None and not isinstance(smoke, dict):
-        raise SettingError(f"{path}: '{SMOKE}': got {shown(smoke)}, expected a table of tables.")
+def read_based(path: Path, kind: Kind = "recipe", below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Returns the tables of a recipe or study over those of its base, [smoke] among them.
+
+    Args:
+        below: the files that build on this one.
+
+    Raises:
+        SettingError: as `read_recipe`.
+    """
+    tables = read_tables(path, kind)
+    place = path if path.is_file() else by_name(kind)[str(path)]
+    data: dict[str, Any] = _located(tables, str(place.resolve().parent))
+    base = data.pop(BASE, None)
+    if not isinstance(smoke := data.get(SMOKE, {}), dict):
+        raise SettingError(f"{path}: '{SMOKE}': got {shown(smoke)}, expected a table.")
     if base is None:
-        return data, smoke
+        return data
     if not isinstance(base, str):
-        raise SettingError(f"{path}: '{BASE}': got {shown(base)}, expected the path of a recipe.")
+        raise SettingError(f"{path}: '{BASE}': got {shown(base)}, expected the path of a {kind}.")
     chain = (*below, place.resolve())
-    other = _base_of(path, place.parent, base)
+    other = _base_of(path, place.parent, base, kind)
     if other in chain or len(chain) > MOST_BASES:
         names = " -> ".join(one.name for one in (*chain, other))
         raise SettingError(
-            f"{path}: '{BASE}': recipes build on one another in a circle, or more than"
+            f"{path}: '{BASE}': {FOLDERS[kind]} build on one another in a circle, or more than"
             f" {MOST_BASES} deep: {names}. Leave one of them out."
         )
-    tables, other_smoke = _read(other, chain)
-    overlays = [one for one in (other_smoke, smoke) if one is not None]
-    return merged(tables, data), merged(*overlays) if overlays else None
+    return merged(read_based(other, kind, chain), data)
 
 
-def _base_of(path: Path, folder: Path, base: str) -> Path:
+def _base_of(path: Path, folder: Path, base: str, kind: Kind) -> Path:
     """The file of a base."""
     # Unlike Path.is_file it raises nothing for a name that is too long.
     if os.path.isfile(folder / base):
         return (folder / base).resolve()
-    shipped = shipped_recipes()
+    shipped = by_name(kind)
     name = base.removesuffix(".toml")
     if name not in shipped:
         raise SettingError(
             f"{path}: '{BASE}': got {shown(base)}, which is neither a file in '{folder}' nor the"
-            f" name of a shipped recipe ({', '.join(shipped)}).{nearest(name, shipped)}"
+            f" name of a shipped {kind} ({', '.join(shipped)}).{nearest(name, shipped)}"
         )
     return shipped[name].resolve()
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.settings.plain import read_tables, shown
-from treegraft.settings.recipe import BASE, SMOKE, merged
+from treegraft.core.text import quoted
+from treegraft.settings.plain import shown
+from treegraft.settings.recipe import BASE, SMOKE, merged, read_based
 
 
 class _Table(BaseModel):
@@ -121,8 +122,8 @@ class StudyFile(_Table):
     only: list[str] = []
     """Worlds and arms that are run; of the kind that none is named of, all."""
     results: str | None = None
-    """File of results, from the study's folder; None takes the study's own name with .jsonl. Where
-    studies share one, a run that several of them need is made once."""
+    """File of results, from the study's folder, with a name that ends in .jsonl; None takes the
+    study's own name. Where studies share one, a run that several of them need is made once."""
     keep: Literal["none", "last", "all"] = "none"
     """What stays of a run's folder once its line is written: nothing, its settings, metrics and
     last checkpoint, or everything."""
@@ -161,12 +162,12 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
         SettingError: no such file, unknown keys, values of the wrong type, names that the file does
             not define, or --smoke without a table for it.
     """
-    data = _based(path)
+    data = read_based(path, "study")
     overlay = data.pop(SMOKE, None)
     study = _checked(data, path)
     if overlay is not None:
         # Also where it is not asked for: a study is right as a whole or not at all.
-        small = _checked(_overlaid(data, overlay, path), path)
+        small = _checked(merged(data, overlay), path)
         return small if smoke else study
     if smoke:
         raise SettingError(
@@ -174,30 +175,6 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
             f" smoke test there, such as pairs = 2 and [{SMOKE}.settings.run]."
         )
     return study
-
-
-def _based(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tables of a study over those of the file that it builds on, and of that one's own."""
-    data = read_tables(path)
-    base = data.pop(BASE, None)
-    if base is None:
-        return data
-    place = path.parent / str(base)
-    if not place.is_file():
-        raise SettingError(
-            f"{path}: '{BASE}': got {shown(base)}; expected a file of study tables in"
-            f" '{path.parent}' or below."
-        )
-    seen = (*above, path.resolve())
-    if place.resolve() in seen:
-        raise SettingError(f"{path}: '{BASE}': got {shown(base)}; bases in a circle.")
-    return merged(_based(place, seen), data)
-
-
-def _overlaid(data: dict[str, Any], overlay: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(overlay, dict):
-        raise SettingError(f"{path}: '{SMOKE}': got {shown(overlay)}, expected a table.")
-    return merged(data, overlay)
 
 
 def _checked(data: Mapping[str, Any], path: Path) -> StudyFile:
@@ -242,7 +219,12 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _names_wrong(study: StudyFile) -> Iterator[str]:
-    """A sentence for each name that nothing in the file has."""
+    """A sentence for each name that nothing in the file has, or that its file must not have."""
+    if study.results is not None and Path(study.results).suffix != ".jsonl":
+        yield (
+            f"'results': got {shown(study.results)}; expected the name of a file that ends"
+            " in .jsonl."
+        )
     every = {**study.worlds, **study.arms}
     used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
         *(("only", one, every, "worlds] and [arms") for one in study.only),
@@ -252,8 +234,10 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
     for name, world in study.worlds.items():
         used.append((f"worlds.{name}.warmup", world.warmup, study.warmups, "warmups"))
         if world.warmup is None and len(study.warmups) > 1:
-            names = ", ".join(study.warmups)
-            yield f"'worlds.{name}.warmup' is missing; expected one of {names}, or \"\" for none."
+            yield (
+                f"'worlds.{name}.warmup' is missing; expected one of {quoted(study.warmups)}, or"
+                ' "" for none.'
+            )
     for name in study.buffers:
         yield from _buffer_wrong(study, name)
         used += [
@@ -267,7 +251,7 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
         used += [(f"arms.{name}.worlds", one, study.worlds, "worlds") for one in arm.worlds or ()]
     for place, value, known, kind in used:
         if value and value not in known:
-            there = ", ".join(known) or "none"
+            there = quoted(known) or "none"
             yield f"'{place}': got {shown(value)}; [{kind}] has {there}.{nearest(value, known)}"
     for name in study.arms:
         seen = [name]

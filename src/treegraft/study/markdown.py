@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from treegraft.core.text import counted
 from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, changes, mixed_pairs
 from treegraft.study.tables import NAMES, Question, Row, Runs, Test, mean_of, rows, tests
 
@@ -33,17 +34,15 @@ def markdown(runs: Runs, question: Question) -> str:
     """Returns all tables of a study, with what a reader has to know about its runs."""
     lines = list(_about(runs))
     for world in runs.worlds:
-        found, missing = rows(runs, world, question), list(runs.missing(world))
-        left_out = ["Pairs that are not there: " + ". ".join(missing) + ".", ""] if missing else []
+        found = rows(runs, world, question)
+        lines += _heading(runs, world, found)
         if not found:
-            lines += [f"**{world}**: no pair is complete for all arms yet.", "", *left_out]
             continue
-        baseline = question.baseline if question.baseline in runs.arms(world) else found[0].arm
+        baseline = question.baseline_of([row.arm for row in found])
         names = list(found[0].at)
         shown = list(found[0].pass_at)
-        header = ["arm", "held out", "IQM", f"less {baseline}", "P(better)"]
+        header = ["arm", "held out", "IQM", f"this arm minus {baseline}", "P(better)"]
         header += [key.removeprefix("eval/").replace("_at_", "@") for key in shown]
-        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *left_out, *_mixed(runs, world)]
         lines += _table(
             [*header, *names],
             [
@@ -65,19 +64,31 @@ def markdown(runs: Runs, question: Question) -> str:
     return "\n".join(lines)
 
 
-def brief(runs: Runs, question: Question) -> str:
+def brief(runs: Runs, question: Question, *, with_baseline: bool = False) -> str:
     """Returns one table a world: accuracy at the first budget of calls, best first, with what each
-    primary arm has more there, at the first one of seconds, at the end (without a primary arm with
-    the difference to the baseline), and the costs."""
-    lines: list[str] = []
+    primary arm has more there, at the first one of seconds, at the end, and the costs; with what a
+    reader has to know about its runs.
+
+    Args:
+        with_baseline: also the difference to the baseline at the end, as without a primary arm.
+    """
+    lines = list(_about(runs))
     for world in runs.worlds:
         found = rows(runs, world, question)
-        if not found:
-            lines += [f"**{world}**: no pair is complete for all arms yet.", ""]
-            continue
-        lines += [f"**{world}**, {len(found[0].last)} pairs", "", *_mixed(runs, world)]
-        lines += _brief(found, question)
+        lines += _heading(runs, world, found)
+        if found:
+            lines += _brief(found, question, with_baseline or not question.primary)
     return "\n".join(lines)
+
+
+def _heading(runs: Runs, world: str, found: Sequence[Row]) -> list[str]:
+    """A world's name and pairs, those that are left out, and those that are none."""
+    missing = list(runs.missing(world))
+    left_out = ["Pairs that are not there: " + ". ".join(missing) + ".", ""] if missing else []
+    if not found:
+        return [f"**{world}**: no pair is complete for all arms yet.", "", *left_out]
+    pairs = counted(len(found[0].last), "pair")
+    return [f"**{world}**, {pairs}", "", *left_out, *_mixed(runs, world)]
 
 
 def _mixed(runs: Runs, world: str) -> list[str]:
@@ -93,7 +104,8 @@ def _mixed(runs: Runs, world: str) -> list[str]:
     ]
 
 
-def _brief(found: Sequence[Row], question: Question) -> list[str]:
+def _brief(found: Sequence[Row], question: Question, with_baseline: bool) -> list[str]:
+    baseline = question.baseline_of([row.arm for row in found])
     calls, seconds = (
         next((name for name in found[0].at if name.endswith(f" {NAMES[cost]}")), None)
         for cost in (CALLS, SECONDS)
@@ -104,15 +116,13 @@ def _brief(found: Sequence[Row], question: Question) -> list[str]:
         columns[calls] = lambda row: _share(row.at[calls])
         for primary in question.primary:
             made = {one.other: one for one in tests(found, primary) if one.column == calls}
-            columns[f"{primary} less it"] = functools.partial(_difference, made)
+            columns[f"{primary} minus this arm {calls}"] = functools.partial(_difference, made)
             columns[f"p, {primary}"] = functools.partial(_corrected, made)
     if seconds is not None:
         columns[seconds] = lambda row: _share(row.at[seconds])
     columns["at the end"] = lambda row: _interval(row.mean, row.interval)
-    if not question.primary:
-        arms = [row.arm for row in found]
-        baseline = question.baseline if question.baseline in arms else arms[0]
-        columns[f"less {baseline}"] = functools.partial(_gain, baseline)
+    if with_baseline:
+        columns[f"this arm minus {baseline} at the end"] = functools.partial(_gain, baseline)
     columns["calls"] = functools.partial(_total, cost=CALLS, form=",.0f")
     if any(row.buffer_calls for row in found):
         columns["buffer's calls"] = lambda row: f"{row.buffer_calls:,.0f}"
@@ -193,7 +203,7 @@ def _tests(found: Sequence[Test], primary: str) -> list[str]:
         ]
         for one in found
     ]
-    header = ["column", f"{primary} less", "pairs", "difference", "p", "p (Holm)"]
+    header = ["column", "other arm", "pairs", f"{primary} minus the other", "p", "p (Holm)"]
     return _table(header, body) if body else []
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from treegraft.core.errors import SettingError, nearest
+from treegraft.core.text import counted, quoted
 from treegraft.settings.config import Config, known_settings, settings_with
 from treegraft.settings.load import default_of, describe, load_config
 from treegraft.settings.recipe import merged, read_recipe
@@ -158,8 +159,8 @@ def make_plan(
     study = read_study(path, smoke=smoke)
     if pairs is not None and pairs > study.pairs:
         raise SettingError(
-            f"command line: --pairs: got {pairs}; {path} has {study.pairs} pairs, expected at most"
-            " as many."
+            f"command line: --pairs: got {pairs}; {path} has {counted(study.pairs, 'pair')},"
+            " expected at most as many."
         )
     _refuse_unknown(only, study, path)
     planner = _Planner(study, path)
@@ -173,7 +174,7 @@ def make_plan(
     ]
     if not runs:
         raise SettingError(
-            f"{path}: no run is left: --only {' '.join(only)} names arms and worlds"
+            f"{path}: no run is left: --only {quoted(only)} names arms and worlds"
             " that do not go together."
         )
     return Plan(path=path, study=study, runs=runs)
@@ -191,7 +192,7 @@ def _refuse_unknown(only: Sequence[str], study: StudyFile, path: Path) -> None:
         if name not in known:
             raise SettingError(
                 f"command line: --only '{name}': {path} has no arm or world of this name; it has"
-                f" {', '.join(known)}.{nearest(name, known)}"
+                f" {quoted(known)}.{nearest(name, known)}"
             )
 
 

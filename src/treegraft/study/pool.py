@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -66,20 +68,28 @@ class Pool:
         ours, theirs = context.Pipe()
         worker = context.Process(target=_work, args=(theirs, self._function), daemon=True)
         before = {name: os.environ.get(name) for name in THREADS}
+        # Its start would let SIGINT through.
+        resource_tracker.ensure_running()
+        # A worker that is still being loaded gets the signal when it can heed it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         # Read once, when the libraries of the new process are loaded.
         os.environ |= dict.fromkeys(THREADS, "1")
         try:
             worker.start()
+            self._workers[ours] = worker
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
-        theirs.close()
-        self._workers[ours] = worker
+            theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return ours
 
     def outcomes(self) -> Iterator[Outcome]:
         """Waits for the end of a job or more, and yields how each ended."""
-        for connection in wait(list(self._jobs)):
+        return self._answers(None)
+
+    def _answers(self, timeout_s: float | None) -> Iterator[Outcome]:
+        for connection in wait(list(self._jobs), timeout_s):
             assert isinstance(connection, Connection)
             job = self._jobs.pop(connection)
             try:
@@ -98,48 +108,69 @@ class Pool:
                 self._idle.append(connection)
                 yield Outcome(job, result, error)
 
-    def end(self, *, at_once: bool = False) -> None:
-        """Ends all workers; one that trains saves its state first, unless it is to end at once."""
+    def end(self) -> Iterator[Outcome]:
+        """Ends all workers, and yields how those jobs ended that were done by then; a worker that
+        trains saves its state first."""
+        yield from self._answers(0.0)
         for connection, worker in self._workers.items():
             if worker.pid is not None and connection in self._jobs:
                 with suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGKILL if at_once else signal.SIGINT)
-            if connection not in self._jobs:
-                # A worker without a job reads the end of the connection.
-                connection.close()
+                    os.kill(worker.pid, signal.SIGINT)
+        deadline = time.monotonic() + END_S
+        while self._jobs and (left_s := deadline - time.monotonic()) > 0:
+            # What ends without a result now was interrupted.
+            yield from (one for one in self._answers(left_s) if not one.error)
+        for connection in self._idle:
+            # A worker without a job reads the end of the connection.
+            connection.close()
         for worker in self._workers.values():
-            worker.join(END_S)
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
+            worker.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends all workers that are left, at once."""
+        for worker in self._workers.values():
+            worker.kill()
+            worker.join()
         self._workers.clear()
         self._jobs.clear()
+        self._idle.clear()
 
 
 def _work(connection: Connection, function: Callable[..., Any]) -> None:
     # Signals of the terminal go to its whole group of processes.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            job = connection.recv()
-        except (EOFError, OSError, KeyboardInterrupt):
-            return
-        try:
-            answer = (function(job), "")
-        except KeyboardInterrupt:
-            return
-        except TreegraftError as error:
-            answer = (None, plain(str(error)))
-        except Exception:  # of a job, which must not end the others
-            answer = (None, traceback.format_exc())
-        with suppress(OSError):
-            connection.send(answer)
-        # What is left are modules, which the collector need not look at in every further job, and
-        # perhaps a model that something still held: it is looked at again after the next one.
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+    with suppress(KeyboardInterrupt):
+        # Ignored where a script has started the study with `&`; held back by `_hire`.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        while _answer(connection, function):
+            # What is left are modules, which the collector need not look at in every further job,
+            # and perhaps a model that something still held: it is looked at again after the next.
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+
+
+def _answer(connection: Connection, function: Callable[..., Any]) -> bool:
+    """Does the next job; False where there is none."""
+    try:
+        job = connection.recv()
+    except (EOFError, OSError):
+        return False
+    try:
+        answer = (function(job), "")
+    except TreegraftError as error:
+        answer = (None, plain(str(error)))
+    except Exception:  # of a job, which must not end the others
+        answer = (None, traceback.format_exc())
+    # A result that is there is handed over, whatever comes.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    with suppress(OSError):
+        connection.send(answer)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    return True
 
 
 def _end_with_parent() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from treegraft.core.errors import DataError
 from treegraft.core.files import append_line, drop_cut_line, parse_json, whole_lines
+from treegraft.core.text import counted
 from treegraft.study.plan import RunPlan
 
 Line = dict[str, Any]
@@ -102,19 +103,23 @@ def changes(lines: Iterable[Line]) -> list[str]:
         for name, (then, now) in line.get("changed", {}).items()
     )
     return [
-        f"{name} was {then} in {count} runs that are there, and is {now} now by default"
+        f"{name} was {then} in {counted(count, 'run')} already there, and is {now} now by default"
         for (name, then, now), count in sorted(counts.items())
     ]
 
 
 def mixed_pairs(lines: Iterable[Line]) -> list[int]:
     """Returns the pairs of these lines, of one world, whose runs did not all begin with the same
-    weights: a warm-up of equal seeds ends as another agent on another kind of processor.
+    weights: a warm-up of equal seeds ends as another agent on another kind of processor. Runs
+    without one are left out.
 
     Lines of earlier versions have no checksum of weights; those are told by their processor.
     """
     weights, places = defaultdict[Any, set[str]](set), defaultdict[Any, set[str]](set)
     for line in lines:
+        # The recipe's model is the same on every machine.
+        if line.get("warmup") is None and line.get("warmup_seed") is None:
+            continue
         # Arms with a warm-up of their own begin with other weights on purpose.
         begun = (line["seed"], (line.get("warmup") or {}).get("fingerprint"))
         places[begun].add(str((line.get("machine") or {}).get("cpu", "")))

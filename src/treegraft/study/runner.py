@@ -16,6 +16,7 @@ from typing import Any
 from treegraft.core.errors import StorageError
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import Ended, others_as_ctrl_c
+from treegraft.core.text import counted
 from treegraft.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
 from treegraft.study.pool import Outcome, Pool
 from treegraft.study.results import Key, Line, add_results, changes, known_runs, repair
@@ -110,8 +111,8 @@ def run_study(
                 _tidy(out / run.folder, plan.study.keep)
         if num_others:
             say(
-                f"{results}: {num_others} runs with other settings than the study has now; they"
-                " stay there and are not counted"
+                f"{results}: {counted(num_others, 'run')} with other settings than the study has"
+                " now, kept there and not counted"
             )
         missing: dict[str, RunPlan] = {}
         for run in plan.runs:
@@ -152,14 +153,17 @@ class _Work:
         except KeyboardInterrupt as error:
             stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
             self._say(
-                f"stopping; {pool.num_running} runs under way are saved (Ctrl-C again: at"
-                " once, going on from their last checkpoints)"
+                f"stopping; saving {counted(pool.num_running, 'job')} under way (Ctrl-C again: at"
+                " once, going on from the last checkpoints)"
             )
         finally:
             try:
-                pool.end()
+                for outcome in pool.end():
+                    self._take(outcome)
             except KeyboardInterrupt:
-                pool.end(at_once=True)
+                pass
+            finally:
+                pool.kill()
         known, _ = known_runs(self._results, self._plan.runs)
         failures = {
             run.key: text
@@ -182,7 +186,6 @@ class _Work:
             if not pool.num_running:
                 return
             for outcome in pool.outcomes():
-                self._running.discard(outcome.job.fingerprint)
                 self._take(outcome)
 
     def _next(self) -> Needed | RunPlan | None:
@@ -199,6 +202,7 @@ class _Work:
 
     def _take(self, outcome: Outcome) -> None:
         job, name = outcome.job, name_of(outcome.job)
+        self._running.discard(job.fingerprint)
         seconds = f"{time.monotonic() - self._began:6.0f} s"
         if outcome.error:
             self._fail(job, outcome.error)
@@ -212,7 +216,7 @@ class _Work:
         left = sum(isinstance(one, RunPlan) for one in self._waiting) + len(self._running)
         also = f" (and {len(same) - 1} equal)" if len(same) > 1 else ""
         accuracy = outcome.result["curve"][-1]["accuracy"]
-        self._say(f"{seconds}  {name}{also}: {accuracy:.3f}; {left} jobs left")
+        self._say(f"{seconds}  {name}{also}: {accuracy:.3f}; {counted(left, 'job')} left")
 
     def _fail(self, job: Needed | RunPlan, error: str) -> None:
         self._failed[job.fingerprint] = error

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from treegraft.core.text import ranges
 from treegraft.study.results import CALLS, SECONDS, SHOWN, TOKENS, Key, Line, key_of
 from treegraft.study.statistics import (
     accuracy_at,
@@ -41,6 +42,11 @@ class Question:
     total of the arm that spends least of it."""
     goes_on: bool = False
     """Whether a run that ended before a budget counts with its last accuracy."""
+
+    def baseline_of(self, arms: Sequence[str]) -> str:
+        """Returns the baseline of a world with these arms: the first of them where it lacks
+        ours."""
+        return self.baseline if self.baseline in arms else arms[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +138,8 @@ class Runs:
         return sorted(set.intersection(*found)) if found else []
 
     def missing(self, world: str) -> Iterator[str]:
-        """Yields a sentence for each arm with runs that are not there: its pairs, and why those
-        failed that did."""
+        """Yields a sentence for each arm with runs that are not there: its pairs (`all`, or as in
+        `0, 2 to 5`), and why those failed that did."""
         every = dict.fromkeys(pair for place, _, pair in self._planned if place == world)
         for arm in dict.fromkeys(arm for place, arm, _ in self._planned if place == world):
             pairs = [pair for pair in every if (world, arm, pair) not in self._lines]
@@ -145,7 +151,8 @@ class Runs:
             ]
             if pairs:
                 also = f" ({'; '.join(why)})" if why else ""
-                yield f"{arm}: {', '.join(map(str, pairs))}{also}"
+                named = "all" if len(pairs) == len(every) else ranges(pairs)
+                yield f"{arm}: {named}{also}"
 
     @functools.cached_property
     def _own_warmup(self) -> set[str]:
@@ -237,7 +244,7 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
         return []
     arms, budgets = runs.arms(world), list(_budgets(runs, world, question))
     last = {arm: [line["curve"][-1]["accuracy"] for line in runs.of(world, arm)] for arm in arms}
-    reference = last[question.baseline if question.baseline in arms else arms[0]]
+    reference = last[question.baseline_of(arms)]
     found = []
     for arm in arms:
         lines = runs.of(world, arm)

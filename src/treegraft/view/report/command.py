@@ -9,6 +9,7 @@ from pathlib import Path
 
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.files import write_atomically
+from treegraft.core.text import quoted
 from treegraft.view.report.bars import final_accuracy, sweep
 from treegraft.view.report.curves import against_cost, dynamics
 from treegraft.view.report.drawing import save, styled
@@ -93,7 +94,7 @@ def write_report(
     if baseline is not None and baseline not in labels:
         raise SettingError(
             f"--baseline '{baseline}' is not a group.{nearest(baseline, labels)} There are:"
-            f" {', '.join(labels)}"
+            f" {quoted(labels)}"
         )
     trees = TreeReader((TreeMeans, PositionMeans))
     data = ReportData(groups, _accuracy(records), baseline, trees)
