@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app
-from treegraft.cli.profile_spans import Interval, common, length, spent, table, union
+from treegraft.cli.profile_spans import (
+    Interval,
+    common,
+    length,
+    lengths_within,
+    spent,
+    table,
+    union,
+)
 from treegraft.core.errors import DataError, SettingError
 
 INTERVALS = st.lists(
@@ -89,6 +97,24 @@ def test_a_killed_process_leaves_half_a_line(run: Path) -> None:
     assert spent(run) == whole
 
 
+def test_an_update_that_was_stopped_does_not_count(run: Path) -> None:
+    """Seconds 40 to 45 belong to an update that was done again from 50 to 60."""
+    whole = spent(run)
+    stopped = write(run, "rank 0 once more", [("learn", 40, 45), ("update", 40, 45)])
+    lines = [json.loads(line) for line in stopped.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line["resource"]["attributes"]["treegraft.role"] = "rank 0"
+        line["status"] = {"status_code": "ERROR"}
+    stopped.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert spent(run) == whole
+
+
+def test_updates_that_touch_are_two(tmp_path: Path) -> None:
+    write(tmp_path, "rank 0", [("update", 0, 2), ("update", 2, 6)])
+    found = spent(tmp_path)
+    assert (found.num_updates, found.update_s) == (2, 3.0)
+
+
 def test_what_cannot_be_read_is_said(run: Path, tmp_path: Path) -> None:
     with (run / "spans-grower-9.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"name": "engine"}\n')
@@ -98,7 +124,11 @@ def test_what_cannot_be_read_is_said(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"got no spans of an update.*track\.spans=file"):
         spent(tmp_path / "empty")
     done = CliRunner().invoke(app, ["profile", str(run), "run.seed=1"])
-    assert isinstance(done.exception, SettingError) and "got run.seed=1" in str(done.exception)
+    assert isinstance(done.exception, SettingError)
+    assert f"treegraft profile {run / 'config.json'} run.seed=1" in str(done.exception)
+    done = CliRunner().invoke(app, ["profile", str(run), "--updates", "5"])
+    assert isinstance(done.exception, SettingError)
+    assert "--updates would have no effect with a run folder" in str(done.exception)
 
 
 @given(some=INTERVALS, others=INTERVALS)
@@ -109,5 +139,7 @@ def test_times_are_those_of_seconds_counted_one_by_one(
         return {one for begin, end in intervals for one in range(int(begin), int(end))}
 
     both = common(union(some), union(others))
+    each = [length(common([one], union(others))) for one in some]
+    assert list(lengths_within(some, union(others))) == each
     assert seconds(both) == seconds(some) & seconds(others)
     assert length(union(some)) == len(seconds(some)) and length(both) == len(seconds(both))

@@ -3,6 +3,7 @@ processes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -75,6 +76,23 @@ def test_spans_change_nothing(run_dir: Path) -> None:
     plain = train(own, display=False).run_dir
     different = [name for name in differing(plain, run_dir) if not name.endswith("config.json")]
     assert different == ["spans-rank-0.jsonl"]
+
+
+def test_a_stopped_span_is_marked_and_the_next_process_begins_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "spans-rank-0.jsonl"
+    for stop in (asyncio.CancelledError, ValueError):
+        with contextlib.suppress(stop), spans.recorded("file", tmp_path, "rank 0"):
+            with spans.span("whole"):
+                pass
+            with spans.span("stopped"):
+                raise stop
+        # As a killed process leaves it.
+        with path.open("a", encoding="utf-8") as file:
+            file.write('{"name": "cut')
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines[:-1]]
+    told = [(one["name"], one["status"]["status_code"]) for one in found]
+    assert told == [("whole", "UNSET"), ("stopped", "ERROR")] * 2
 
 
 def test_nothing_is_recorded_and_imported_where_no_run_asks() -> None:

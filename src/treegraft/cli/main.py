@@ -321,6 +321,7 @@ def doctor(
 
 @app.command()
 def profile(
+    context: typer.Context,
     recipe: Annotated[
         str,
         typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run folder that holds spans."),
@@ -339,16 +340,19 @@ def profile(
 ) -> None:
     """Run a few updates of a recipe and print the time of each part.
 
-    Evaluations are skipped, and nothing of the run is kept. Of a run that has recorded spans
-    (track.spans=file), on several ranks or a cluster too, print what each process did.
+    Evaluations are skipped, and nothing of the run is kept. Given a run folder with spans
+    (track.spans=file), it prints instead what each process of the run did, for several ranks and
+    clusters too.
     """
     if Path(recipe).is_dir():
         from treegraft.cli.profile_spans import print_spent
 
+        refuse_idle(context, "with a run folder, whose updates are measured already", "--updates")
         if overrides:
             raise SettingError(
-                f"command line: got {' '.join(overrides)}, but what a run folder holds has its"
-                " settings already; expected the folder alone, or a recipe before them."
+                f"command line: got {' '.join(overrides)} beside the run folder '{recipe}', whose"
+                " updates are measured already; leave the settings out, or measure anew: treegraft"
+                f" profile {Path(recipe) / 'config.json'} {' '.join(overrides)}"
             )
         print_spent(Path(recipe), json_file)
         return

@@ -4,6 +4,7 @@ recorded (`track.spans = "file"`)."""
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -57,25 +58,26 @@ def spent(folder: Path) -> Spent:
     """
     found: dict[tuple[str, str], list[Interval]] = defaultdict(list)
     for path in sorted(folder.glob("spans-*.jsonl")):
-        for role, name, interval in _spans(path):
-            found[role, name].append(interval)
-    updates = union(found.pop((FIRST, "update"), ()))
+        for role, name, interval, is_whole in _spans(path):
+            # An update that was stopped is done again, and its time no update's.
+            if is_whole or name != "update":
+                found[role, name].append(interval)
+    whole = found.pop((FIRST, "update"), [])
+    updates, num = union(whole), len(whole)
     if not updates:
         raise DataError(
             f"'{folder}': got no spans of an update, expected a run folder with spans-*.jsonl in"
             " it. Record them with: treegraft train RECIPE track.spans=file (cluster likewise)."
         )
-    wall_s, num = length(updates), len(updates)
+    wall_s = length(updates)
     parts = []
     for (role, name), intervals in found.items():
-        inside = [one for one in intervals if common([one], updates)]
-        if not inside:
+        each_s = [seconds for seconds in lengths_within(intervals, updates) if seconds > 0]
+        if not each_s:
             continue
-        busy_s = length(common(union(inside), updates))
-        all_s = sum(length(common([one], updates)) for one in inside)
-        parts.append(
-            Part(role, name, len(inside) / num, busy_s / num, busy_s / wall_s, all_s / busy_s)
-        )
+        busy_s = length(common(union(intervals), updates))
+        at_once = sum(each_s) / busy_s
+        parts.append(Part(role, name, len(each_s) / num, busy_s / num, busy_s / wall_s, at_once))
     rollouts = common(union(found[FIRST, "rollout"]), updates)
     asked = union(one for (_, name), many in found.items() if name == "engine" for one in many)
     idle = 1.0 - length(common(asked, rollouts)) / (length(rollouts) or 1.0)
@@ -108,14 +110,22 @@ def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interva
     return found
 
 
+def lengths_within(some: Iterable[Interval], others: Sequence[Interval]) -> Iterator[float]:
+    """Yields the seconds of each of `some` that are in `others`, a `union`."""
+    begins, ends = [begin for begin, _ in others], [end for _, end in others]
+    for one in some:
+        near = others[bisect_right(ends, one[0]) : bisect_left(begins, one[1])]
+        yield length(common([one], near))
+
+
 def length(intervals: Iterable[Interval]) -> float:
     """Returns the seconds of a `union`."""
     return sum(end - begin for begin, end in intervals)
 
 
-def _spans(path: Path) -> Iterator[tuple[str, str, Interval]]:
-    """Yields (role, name, interval) of the spans in a file; a line that a killed process has left
-    unfinished is left out."""
+def _spans(path: Path) -> Iterator[tuple[str, str, Interval, bool]]:
+    """Yields (role, name, interval, whether nothing has ended it early) of the spans in a file; a
+    line that a killed process has left unfinished is left out."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
@@ -124,7 +134,8 @@ def _spans(path: Path) -> Iterator[tuple[str, str, Interval]]:
                 one = json.loads(line)
                 role = str(one["resource"]["attributes"]["treegraft.role"])
                 interval = _seconds(one["start_time"]), _seconds(one["end_time"])
-                yield role, str(one["name"]), interval
+                is_whole = one.get("status", {}).get("status_code") != "ERROR"
+                yield role, str(one["name"]), interval, is_whole
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"'{path}', line {number}: got no span of OpenTelemetry ({error!r}). Remove"

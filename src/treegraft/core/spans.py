@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError
+from treegraft.core.files import drop_cut_line
 
 FILE = "file"
 SETTING = "track.spans"
@@ -45,6 +46,7 @@ class _Recording:
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
         path = Path(self.folder) / f"spans-{re.sub('[^a-z0-9]+', '-', role)}.jsonl"
+        drop_cut_line(path)
         self._file = path.open("a", encoding="utf-8")
         return ConsoleSpanExporter(out=self._file, formatter=lambda one: one.to_json(None) + "\n")
 
@@ -112,10 +114,23 @@ def span(name: str, **attributes: str | int | float) -> AbstractContextManager[A
     recording = _recording
     if recording is None:
         return contextlib.nullcontext()
-    found: AbstractContextManager[Any] = recording.tracer.start_as_current_span(
-        name, attributes=attributes
-    )
-    return found
+    return _recorded_span(recording, name, attributes)
+
+
+@contextlib.contextmanager
+def _recorded_span(
+    recording: _Recording, name: str, attributes: Mapping[str, str | int | float]
+) -> Iterator[Any]:
+    from opentelemetry.trace import StatusCode
+
+    with recording.tracer.start_as_current_span(name, attributes=attributes) as one:
+        try:
+            yield one
+        except BaseException as error:
+            # OpenTelemetry takes a cancelled task's span for one that went well.
+            if not isinstance(error, Exception):
+                one.set_status(StatusCode.ERROR, type(error).__name__)
+            raise
 
 
 def trace_headers() -> dict[str, str]:
