@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -274,6 +275,56 @@ def test_a_sampler_of_your_own() -> None:
     assert names(build_sampler(settings, tasks_of("abcd"), 0).draw(1, 0, size=2)) == "cb"
     with pytest.raises(SettingError, match=r"sampler\.kind: .* gives a Undecided without draw"):
         build_sampler(SamplerSettings(kind="tests.test_sampler:Undecided"), tasks_of("ab"), 0)
+
+
+class Odd(Epochs):
+    """Answers as it is told to."""
+
+    def __init__(
+        self, tasks: Sequence[Task], seed: int, *, dealt: str = "ab", kept: Any = 1
+    ) -> None:
+        super().__init__(tasks, seed)
+        self._dealt, self._kept = dealt, kept
+
+    @property
+    def state(self) -> Any:
+        return {"kept": np.float32(1)} if self._kept == "numpy" else self._kept
+
+    def draw(self, number: int, first: int, *, size: int, without: Any = ()) -> Any:
+        every = tasks_of("abcdef")
+        return [every["abcdef".index(name)] if name != "!" else name for name in self._dealt]
+
+
+@pytest.mark.parametrize(
+    ("dealt", "part"),
+    [
+        ("", "gave no task for update 1, expected at least one"),
+        ("aa", "gave the task 'a' 2 times, expected different tasks"),
+        ("abc", "gave 3 tasks, expected at most size = 2"),
+        ("af", "gave the task 'f', expected tasks out of those that it was made with"),
+        ("a!", "gave '!', expected tasks out of those"),
+        ("d", "gave 'd', which is in without, expected other tasks"),
+        ("z", "raised ValueError: substring not found"),
+    ],
+)
+def test_what_your_own_sampler_deals_is_checked(dealt: str, part: str) -> None:
+    settings = SamplerSettings(kind="tests.test_sampler:Odd", options={"dealt": dealt})
+    sampler = build_sampler(settings, tasks_of("abcd"), 0)
+    with pytest.raises(SettingError, match=re.escape(part)) as caught:
+        sampler.draw(1, 0, size=2, without=["d"] if dealt == "d" else [])
+    assert "'tests.test_sampler:Odd'" in str(caught.value)
+
+
+def test_what_your_own_sampler_keeps_is_json() -> None:
+    def made(kept: Any) -> Any:
+        settings = SamplerSettings(kind="tests.test_sampler:Odd", options={"kept": kept})
+        return build_sampler(settings, tasks_of("ab"), 0)
+
+    assert made({"a": [1]}).state == {"a": [1]}
+    with pytest.raises(SettingError, match=r"float32 is not JSON .*, arrays as \.tolist\(\)"):
+        _ = made("numpy").state
+    with pytest.raises(SettingError, match=r"state of .* gave a list, expected a mapping"):
+        _ = made([1]).state
 
 
 @pytest.mark.parametrize(

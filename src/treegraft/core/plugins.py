@@ -7,8 +7,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,23 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
         return load_object(name)
 
 
+@contextmanager
+def blaming(path: str, setting: str) -> Iterator[None]:
+    """Turns an error of the user's code at `path` that the block runs into a `SettingError` that
+    says where it was raised; the package's own errors pass."""
+    try:
+        yield
+    except TreegraftError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise SettingError(
+            f"{setting}: '{path}' raised {type(error).__name__}: {error} ({last.filename}, line"
+            f" {last.lineno}); mend it there.",
+            settings=[setting],
+        ) from error
+
+
 def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) -> Any:
     """Returns the object that the user's class or function at `path` makes of the arguments.
 
@@ -66,17 +83,8 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
             f" {', '.join(arguments) or 'no arguments'}: {error}",
             settings=[setting],
         ) from error
-    try:
+    with blaming(path, setting):
         found = maker(**arguments)
-    except TreegraftError:
-        raise
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise SettingError(
-            f"{setting}: '{path}' raised {type(error).__name__}: {error} ({last.filename}, line"
-            f" {last.lineno}); mend it there.",
-            settings=[setting],
-        ) from error
     members = {name for base in protocol.__mro__ for name in (*vars(base), *get_annotations(base))}
     missing = sorted(
         name for name in members if not name.startswith("_") and not hasattr(found, name)

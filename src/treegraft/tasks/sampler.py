@@ -16,6 +16,7 @@ from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.plugins import make, pick
 from treegraft.core.types import GraftCause, RestartCause, RetryCause, StoredCause, Task, Tree
 from treegraft.settings.tasks import SamplerSettings
+from treegraft.tasks.own_sampler import OwnSampler
 from treegraft.tools.search.encoders import build_encoder
 
 PRIOR = 2.0
@@ -31,7 +32,8 @@ Floats = npt.NDArray[np.float64]
 def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -> TaskSampler:
     """Returns the sampler of the training tasks that `settings.kind` names.
 
-    A sampler given by import path is called with tasks, seed and the entries of sampler.options.
+    A sampler given by import path is called with tasks, seed and the entries of sampler.options;
+    what it answers is checked (`OwnSampler`).
 
     Raises:
         SettingError: an unknown kind or encoder, or an import path to nothing that makes a sampler.
@@ -50,7 +52,7 @@ def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -
         seed=seed,
         **settings.options,
     )
-    return sampler
+    return OwnSampler(sampler, settings.kind, tasks)
 
 
 # --- in turn --------------------------------------------------------------------------------------
