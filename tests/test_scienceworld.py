@@ -221,6 +221,17 @@ def test_worlds_are_lost_with_their_process_and_later_ones_get_another() -> None
         assert "hallway" in played.begun()
 
 
+@real
+def test_a_game_that_is_refused_leaves_its_world_to_the_next() -> None:
+    simulator = scienceworld_java.running()
+    world = simulator.take()
+    simulator.give_back(world)
+    with pytest.raises(ToolUnavailable, match="ScienceWorld has no Game"):
+        ScienceWorld().reset(LONGEST.name, 10**6, "easy", 3)
+    assert simulator.take() is world
+    simulator.give_back(world)
+
+
 HOLDER = """
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))

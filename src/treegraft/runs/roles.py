@@ -27,7 +27,7 @@ class Role:
     """"live", or why not."""
     num_starts: int
     num_trees: int | None
-    """Trees that a grower was given; None for other actors."""
+    """Trees that a grower has under way; None for other actors."""
     waits: Mapping[str, int]
     """What it waits for, and how often at once."""
     version: int | None

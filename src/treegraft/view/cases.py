@@ -130,7 +130,7 @@ def compare(
         if len(judged) == len(sides):
             found[tuple(one.is_right for one in judged)].append(key)
     notes = []
-    if alone := sum(len(side.verdicts) - len(shared) for side in sides):
+    if alone := len({key for side in sides for key in side.verdicts}) - len(shared):
         notes.append(f"Not counted: {alone} questions that not all of them were asked.")
     if unjudged := len(shared) - sum(map(len, found.values())):
         notes.append(

@@ -67,8 +67,10 @@ class Played:
         self._simulator: Simulator = running()
         self._world = self._simulator.take()
         with self._simulator.drawing(self._seed("world")):
-            if refusal := self._world.load(*game, False):
-                raise ToolUnavailable(f"ScienceWorld has no {game}: {refusal}")
+            refusal = self._world.load(*game, False)
+        if refusal:
+            self.close()
+            raise ToolUnavailable(f"ScienceWorld has no {game}: {refusal}")
 
     def begun(self) -> str:
         """Returns the task and what is seen first; takes no time in the world."""
@@ -136,6 +138,7 @@ class ScienceWorld:
 
     def reset(self, game: str, variation: int, simplifications: str, max_actions: int) -> str:
         """Begins a game and returns the task with what is seen first."""
+        self.close()
         self._max_actions = max_actions
         self._played = Played(Game(game, variation, simplifications))
         return self._played.begun()

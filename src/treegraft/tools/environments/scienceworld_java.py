@@ -92,7 +92,8 @@ class Simulator:
             if not isinstance(error, Exception):
                 raise
             raise ToolUnavailable(
-                f"the Java process of ScienceWorld did not start: {error}"
+                f"the Java process of ScienceWorld did not start: {error}. Does"
+                f" `{java_path() or 'java'} -version` work? It needs version 8 or newer."
             ) from error
         # Else it blocks once the pipe is full.
         self._drainer = threading.Thread(target=self._drain, daemon=True)
