@@ -270,6 +270,9 @@ def test_the_table_of_results_is_that_of_its_studies(
     shown = [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in rows]
     names = ["commit", "Tree-GRPO", "ARPO", "GRPO", "GRPO, dynamic sampling"]
     assert [row[1:] for row in shown] == [early[name] + unsure[name] for name in names]
+    flawed = numbers("decisive.toml", "imperfect")
+    pruned, raw = (flawed[name][1] for name in ("SFT, pruned", "SFT, raw"))
+    assert f"worth imitating once they are pruned: {pruned}, as stored {raw} (" in PAGE
 
 
 def test_the_layout_of_the_readme_is_that_of_the_package() -> None:

@@ -662,31 +662,6 @@ def test_sweeps_of_a_study(tmp_path: Path) -> None:
     )
 
 
-def test_methods_and_worlds_of_a_study_can_be_chosen(tmp_path: Path) -> None:
-    study = tmp_path / "study.jsonl"
-    lines = [
-        study_line(one, 0, 0.5, world)
-        for one in "abc"
-        for world in ("v", "w")
-        if one + world != "cv"
-    ]
-    study.write_text("".join(lines))
-
-    def kept(*names: str) -> list[str]:
-        out = tmp_path / "-".join(names)
-        write_report([str(study)], out=out, keep=names, only=["final-accuracy"])
-        rows = (out / "figures" / "final-accuracy.csv").read_text().splitlines()[1:]
-        return [",".join(row.split(",")[:2]) for row in rows]
-
-    assert kept("a", "b", "w") == ["w,a", "w,b"]
-    assert kept("v") == ["v,a", "v,b"]
-    assert kept("c") == ["w,c"]
-    with pytest.raises(SettingError, match="--keep 'd' is neither a method nor a world"):
-        kept("d")
-    with pytest.raises(SettingError, match="no run is of"):
-        kept("c", "v")
-
-
 def test_a_sweep_of_the_off_policy_source(tmp_path: Path) -> None:
     """Runs that retrieve from another file, or from an expert with two flaws, and are otherwise
     equal."""

@@ -797,6 +797,29 @@ def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(
     assert "RAPO minus this arm" in said and "this arm minus GRPO at the end" in said
 
 
+def test_lines_have_the_settings_that_this_study_names(tmp_path: Path, study: Command) -> None:
+    """Another study that shares the file may have named others for an equal run."""
+    path, shared = written(tmp_path, SMALL), tmp_path / "study.jsonl"
+    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SHOWN: 1.0, SECONDS: 1.0}
+    plan = make_plan(path)
+    add_results(shared, plan.runs[1:], {"curve": [point]})
+    lines = [json.loads(line) for line in shared.read_text(encoding="utf-8").splitlines()]
+    shared.write_text(
+        "".join(json.dumps({**line, "settings": {}}) + "\n" for line in lines if "method" in line)
+    )
+    told = [json.loads(line) for line in study(path, "--lines")[0].splitlines()]
+    assert [(line["world"], line["method"], line["seed"]) for line in told] == [
+        run.key for run in plan.runs[1:]
+    ]
+    assert [line["settings"] for line in told] == [
+        json.loads(json.dumps(dict(run.shown))) for run in plan.runs[1:]
+    ]
+    assert any(line["settings"] for line in told)
+    error = study(path, "--lines", "--table")[1]
+    assert "--table would have no effect with --lines" in error
+    assert "expected the file of a study" in study(str(shared), "--lines")[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_the_smoke_test_of_each_study_runs(path: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Trains the demo's agent with three methods (one seed, some minutes each) and draws their figures here; then those of the
-# methods study. What is trained already is not trained again.
+# studies, from their recorded lines. What is trained already is not trained again.
 #
 #   sh docs/figures/make.sh [COMMAND]     from the root of the repository; COMMAND is `treegraft` unless given
 set -eu
@@ -12,9 +12,6 @@ for method in GRPO=independent RAPO=graft ARPO=entropy; do
         "$treegraft" train recipes/demo.toml "explorers=[\"$explorer\"]" "run.name=demo-$explorer" "run.dir=$runs"
 done
 "$treegraft" report "GRPO=$runs/demo-independent" "RAPO=$runs/demo-graft" "ARPO=$runs/demo-entropy" --out "$runs/report"
-"$treegraft" report studies/methods-0.6.jsonl studies/rapo-ablations-0.6.jsonl --baseline RAPO --out "$runs/study"
-mkdir -p docs/figures/demo docs/figures/methods
+mkdir -p docs/figures/demo
 cp "$runs"/report/figures/*.svg docs/figures/demo/
-for figure in training-dynamics final-accuracy sweep; do
-    cp "$runs/study/figures/$figure.svg" docs/figures/methods/
-done
+sh docs/figures/studies.sh "$treegraft"

@@ -10,18 +10,6 @@ import typer
 from treegraft.cli.options import refuse_idle
 from treegraft.core.text import plain
 
-Only = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FIGURE", help="Draw only this figure; may be repeated."),
-]
-Keep = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Draw only this method or world of a study, or this label; may be repeated.",
-    ),
-]
-
 
 def report(
     context: typer.Context,
@@ -38,8 +26,10 @@ def report(
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Group that the others are compared with.")
     ] = None,
-    only: Only = None,
-    keep: Keep = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIGURE", help="Draw only this figure; may be repeated."),
+    ] = None,
     cases: Annotated[
         int | None,
         typer.Option(
@@ -77,9 +67,7 @@ def report(
         kinds = ("sampled",) if sampled else EVALUATIONS
         found = compare([*map(split_label, runs)], cases, at or (), kinds=kinds)
         beside = {PAGE: "Case studies"}
-    written = write_report(
-        runs, out=out, baseline=baseline, only=only or (), keep=keep or (), beside=beside
-    )
+    written = write_report(runs, out=out, baseline=baseline, only=only or (), beside=beside)
     for line in (*written.notes, *written.left_out):
         print(plain(line))
     names = f" ({', '.join(written.figures)})" if written.figures else ""

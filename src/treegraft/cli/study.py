@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,15 @@ from treegraft.core.interrupt import Ended
 from treegraft.core.shipped import by_name
 from treegraft.core.text import counted, quoted
 from treegraft.study.plan import Plan, make_plan
-from treegraft.study.results import CALLS, SECONDS, Line, failed_runs, known_runs, read_results
+from treegraft.study.results import (
+    CALLS,
+    SECONDS,
+    Key,
+    Line,
+    failed_runs,
+    known_runs,
+    read_results,
+)
 from treegraft.study.runner import RESULTS, run_study
 
 File = Annotated[
@@ -43,6 +51,15 @@ Brief = Annotated[
 Baseline = Annotated[
     str | None,
     typer.Option(metavar="ARM", help="With --table: show what each arm has more than this one."),
+]
+
+Lines = Annotated[
+    bool,
+    typer.Option(
+        "--lines",
+        help="Print the study's finished runs, one JSON object a line, which `treegraft report`"
+        " reads from a .jsonl; run nothing.",
+    ),
 ]
 
 
@@ -75,6 +92,7 @@ def study(
     is_brief: Brief = False,
     baseline: Baseline = None,
     as_json: AsJson = False,
+    as_lines: Lines = False,
 ) -> None:
     """Run a study: arms in worlds, in pairs of equal seeds.
 
@@ -84,9 +102,7 @@ def study(
         refuse_idle(context, "without --table", "--json", "--brief", "--baseline")
     if as_json:
         refuse_idle(context, "with --json", "--brief")
-    if check or table:
-        how = "with --table" if table else "with --check"
-        refuse_idle(context, how, "--minutes", "--workers", *(["--check"] if table else []))
+    _refuse_second_mode(context, as_lines, table, check)
     if file.suffix == ".jsonl":
         _refuse_no_results(file, with_table=table)
         refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
@@ -101,12 +117,31 @@ def study(
     if check:
         _say_counts(plan, results)
     elif table:
-        found = failed_runs(results, plan.runs) | known_runs(results, plan.runs)[0]
-        # In the order of the study, whichever run ended first.
-        lines = [found[run.key] for run in plan.runs if run.key in found]
+        lines = _lines_of(plan, failed_runs(results, plan.runs), results)
         _print_tables(lines, plan, baseline, is_brief=is_brief, as_json=as_json)
+    elif as_lines:
+        for line in _lines_of(plan, {}, results):
+            print(json.dumps(line, default=str))
     else:
         _run(plan, place, results, workers, minutes)
+
+
+def _refuse_second_mode(context: typer.Context, as_lines: bool, table: bool, check: bool) -> None:
+    """Refuses options of other modes beside --lines, --table or --check."""
+    modes = {"--lines": as_lines, "--table": table, "--check": check}
+    chosen = [name for name, is_on in modes.items() if is_on]
+    if chosen:
+        others = [name for name in modes if name != chosen[0]]
+        refuse_idle(context, f"with {chosen[0]}", "--minutes", "--workers", *others)
+
+
+def _lines_of(plan: Plan, failed: Mapping[Key, Line], results: Path) -> list[Line]:
+    """The runs that are there, in the order of the study, with the settings in which the runs of
+    this study differ: another one that shares the file has named others."""
+    found = {**failed, **known_runs(results, plan.runs)[0]}
+    return [
+        {**found[run.key], "settings": dict(run.shown)} for run in plan.runs if run.key in found
+    ]
 
 
 def _refuse_no_results(file: Path, *, with_table: bool) -> None:

@@ -267,10 +267,10 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
         one.set_ylim(-0.02, 1.05)
         one.legend(fontsize=7)
         if name == SOURCE:
-            shown = [textwrap.fill(printable(str(agent), 44), 16) for agent in agents]
-            one.set_xticks(range(len(agents)), shown, fontsize=7)
+            shown = [textwrap.fill(printable(str(agent), 44), 22) for agent in agents]
+            slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
+            one.set_xticks(range(len(agents)), shown, fontsize=6, **slanted)
             one.margins(x=0.3)
-            one.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.35))
     left = ", ".join(list(swept)[_MOST_SWEEPS:])
     caption = (
         "Last evaluation of runs that differ in one numeric setting, or in the agent whose steps"

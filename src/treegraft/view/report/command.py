@@ -52,7 +52,6 @@ def write_report(
     out: Path | None = None,
     baseline: str | None = None,
     only: Sequence[str] = (),
-    keep: Sequence[str] = (),
     beside: Mapping[str, str] | None = None,
 ) -> Report:
     """Writes report.html and, beside it, figures/NAME.svg, .png and .csv.
@@ -62,14 +61,12 @@ def write_report(
         out: the folder; None takes that of the first run.
         baseline: label of the group that others are compared with.
         only: names of figures; empty for all.
-        keep: labels and worlds of the runs that are drawn; empty for all.
         beside: titles of further pages, by file, that the caller puts beside it.
 
     Raises:
         CheckpointError: a path is neither a run folder nor a study.
         DataError: a study or settings that cannot be read, or runs that recorded nothing yet.
-        SettingError: no such baseline, figure, label or world, no place to write to, or no
-            matplotlib.
+        SettingError: no such baseline or figure, no place to write to, or no matplotlib.
     """
     try:
         import matplotlib  # noqa: F401
@@ -85,7 +82,7 @@ def write_report(
                 f" {', '.join(FIGURES)}"
             )
     place = _place(paths, out)
-    records = _kept(read_records(paths), keep)
+    records = read_records(paths)
     if not any(record.lines for record in records):
         names = ", ".join(record.name for record in records[:3])
         raise DataError(
@@ -152,29 +149,6 @@ def _place(paths: Sequence[str], out: Path | None) -> Path:
         )
     # A path that is not there is reported when it is read.
     return next((path for path in places if path.is_dir()), Path())
-
-
-def _kept(records: Sequence[Record], names: Sequence[str]) -> Sequence[Record]:
-    """Those of the named labels and worlds; names of one kind alone leave the other kind as it
-    is."""
-    labels = {record.label for record in records if record.label is not None}
-    worlds = {record.world for record in records if record.world is not None}
-    known = sorted(labels | worlds)
-    for name in names:
-        if name not in known:
-            raise SettingError(
-                f"--keep '{name}' is neither a method nor a world of a study, nor a label."
-                f"{nearest(name, known)} There are: {quoted(known) if known else 'none'}"
-            )
-    kept = [
-        record
-        for record in records
-        if (record.label in names or not labels & {*names})
-        and (record.world in names or not worlds & {*names})
-    ]
-    if not kept:
-        raise SettingError(f"--keep: no run is of {quoted(names)} at once; name others.")
-    return kept
 
 
 def _accuracy(records: Sequence[Record]) -> str | None:

@@ -1,6 +1,6 @@
 """Runs as records: of run folders, and of studies, whose lines are finished runs in short.
 
-A study is a .jsonl file of `treegraft study`, such as `studies/methods-0.6.jsonl`: one object a
+A study is a .jsonl file of `treegraft study`, such as `studies/methods.jsonl`: one object a
 run, with "method" (its label), "seed", "world" (only runs of one world are compared; optional),
 "settings" (by dotted name, those in which runs differ; optional), "num_eval" (held-out tasks;
 optional) and "curve": at each evaluation {"update": n, "accuracy": share, "eval/...": as measured,
@@ -106,7 +106,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
     if not path.is_dir():
         raise CheckpointError(
             f"'{path}' is not there; expected a run folder, e.g. runs/NAME, or a study, e.g."
-            f" studies/methods-0.6.jsonl.{runs_beside(path)}"
+            f" studies/methods.jsonl.{runs_beside(path)}"
         )
     run = Run(path)
     settings = flatten(run.config())
