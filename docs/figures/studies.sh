@@ -24,8 +24,10 @@ done >"$made/exploring.jsonl"
     --only "SFT, pruned, then commit" --only "SFT, raw, then GRPO" --only RAPO --only "LUFFY, pruned" --only GRPO --lines \
     >"$made/imperfect.jsonl"
 "$treegraft" study studies/rapo-ablations.toml --only imperfect --lines >"$made/ablations.jsonl"
+"$treegraft" study studies/rapo-figure8.toml --pairs 5 --lines >"$made/rapo-figure8.jsonl"
 mkdir -p docs/figures/studies
 draw exploring accuracy-against-cost
 draw imperfect accuracy-against-cost
 draw ablations final-accuracy --baseline RAPO
 draw ablations sweep
+draw rapo-figure8 sweep
