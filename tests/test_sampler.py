@@ -281,10 +281,10 @@ class Odd(Epochs):
     """Answers as it is told to."""
 
     def __init__(
-        self, tasks: Sequence[Task], seed: int, *, dealt: str = "ab", kept: Any = 1
+        self, tasks: Sequence[Task], seed: int, *, dealt: str = "ab", kept: Any = None
     ) -> None:
         super().__init__(tasks, seed)
-        self._dealt, self._kept = dealt, kept
+        self._dealt, self._kept = dealt, {} if kept is None else kept
 
     @property
     def state(self) -> Any:
@@ -322,9 +322,9 @@ def test_what_your_own_sampler_keeps_is_json() -> None:
 
     assert made({"a": [1]}).state == {"a": [1]}
     with pytest.raises(SettingError, match=r"float32 is not JSON .*, arrays as \.tolist\(\)"):
-        _ = made("numpy").state
+        made("numpy")
     with pytest.raises(SettingError, match=r"state of .* gave a list, expected a mapping"):
-        _ = made([1]).state
+        made([1])
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -
         seed=seed,
         **settings.options,
     )
-    return OwnSampler(sampler, settings.kind, tasks)
+    checked = OwnSampler(sampler, settings.kind, tasks)
+    _ = checked.state  # refused now, not after the first update
+    return checked
 
 
 # --- in turn --------------------------------------------------------------------------------------
