@@ -604,7 +604,7 @@ def test_a_graft_without_acts_changes_nothing_and_a_text_is_never_believed() -> 
 @pytest.mark.parametrize(
     ("where", "part"),
     [
-        ("reset", "reset: no end within environment.deadline_s = 0.2 s"),
+        ("reset", "reset: no end within environment.deadline_s = 1 s"),
         ("look", "look did not end within tools.deadline_s"),
         ("get_reward", "get_reward: no end within environment.deadline_s"),
         ("nan", "get_reward returned nan"),
@@ -624,13 +624,15 @@ def test_an_environment_that_hangs_or_fails_is_a_failed_leaf(where: str, part: s
     grower = make(
         Second,
         by_plan("<look></look>"),
-        world={"deadline_s": 0.2},
-        call_deadline_s=0.2,
+        # The other objects have to be ready in that time on a busy machine too.
+        world={"deadline_s": 1.0},
+        call_deadline_s=1.0,
         num_leaves=3,
     )
     began = time.monotonic()
     tree = grow(grower)
-    assert time.monotonic() - began < 5
+    # Less than the object hangs.
+    assert time.monotonic() - began < 15
     failed = [leaf for leaf in tree.leaves if leaf.status is Status.FAILED]
     assert len(failed) == 1 and part in (failed[0].error or "") and failed[0].reward is None
     assert [leaf.reward for leaf in tree.leaves if leaf not in failed] == [1.0, 1.0]
