@@ -66,13 +66,13 @@ from treegraft.core.types import (
 )
 from treegraft.explore.budget import Allocation, Budget
 from treegraft.explore.build import build_allocation, build_explorer
+from treegraft.extras.environments.sokoban.tasks import Solver
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import credit
 from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
-from treegraft.tasks.sokoban import Solver
 from treegraft.traces.run_buffer import RunBuffer
 
 RESULTS = Path(__file__).with_suffix(".jsonl")

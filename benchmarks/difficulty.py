@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from treegraft.settings.tasks import SamplerSettings, SearchWorldSettings
-from treegraft.tasks.sampler import predicted_rates
+from treegraft.extras.methods.dots.sampler import predicted_rates
+from treegraft.settings.config import table_class
+from treegraft.settings.table import value_of
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.search.encoders import build_encoder
 
@@ -28,7 +30,7 @@ def main() -> None:
     tasks = world.train_tasks()
     vectors = build_encoder("hashing").encode([one.question for one in tasks]).astype(np.float64)
     true = np.array([RATES[one.columns["hops"]] for one in tasks])
-    temperature = SamplerSettings().attention_temperature
+    temperature = value_of(table_class("sampler")(), "attention_temperature")
     draw = np.random.default_rng(0)
     print("references  correlation  error  error of the mean")
     for num in (6, 12, 48, 256):

@@ -24,13 +24,13 @@ from treegraft.algo.aepo import (
 )
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
-from treegraft.explore.balanced import BalancedBranching
 from treegraft.explore.build import build_explorer
+from treegraft.extras.methods.aepo import BalancedBranching, BalancedSettings
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_trees
 from treegraft.settings.config import Config
-from treegraft.settings.explore import BalancedSettings, EntropySettings
+from treegraft.settings.explore import EntropySettings
 from treegraft.settings.load import load_config
 from treegraft.train import train
 

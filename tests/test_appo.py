@@ -17,10 +17,9 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.algo.appo import advantages_apart, future_weights, peaks
 from treegraft.core.errors import SettingError
 from treegraft.core.types import BranchCause, Start, Status, Tree
-from treegraft.explore.peaks import EntropyPeaks
+from treegraft.extras.methods.appo import EntropyPeaks, PeaksSettings
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_trees
-from treegraft.settings.explore import PeaksSettings
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.train import train

@@ -33,17 +33,17 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.explore.axpo import Axpo
 from treegraft.explore.compose import Composed
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
+from treegraft.extras.methods.axpo import Axpo, AxpoSettings
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.runs.record import read_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
-from treegraft.settings.explore import AxpoSettings, GraftSettings
+from treegraft.settings.explore import GraftSettings
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.tools.function import FunctionTool

@@ -31,13 +31,12 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.explore.axpo import check_tools
-from treegraft.explore.commit import CommitBranching
+from treegraft.explore.build import check_tools
+from treegraft.extras.methods.commit import CommitBranching, CommitSettings
 from treegraft.policy.learn.pack import num_lesson_tokens
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.rollout.retried import check_retries
-from treegraft.settings.explore import CommitSettings
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.tools.function import FunctionTool
@@ -250,7 +249,7 @@ def form_end(tokenizer: Any) -> list[int]:
 
 
 def test_a_format_without_a_mark_of_answers_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"explore\.commit\.answers: got true, but the format"):
+    with pytest.raises(SettingError, match="begins answers for the agent, but the format"):
         check_retries(commit(), Chatty())  # type: ignore[arg-type]
     check_retries(commit(answers=False), Chatty())  # type: ignore[arg-type]
     tables = {"explore": {"explorers": ["commit"]}, "format": {"kind": "chat"}}

@@ -36,13 +36,13 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.explore.tree_search import TreeSearch
+from treegraft.extras.methods.tree_search import TreeSearch, TreeSearchSettings
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.settings.explore import EntropySettings, GraftSettings, TreeSearchSettings
+from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox

@@ -47,14 +47,19 @@ from treegraft.core.types import (
 )
 from treegraft.explore.compose import Composed
 from treegraft.explore.independent import Independent
-from treegraft.explore.prefix import ShortestPrefix, UniformPrefix, WholeTrajectory
+from treegraft.extras.methods.prefix import (
+    PrefixSettings,
+    ShortestPrefix,
+    UniformPrefix,
+    WholeTrajectory,
+)
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.symptoms import _first_step, _first_success
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.rollout.rounds import sample_rounds
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.config import Config
-from treegraft.settings.explore import BufferSettings, PrefixSettings
+from treegraft.settings.explore import BufferSettings
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.traces.buffer import TraceBuffer

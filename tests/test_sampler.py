@@ -17,19 +17,13 @@ from tests.trees import Part, build_tree
 
 from treegraft.core.errors import SettingError
 from treegraft.core.types import ROOT_ID, Status, StoredCause, Task, Tree
+from treegraft.extras.methods.dots.sampler import Difficulty, keyed_order, predicted_rates
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.runs.checkpoint import read_state
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
-from treegraft.settings.tasks import SamplerSettings
-from treegraft.tasks.sampler import (
-    Difficulty,
-    Epochs,
-    build_sampler,
-    draw_tasks,
-    keyed_order,
-    predicted_rates,
-)
+from treegraft.settings.config import table_class
+from treegraft.tasks.sampler import Epochs, build_sampler, draw_tasks
 from treegraft.train import train
 
 SHOWN: dict[str, Any] = {"kind": "difficulty"}
@@ -39,6 +33,8 @@ REFERS: dict[str, Any] = {
     "num_references": 4,
     "every": 2,
 }
+
+SamplerSettings = table_class("sampler")
 
 
 def tasks_of(names: str) -> list[Task]:

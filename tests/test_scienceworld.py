@@ -17,13 +17,8 @@ import pytest
 
 from treegraft.core.errors import SettingError, ToolUnavailable
 from treegraft.core.types import Task, ToolCall
-from treegraft.runs.record import read_metrics, read_trees
-from treegraft.settings.load import load_config
-from treegraft.settings.tasks import ScienceWorldSettings
-from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
-from treegraft.tasks.scienceworld import DONE, ScienceWorldTasks
-from treegraft.tools.environments import scienceworld_java
-from treegraft.tools.environments.scienceworld import (
+from treegraft.extras.environments.scienceworld import java as scienceworld_java
+from treegraft.extras.environments.scienceworld.environment import (
     COMPLETED,
     FAILED,
     NO_ACTIONS_LEFT,
@@ -34,7 +29,12 @@ from treegraft.tools.environments.scienceworld import (
     splits_of,
     with_looks,
 )
-from treegraft.tools.environments.scienceworld_java import why_missing
+from treegraft.extras.environments.scienceworld.java import why_missing
+from treegraft.extras.environments.scienceworld.plugin import ScienceWorldSettings
+from treegraft.extras.environments.scienceworld.tasks import DONE, ScienceWorldTasks
+from treegraft.runs.record import read_metrics, read_trees
+from treegraft.settings.load import load_config
+from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.train import train
@@ -235,8 +235,8 @@ def test_a_game_that_is_refused_leaves_its_world_to_the_next() -> None:
 HOLDER = """
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
-from treegraft.tools.environments.scienceworld import Game, playing
-from treegraft.tools.environments.scienceworld_java import running
+from treegraft.extras.environments.scienceworld.environment import Game, playing
+from treegraft.extras.environments.scienceworld.java import running
 with playing(Game("lifespan-longest-lived", 0, "easy")) as played:
     print(running().process.pid, flush=True)
     for line in sys.stdin:

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.types import Task
-from treegraft.runs.record import read_trees
-from treegraft.settings.load import load_config
-from treegraft.settings.tasks import SokobanSettings
-from treegraft.tasks.sokoban import GIVEN_UP, SokobanTasks, Solver, distances
-from treegraft.tools.environments.sokoban import (
+from treegraft.extras.environments.sokoban.environment import (
     DIRECTIONS,
     SOLVED,
     Board,
     Sokoban,
     read_question,
 )
+from treegraft.extras.environments.sokoban.plugin import SokobanSettings
+from treegraft.extras.environments.sokoban.tasks import GIVEN_UP, SokobanTasks, Solver, distances
+from treegraft.runs.record import read_trees
+from treegraft.settings.load import load_config
 from treegraft.train import train
 
 SMALL = {"size": 4, "num_walls": 2, "moves": [2, 4]}

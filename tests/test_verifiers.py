@@ -13,8 +13,8 @@ from tests.test_environments import make_toolbox
 
 from treegraft.core.errors import DataError, SettingError, ToolUnavailable
 from treegraft.core.types import Task, ToolCall
+from treegraft.extras.environments.verifiers.tasks import VerifiersTasks
 from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tasks.verifiers import VerifiersTasks
 from treegraft.tools.build import open_environments
 from treegraft.tools.environments.sessions import Environments
 

@@ -3,15 +3,23 @@ steps."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from treegraft.core.lazy import homes, loader
 
 if TYPE_CHECKING:
     from treegraft.algo.arpo import branch_probability, entropy_change, shared_advantages
     from treegraft.algo.groups import group_advantages
     from treegraft.algo.rapo import combined_advantages, retrieval_reward, shaping_factor
+    from treegraft.core.errors import (
+        DataError,
+        SettingError,
+        ToolError,
+        ToolUnavailable,
+        TreegraftError,
+    )
     from treegraft.core.types import (
         Origin,
         Status,
@@ -38,18 +46,23 @@ __version__ = "0.6.0"
 
 __all__ = [
     "Config",
+    "DataError",
     "Origin",
     "RunResult",
     "ScriptedEngine",
+    "SettingError",
     "Status",
     "Step",
     "StepContent",
     "Task",
+    "ToolError",
+    "ToolUnavailable",
     "Trace",
     "TraceBuffer",
     "Trajectory",
     "Tree",
     "TreeBatch",
+    "TreegraftError",
     "__version__",
     "answer_question",
     "branch_probability",
@@ -74,6 +87,7 @@ _NAMES = {
     "algo.groups": "group_advantages",
     "algo.arpo": "branch_probability entropy_change shared_advantages",
     "algo.rapo": "combined_advantages retrieval_reward shaping_factor",
+    "core.errors": "DataError SettingError ToolError ToolUnavailable TreegraftError",
     "core.types": "Origin Status Step StepContent Task Trace Trajectory Tree",
     "evals.evaluate": "answer_question evaluate_checkpoint",
     "policy.engine.scripted": "ScriptedEngine",
@@ -87,7 +101,7 @@ _NAMES = {
     "traces.buffer": "TraceBuffer",
     "train": "train",
 }
-_HOMES = {name: f"treegraft.{home}" for home, names in _NAMES.items() for name in names.split()}
+_HOMES = homes(_NAMES)
 """The module of each public name, loaded on first use: importing treegraft does not import
 torch."""
 
@@ -105,10 +119,7 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'treegraft' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = loader("treegraft", _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -30,8 +30,7 @@ from treegraft.core.interfaces import (
 from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Task
-from treegraft.explore.axpo import check_tools
-from treegraft.explore.build import build_allocation, build_explorer
+from treegraft.explore.build import build_allocation, build_explorer, check_tools
 from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
@@ -39,7 +38,7 @@ from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.site import Site
 from treegraft.settings.config import Config
-from treegraft.settings.explore import RETRIEVING, retrieves
+from treegraft.settings.explore import retrieving
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
 from treegraft.tools.build import MakeTools, build_tools, open_environments, words_of
@@ -91,7 +90,7 @@ class Setup:
             self.kind,
             self.toolbox,
             tasks[0],
-            branches=can_branch or retrieves(explorers.explorers),
+            branches=can_branch or bool(retrieving(explorers.explorers)),
             needs_reward=self.config.reward.funcs == ["environment"],
         )
 
@@ -515,7 +514,7 @@ def _room_for_prompts(config: Config, limit: int) -> int:
 
 def _branches(explorer: Explorer) -> bool:
     """Whether trees branch while they grow or after their leaves have ended."""
-    return explorer.probe_tokens is not None or getattr(explorer, "expands", False)
+    return explorer.probe_tokens is not None or explorer.expands
 
 
 def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
@@ -543,9 +542,9 @@ def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
 
 def _refuse_grafts(config: Config, kind: EnvironmentKind | None) -> None:
     """Refuses grafts over a state on which their calls cannot be tried."""
-    explorers = config.explore.explorers
-    if retrieves(explorers) and kind is not None and kind.capability is Capability.NONE:
-        name = next(name for name in RETRIEVING if name in explorers)
+    names = retrieving(config.explore.explorers)
+    if names and kind is not None and kind.capability is Capability.NONE:
+        name = names[0]
         raise SettingError(
             f"explore.explorers: got '{name}' with an environment whose capability is 'none';"
             " expected 'fork' or 'replay', since the calls of stored steps are made in it first."

@@ -29,7 +29,7 @@ from treegraft.core.locate import locate
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
-from treegraft.settings.explore import MADE_BY_RUN, retrieves, takes_warmup_of_buffer
+from treegraft.settings.explore import MADE_BY_RUN, retrieving, takes_warmup_of_buffer
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -134,7 +134,7 @@ def data_files(config: Config) -> Iterator[Finding]:
         wanted.append(("tools.search.corpus", config.tools.search.corpus))
     if config.warmup.num_steps and config.warmup.traces not in ("expert", "buffer"):
         wanted.append(("warmup.traces", config.warmup.traces))
-    reads_buffer = retrieves(config.explore.explorers) or takes_warmup_of_buffer(config)
+    reads_buffer = bool(retrieving(config.explore.explorers)) or takes_warmup_of_buffer(config)
     reads_buffer |= config.loss.lesson_coef > 0
     if reads_buffer and config.buffer.path not in MADE_BY_RUN:
         wanted.append(("buffer.path", config.buffer.path))

@@ -379,7 +379,7 @@ class Opening(Protocol):
 @runtime_checkable
 class AnswerOpening(Protocol):
     """The further method of a format in which a final answer can be begun for the policy; needed by
-    explorers with the attribute `begins_answers = True`."""
+    explorers with `begins_answers`."""
 
     def answer_opening(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Returns the thought of one step of the policy and the tokens that begin an answer;
@@ -505,19 +505,27 @@ class Explorer(Protocol):
     """Decides where a tree grows. Pure: a function of tree facts and of keyed randomness, never of
     arrival.
 
-    An explorer whose `fill` returns `Expand` or `Retry` has the attribute `expands = True` besides:
-    the states between steps are then kept until the tree is done, which takes a copy each of an
-    environment that forks. With `Retry` it has `retries = True` too; the format has to be an
-    `Opening` then. With the attribute `wants_rewards = True`, `fill` gets the tree scored; reward
-    functions then see it once before each call of `fill`, with all of its leaves so far. One whose
-    `starts` are fewer than it may open in `fill` says so by the attribute `plans_starts = False`.
-
-    An explorer that begins rollouts below stored steps is a `Restarting` besides.
+    `explore.independent.Independent` has a default for every member; derive from it. An explorer
+    that begins rollouts below stored steps is a `Restarting` besides.
     """
 
     probe_tokens: int | None
     """How many first tokens of a step after a tool result `after_probe` wants to see; None: it is
     never asked."""
+    expands: bool
+    """Whether `fill` may return `Expand` or `Retry`: the states between steps are then kept until
+    the tree is done, which takes a copy each of an environment that forks."""
+    retries: bool
+    """Whether `fill` may return `Retry`; the format has to be an `Opening` then."""
+    begins_answers: bool
+    """Whether it begins answers too; the format has to be an `AnswerOpening` then."""
+    wants_rewards: bool
+    """Whether `fill` gets the tree scored; reward functions then see it once before each call of
+    `fill`, with all of its leaves so far."""
+    has_stages: bool
+    """Whether `fill` follows a first stage only where its rewards ask for more."""
+    plans_starts: bool
+    """False where `starts` are fewer than it may open in `fill`."""
 
     def starts(self, max_leaves: int) -> Start:
         """Returns how many first-level rollouts to open, 1..max_leaves."""

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Explorer
+from treegraft.core.plugin import ExplorerFacts
 from treegraft.core.plugins import make, pick
-from treegraft.explore.axpo import Axpo
-from treegraft.explore.balanced import BalancedBranching
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
-from treegraft.explore.commit import CommitBranching
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.explore.peaks import EntropyPeaks
-from treegraft.explore.prefix import PREFIX_RULES, UniformPrefix
-from treegraft.explore.tree_search import TreeSearch
-from treegraft.settings.explore import ExploreSettings
+from treegraft.settings.explore import ExploreSettings, explorer_kinds
+from treegraft.settings.table import value_of
 
-EXPLORERS: Mapping[str, type[Explorer]] = {
-    "independent": Independent,
-    "entropy": EntropyBranching,
-    "graft": HybridRollout,
-    "tree_search": TreeSearch,
-    "balanced": BalancedBranching,
-    "entropy_peaks": EntropyPeaks,
-    "prefix": UniformPrefix,
-    "axpo": Axpo,
-    "commit": CommitBranching,
-}
+Maker = Callable[[ExploreSettings, ExplorerFacts], Explorer]
 
 
 def build_explorer(settings: ExploreSettings, *, vocab_size: int, penalty: float = 0.0) -> Explorer:
@@ -42,50 +29,59 @@ def build_explorer(settings: ExploreSettings, *, vocab_size: int, penalty: float
     Raises:
         SettingError: an unknown name.
     """
-    explorers = [_one_explorer(name, settings, vocab_size, penalty) for name in settings.explorers]
+    facts = ExplorerFacts(vocab_size=vocab_size, penalty=penalty)
+    explorers = [_one_explorer(name, settings, facts) for name in settings.explorers]
     return explorers[0] if len(explorers) == 1 else Composed(explorers)
 
 
-def _one_explorer(
-    name: str, settings: ExploreSettings, vocab_size: int, penalty: float
-) -> Explorer:
-    found = pick(name, EXPLORERS, "explore.explorers")
-    if found is Axpo:
-        return Axpo(settings.axpo)
-    if found is CommitBranching:
-        return CommitBranching(settings.commit)
-    if found is BalancedBranching:
-        return BalancedBranching(settings.entropy, settings.balanced, vocab_size=vocab_size)
-    if found is EntropyBranching:
-        return EntropyBranching(settings.entropy, vocab_size=vocab_size)
-    if found is HybridRollout:
-        hybrid = HybridRollout(
-            settings.graft,
-            num_leaves=settings.num_leaves,
-            num_starts=num_starts(settings),
-            is_spread=settings.explorers[0] == "balanced" or settings.num_first is not None,
-        )
-        return hybrid.in_stages(settings.num_first, settings.fill_from, penalty)
-    if found is Independent:
-        return Independent().in_stages(settings.num_first, settings.fill_from, penalty)
-    if found is EntropyPeaks:
-        return EntropyPeaks(settings.entropy_peaks)
-    if found is TreeSearch:
-        return TreeSearch(settings.tree_search)
-    if found is UniformPrefix:
-        return PREFIX_RULES[settings.prefix.rule](settings.prefix)
+def _one_explorer(name: str, settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+    known = _makers(settings)
+    found = pick(name, known, "explore.explorers")
+    if name in known:
+        return known[name](settings, facts)
     explorer: Explorer = make(found, Explorer, name, "explore.explorers")
     return explorer
+
+
+def _makers(settings: ExploreSettings) -> Mapping[str, Maker]:
+    plugged = {name: kind.make for name, kind in explorer_kinds(settings.explorers).items()}
+    return {**plugged, **MAKERS}
+
+
+def _independent(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+    return Independent().in_stages(settings.num_first, settings.fill_from, facts.penalty)
+
+
+def _entropy(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+    return EntropyBranching(settings.entropy, vocab_size=facts.vocab_size)
+
+
+def _graft(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+    first = explorer_kinds(settings.explorers[:1]).values()
+    hybrid = HybridRollout(
+        settings.graft,
+        num_leaves=settings.num_leaves,
+        num_starts=num_starts(settings),
+        is_spread=settings.num_first is not None or not all(one.plans_starts for one in first),
+    )
+    return hybrid.in_stages(settings.num_first, settings.fill_from, facts.penalty)
+
+
+MAKERS: Mapping[str, Maker] = {
+    "independent": _independent,
+    "entropy": _entropy,
+    "graft": _graft,
+}
 
 
 def num_starts(settings: ExploreSettings) -> int:
     """Returns how many first-level rollouts a tree opens at once."""
     # Starts come from the first explorer, as in `Composed`; the others only add to them.
-    first = settings.explorers[0]
-    if first not in ("entropy", "tree_search", "entropy_peaks", "axpo"):
-        return settings.num_leaves
-    num: int = getattr(settings, first).num_starts
-    return min(num, settings.num_leaves)
+    for kind in explorer_kinds(settings.explorers[:1]).values():
+        if kind.opens_at_once:
+            num: int = value_of(settings, kind.leaves.removeprefix("explore."))
+            return min(num, settings.num_leaves)
+    return settings.num_leaves
 
 
 def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation]:
@@ -93,3 +89,21 @@ def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation
     if settings.entropy.allocation == "shares":
         return lambda budget: Shares(budget, min(num_starts(settings), budget.max_leaves))
     return lambda budget: Rounds(budget, settings.entropy.ranking)
+
+
+def check_tools(settings: ExploreSettings, names: Sequence[str]) -> None:
+    """Raises SettingError where calls are begun for the agent and it has no such tool."""
+    for name, kind in explorer_kinds(settings.explorers).items():
+        if not kind.tool:
+            continue
+        if not names:
+            raise SettingError(
+                f"explore.explorers: got '{name}', which begins tool calls for the agent, but there"
+                f" is no tool; expected at least one. Add one to tools.use, or leave '{name}' out."
+            )
+        wanted: str = value_of(settings, kind.tool.removeprefix("explore."))
+        if wanted and wanted not in names:
+            raise SettingError(
+                f"{kind.tool}: got '{wanted}', expected one of {', '.join(names)}, or an empty text"
+                f" for the first.{nearest(wanted, names)}"
+            )

@@ -17,12 +17,10 @@ class Composed:
         for."""
         self._explorers = tuple(explorers)
         # Those of `fill`, which is the first one's.
-        self.expands = getattr(explorers[0], "expands", False)
-        self.retries = getattr(explorers[0], "retries", False)
-        self.begins_answers = getattr(explorers[0], "begins_answers", False)
-        self.plans_starts = getattr(explorers[0], "plans_starts", True)
-        self.wants_rewards = getattr(explorers[0], "wants_rewards", False)
-        self.has_stages = getattr(explorers[0], "has_stages", False)
+        first = explorers[0]
+        self.expands, self.retries = first.expands, first.retries
+        self.begins_answers, self.plans_starts = first.begins_answers, first.plans_starts
+        self.wants_rewards, self.has_stages = first.wants_rewards, first.has_stages
         if isinstance(explorers[0], Restarting):
             self.restarts = explorers[0].restarts
         probes = [one.probe_tokens for one in explorers if one.probe_tokens is not None]

@@ -53,10 +53,12 @@ class Independent:
     """
 
     probe_tokens: int | None = None
-    expands = False
-    wants_rewards = False
-    has_stages = False
-    """Whether `fill` follows a first stage only where its rewards ask for more."""
+    expands: bool = False
+    retries: bool = False
+    begins_answers: bool = False
+    wants_rewards: bool = False
+    has_stages: bool = False
+    plans_starts: bool = True
     _num_first: int | None = None
     _fill_from: float | None = None
     _penalty = 0.0

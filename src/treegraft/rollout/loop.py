@@ -157,7 +157,7 @@ class Grower:
         budget, explorer = Budget(self.limits.num_leaves), self.explorer
         first = explorer.starts(budget.max_leaves)
         num_prepared = max(1, min(first.num, budget.max_leaves))
-        wants_rewards = getattr(explorer, "wants_rewards", False)
+        wants_rewards = explorer.wants_rewards
         async with self.toolbox.sessions(task) as sessions:
             with self.watch.waiting("environments"):
                 shown = await sessions.prepare(num_prepared)
@@ -426,7 +426,7 @@ class _Growth:
             tree.end_path(path, Status.TRUNCATED)
             return False
         add(content, observation_ids=shown)
-        if getattr(self._g.explorer, "expands", False) and path.tools.can_branch:
+        if self._g.explorer.expands and path.tools.can_branch:
             end = path.copy()
             end.point = path.tools.mark(is_kept=True)
             self._ends[step_id] = end

@@ -199,13 +199,13 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     """
     metrics: dict[str, float] = {}
     num_starts = explorer.starts(num_leaves).num
-    if trees and getattr(explorer, "has_stages", False):
+    if trees and explorer.has_stages:
         metrics["rollout/second_stage_frac"] = _mean(len(t.leaves) > num_starts for t in trees)
     elif (
         trees
         and num_starts < num_leaves
-        and not getattr(explorer, "wants_rewards", False)
-        and getattr(explorer, "plans_starts", True)
+        and not explorer.wants_rewards
+        and explorer.plans_starts
         and not isinstance(explorer, Restarting)
     ):
         # Leaves that no branch took became fresh starts.

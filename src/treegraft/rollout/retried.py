@@ -69,14 +69,15 @@ class Retries:
 
 def check_retries(explorer: Explorer, format: Format) -> None:
     """Raises SettingError where the explorer begins tool calls or answers and the format cannot."""
-    if getattr(explorer, "retries", False) and not isinstance(format, Opening):
+    if explorer.retries and not isinstance(format, Opening):
         raise SettingError(
             f"explore.explorers: {type(explorer).__name__} begins tool calls for the agent, but the"
             f" format {type(format).__name__} has no method call_opening; expected a format with"
             " one, as 'tags' and 'chat' are. Write it, or choose another explorer."
         )
-    if getattr(explorer, "begins_answers", False) and not isinstance(format, AnswerOpening):
+    if explorer.begins_answers and not isinstance(format, AnswerOpening):
         raise SettingError(
-            f"explore.commit.answers: got true, but the format {type(format).__name__} has no"
-            " method answer_opening; expected a format with one, as 'tags' is. Set it to false."
+            f"explore.explorers: {type(explorer).__name__} begins answers for the agent, but the"
+            f" format {type(format).__name__} has no method answer_opening; expected a format with"
+            " one, as 'tags' is. Choose another, or leave that out (explore.commit.answers=false)."
         )

@@ -12,19 +12,24 @@ from typing import Any
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Tracker
-from treegraft.core.plugins import make, pick
+from treegraft.core.plugin import TrackerKind, offered
+from treegraft.core.plugins import load_object, make, pick
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
 from treegraft.runs.health import HealthWarning, explained
 from treegraft.runs.tracked import Tracked
 
-TRACKERS: Mapping[str, tuple[str, str, str]] = {
-    "tensorboard": ("TensorBoardTracker", "track", "torch.utils.tensorboard"),
-    "trackio": ("TrackioTracker", "trackio", "trackio"),
-    "wandb": ("WandbTracker", "wandb", "wandb"),
-    "mlflow": ("MlflowTracker", "mlflow", "mlflow"),
+TRACKERS: Mapping[str, TrackerKind] = {
+    "tensorboard": TrackerKind(
+        path="treegraft.runs.tensorboard:TensorBoardTracker",
+        module="torch.utils.tensorboard",
+        install="treegraft[trackers]",
+    ),
+    "wandb": TrackerKind(
+        path="treegraft.runs.wandb:WandbTracker", module="wandb", install="treegraft[trackers]"
+    ),
 }
-"""Name -> class in the module of that name here, extra of the package, module that it needs."""
+"""The core's trackers."""
 Maker = Callable[[Path], Tracker]
 SETTING = "track.trackers"
 
@@ -39,18 +44,19 @@ def find_trackers(names: Sequence[str]) -> dict[str, Maker]:
 
 
 def _find(name: str) -> Maker:
-    found = pick(name, TRACKERS, SETTING)
-    if name not in TRACKERS:
+    known = {**TRACKERS, **offered("trackers")}
+    found = pick(name, known, SETTING)
+    if name not in known:
         return partial(_make_own, found, name)
-    class_name, extra, needed = found
+    kind: TrackerKind = found
     try:
-        importlib.import_module(needed)
+        importlib.import_module(kind.module)
     except ImportError as error:
         raise SettingError(
             f'track.trackers names "{name}", which is not installed; run: pip install'
-            f' "treegraft[{extra}]"'
+            f' "{kind.install}"'
         ) from error
-    maker: Maker = getattr(importlib.import_module(f"treegraft.runs.{name}"), class_name)
+    maker: Maker = load_object(kind.path)
     return maker
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from treegraft.core.errors import SettingError
+from treegraft.core.plugin import plugins
 from treegraft.settings.cluster import ClusterSettings
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
@@ -21,7 +23,16 @@ from treegraft.settings.policy import (
     PublishSettings,
     WarmupSettings,
 )
-from treegraft.settings.table import Condition, Setting, Settings, by_model, setting, walk, when
+from treegraft.settings.table import (
+    Condition,
+    Setting,
+    Settings,
+    by_model,
+    joined,
+    setting,
+    walk,
+    when,
+)
 from treegraft.settings.tasks import FormatSettings, RewardSettings, SamplerSettings, TasksSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 
@@ -130,7 +141,8 @@ class CheckpointSettings(Settings):
 class TrackSettings(Settings):
     trackers: list[str] = setting(
         [],
-        built_in=("tensorboard", "trackio", "wandb", "mlflow"),
+        built_in=("tensorboard", "wandb"),
+        plugins="trackers",
         resumable=True,
         ignored_by_eval=True,
     )
@@ -182,6 +194,40 @@ class Config(Settings):
     checkpoint: CheckpointSettings = setting(CheckpointSettings(), ignored_by_eval=True)
     track: TrackSettings = setting(TrackSettings(), same_answers=True)
     health: HealthSettings = setting(HealthSettings(), resumable=True, ignored_by_eval=True)
+
+
+def _with_plugins(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]]:
+    """The root with the settings of plugins, and a sentence for each plugin that was left out."""
+    known, problems = plugins(), []
+    members = [(one.name, one.settings) for one in known.members if one.settings]
+    try:
+        added: dict[str, list[type[Settings]]] = {}
+        for _, tables in members:
+            for name, table in tables.items():
+                added.setdefault(name, []).append(table)
+        return joined(core, added), known.problems
+    except SettingError:
+        # One by one, so that the others stay whole.
+        for owner, tables in members:
+            try:
+                core = joined(core, {name: [table] for name, table in tables.items()})
+            except SettingError as error:
+                problems.append(f"plugin '{owner}': {error}")
+        return core, (*known.problems, *problems)
+
+
+if TYPE_CHECKING:
+    PLUGIN_PROBLEMS: tuple[str, ...] = ()
+else:
+    # Settings of plugins are declared beside the code that reads them.
+    Config, PLUGIN_PROBLEMS = _with_plugins(Config)
+
+
+def table_class(name: str) -> type[Settings]:
+    """Returns the class of the table of this dotted name, with the settings of plugins."""
+    table = tables_and_settings()[name].table
+    assert table is not None, name
+    return table
 
 
 Fact = Literal["resumable", "ignored_by_eval", "same_answers", "labels_run", "retrieval_source"]

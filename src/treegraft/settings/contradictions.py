@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from treegraft.core.plugin import plugins
 from treegraft.core.plugins import unknown_name
 from treegraft.settings.config import Config, known_settings
-from treegraft.settings.explore import RETRIEVING, retrieves, takes_warmup_of_buffer
+from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
 from treegraft.settings.table import Contradiction, value_of
@@ -22,7 +23,7 @@ MAX_GENERATED = 1_000_000
 
 def _names_wrong(config: Config) -> Iterator[Contradiction]:
     for dotted, setting in known_settings().items():
-        if known := setting.facts.built_in:
+        if known := setting.names:
             value = value_of(config, dotted)
             names = value if isinstance(value, list) else [value]
             # A default such as "" or None is no name.
@@ -148,7 +149,8 @@ def _engine_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
-    if config.tasks.kind in ("search_world", "sokoban", "arithmetic"):
+    plugged = {name for one in plugins().members for name in one.generated}
+    if config.tasks.kind in {"search_world", "arithmetic"} | plugged:
         for name in ("num_train", "num_eval"):
             if (num := getattr(config.tasks, name)) > MAX_GENERATED:
                 yield Contradiction(
@@ -169,14 +171,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
             " has none: rollout.max_tool_calls = 0.",
         )
-    if config.tasks.kind in ("sokoban", "scienceworld") and not config.environment.kind:
-        yield Contradiction(
-            ("environment.kind", "tasks.kind"),
-            f"environment.kind: got none, but tasks of kind '{config.tasks.kind}' are played in an"
-            f' environment; expected environment.kind = "{config.tasks.kind}".',
-        )
-    if config.tasks.kind == "sokoban":
-        yield from _sokoban_wrong(config)
     if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
         yield Contradiction(
             ("tools.replay", "tools.cache", "tools.cache_path"),
@@ -191,17 +185,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             ("reward.weights", "reward.funcs"),
             f"reward.weights: got {len(weights)} ({weights}), expected one for each of"
             f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs}).",
-        )
-
-
-def _sokoban_wrong(config: Config) -> Iterator[Contradiction]:
-    own = config.tasks.sokoban
-    # Goals, boxes elsewhere, and the player.
-    if own.num_walls + 2 * own.num_boxes + 1 > own.size**2:
-        yield Contradiction(
-            ("tasks.sokoban.num_walls", "tasks.sokoban.num_boxes", "tasks.sokoban.size"),
-            f"tasks.sokoban.num_walls: got {own.num_walls}, which with {own.num_boxes} boxes and"
-            f" goals and a player do not fit on {own.size} x {own.size} squares.",
         )
 
 
@@ -266,13 +249,11 @@ def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Con
 def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     explore = config.explore
     rest = ": starts are leaves, and branches take the others"
-    known = ("entropy", "balanced", "entropy_peaks", "tree_search", "prefix", "axpo", "commit")
-    leading = [name for name in known if name in explore.explorers]
-    for name in leading:
-        # A balanced budget has no number to compare.
-        if name != "balanced":
-            own = f"explore.{name}.{'num_restarts' if name == 'prefix' else 'num_starts'}"
-            yield from _above(config, own, "explore.num_leaves", rest)
+    kinds = chosen_kinds(config)
+    leading = [name for name, kind in kinds.items() if kind.leads]
+    for kind in kinds.values():
+        if kind.leaves:
+            yield from _above(config, kind.leaves, "explore.num_leaves", rest)
     if leading and explore.explorers[0] not in leading:
         yield Contradiction(
             ("explore.explorers",),
@@ -287,27 +268,6 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
             f" the remaining leaves come from one of {named}, the first; leave the others out.",
         )
-    if "balanced" in leading and explore.entropy.allocation == "shares":
-        yield Contradiction(
-            ("explore.entropy.allocation", "explore.explorers"),
-            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
-            " starts there will be to share the leaves; take 'round'.",
-        )
-    if {"graft", "prefix"} <= {*explore.explorers}:
-        yield Contradiction(
-            ("explore.explorers",),
-            f'explore.explorers: got {explore.explorers}; expected one of "graft" and "prefix":'
-            " no paper says how a stored step that is history and one that is a graft share their"
-            " credit.",
-        )
-    axpo, num_left = explore.axpo, explore.num_leaves - explore.axpo.num_starts
-    if "axpo" in leading and 0 <= num_left < axpo.num_retries:
-        yield Contradiction(
-            ("explore.axpo.num_retries", "explore.axpo.num_starts", "explore.num_leaves"),
-            f"explore.axpo.num_retries: got {axpo.num_retries}, expected at most {num_left}, which"
-            f" explore.axpo.num_starts = {axpo.num_starts} leaves of explore.num_leaves ="
-            f" {explore.num_leaves}; lower one of the first two, or raise num_leaves.",
-        )
     if explore.num_first is not None:
         yield from _above(config, "explore.num_first", "explore.num_leaves")
         if explore.num_first == explore.num_leaves:
@@ -317,29 +277,10 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
                 " explore.num_leaves, which is as many, so that a second stage has leaves left;"
                 " leave it out for one stage.",
             )
-    if "prefix" in explore.explorers:
-        yield from _prefix_wrong(config)
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
-    if retrieves(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
+    if retrieving(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
         yield from _buffer_wrong(config)
-
-
-def _prefix_wrong(config: Config) -> Iterator[Contradiction]:
-    own, num_leaves = config.explore.prefix, config.explore.num_leaves
-    if own.rule == "bread" and own.num_restarts == num_leaves:
-        yield Contradiction(
-            ("explore.prefix.num_restarts", "explore.num_leaves"),
-            f"explore.prefix.num_restarts: got {own.num_restarts}, expected less than"
-            f' explore.num_leaves, which is {num_leaves}: "bread" needs rollouts from the prompt,'
-            " which show whether the agent solves the task.",
-        )
-    if not config.buffer.allow_same_task:
-        yield Contradiction(
-            ("buffer.allow_same_task", "explore.explorers"),
-            'buffer.allow_same_task: got false, but explore.explorers has "prefix", whose rollouts'
-            " begin below stored trajectories of the very same task; expected true.",
-        )
 
 
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
@@ -361,7 +302,7 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
             text = f"warmup.traces: got 'buffer', but {empty}; name another source."
             yield Contradiction(("warmup.traces", "buffer.path"), text)
     if not settings.path:
-        named = next((name for name in RETRIEVING if name in config.explore.explorers), None)
+        named = next(iter(retrieving(config.explore.explorers)), None)
         other, use = "explore.explorers", f'has "{named}", which retrieves from a'
         if named is None:
             by_lessons = config.loss.lesson_coef > 0
@@ -387,4 +328,5 @@ def contradictions(config: Config) -> list[Contradiction]:
         _run_wrong,
         sampling_wrong,
     )
-    return [fault for check in checks for fault in check(config)]
+    others = (check for plugin in plugins().members for check in plugin.checks)
+    return [fault for check in (*checks, *others) for fault in check(config)]

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError, TreegraftError
 from treegraft.settings.config import (
+    PLUGIN_PROBLEMS,
     Config,
     known_settings,
     renamed,
@@ -30,6 +31,7 @@ from treegraft.settings.config import (
     values_before,
 )
 from treegraft.settings.contradictions import contradictions
+from treegraft.settings.explore import default_told, idle_told
 from treegraft.settings.names import find_answer, find_value
 from treegraft.settings.plain import (
     MAX_DEPTH,
@@ -138,7 +140,7 @@ def _idle(config: Config, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         # Below a setting are the free keys of its table.
         known = next(one for one in known_settings() if f"{name}.".startswith(f"{one}."))
-        for reason in known_settings()[known].idle_reasons(config):
+        for reason in idle_reasons(known, config):
             yield f"{COMMAND_LINE}: '{name}' would have no effect: {reason}."
 
 
@@ -280,8 +282,16 @@ def _is_given(data: Mapping[str, Any], name: str) -> bool:
     return True
 
 
+def idle_reasons(name: str, config: Config) -> list[str]:
+    """Returns a sentence for each reason why a setting has no effect under `config`."""
+    return list(known_settings()[name].idle_reasons(config, idle_told(config)))
+
+
 def default_of(config: Config, name: str) -> Any:
     """The value of a setting that nothing names, under these other settings."""
+    told = default_told(config, name)
+    if told is not None:
+        return told
     follows = known_settings()[name].facts.default_of
     return value_of(_defaults(), name) if follows is None else follows(config)
 
@@ -308,6 +318,8 @@ def load_config(
         smoke: with the recipe's table [smoke] put over the others: the same path through the code
             in seconds.
     """
+    if PLUGIN_PROBLEMS:
+        raise SettingError("\n".join(PLUGIN_PROBLEMS))
     data: dict[str, Any]
     if isinstance(source, Config):
         # Only what was given: the rest may follow from overrides.
@@ -327,7 +339,8 @@ def load_config(
         raise SettingError("\n".join(f"{origin}: {fault}." for fault in impossible))
     config = _validate(data, where)
     for name, known in known_settings().items():
-        if known.facts.default_of and not _is_given(data, name):
+        follows = known.facts.default_of or default_told(config, name) is not None
+        if follows and not _is_given(data, name):
             _put(data, name, default_of(config, name))
     config = _validate(data, where)
     found = contradictions(config)

@@ -7,16 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import (
-    teaches,
-    with_axpo,
-    with_commit,
-    with_entropy,
-    with_graft,
-    with_peaks,
-    with_prefix,
-    with_tree_search,
-)
+from treegraft.settings.explore import chosen_kinds, has_own, teaches, with_graft
 from treegraft.settings.table import (
     Condition,
     Settings,
@@ -52,18 +43,27 @@ def _by_objective(**values: float) -> Callable[[Any], float]:
 
 
 def _branches(config: Settings) -> str:
-    branching = (with_entropy, with_tree_search, with_peaks, with_axpo, with_commit)
-    if not all(one(config) for one in branching):
+    if has_own(config) or any(kind.branches for kind in chosen_kinds(config).values()):
         return ""
-    return "explore.explorers is without 'entropy' and 'tree_search', so no step has two children"
+    return "no explorer of explore.explorers branches, so no step has two children"
 
 
 def _restarts(config: Settings) -> str:
-    return with_prefix(config) if with_axpo(config) and with_commit(config) else ""
+    if any(kind.begins_below for kind in chosen_kinds(config).values()):
+        return ""
+    return "no explorer of explore.explorers begins rollouts below stored or finished steps"
+
+
+def _takes_stored(config: Settings) -> str:
+    kinds = chosen_kinds(config).values()
+    if any(kind.stored_from and kind.teaches(config) for kind in kinds):
+        return ""
+    return "no explorer of explore.explorers takes stored trajectories as leaves"
 
 
 def _together(config: Settings) -> str:
-    return "apart" if with_commit(config) else "together"
+    kinds = chosen_kinds(config).values()
+    return "together" if any(kind.compares_together for kind in kinds) else "apart"
 
 
 def _shares_steps(config: Settings) -> str:
@@ -280,12 +280,11 @@ class CreditSettings(Settings):
         "apart", default_of=_together, idle_unless=(_restarts,)
     )
     """Rollouts that begin below stored steps, and retries, are compared with those of the same
-    place ("apart"), or with all of the tree ("together", the default of "commit" alone)."""
+    place ("apart"), or with all of the tree ("together", the default of "commit")."""
     stored: Literal["joint", "own"] = setting(
         "joint",
         idle_unless=(
-            with_prefix,
-            when("explore.prefix.rule", "whole"),
+            _takes_stored,
             when("credit.advantage", "grpo", "dr_grpo", "rloo"),
         ),
     )

@@ -1,4 +1,4 @@
-"""Settings of replay, overlap and samplers that do not fit each other."""
+"""Settings of replay and overlap that do not fit each other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from treegraft.settings.table import Contradiction
 
 
 def sampling_wrong(config: Config) -> Iterator[Contradiction]:
-    """Yields the faults of [replay], [sampler] and rollout.max_staleness."""
+    """Yields the faults of [replay] and rollout.max_staleness."""
     yield from _replay_wrong(config)
-    yield from _sampler_wrong(config)
     yield from _overlap_wrong(config)
 
 
@@ -24,20 +23,6 @@ def unknown_encoder(name: str, encoder: str) -> Iterator[Contradiction]:
             (name,),
             f'{name}: got \'{encoder}\', expected "minilm", "hashing", a folder, a hub id, or'
             f' "pypi:PACKAGE".{nearest(encoder, ("hashing", "minilm"))}',
-        )
-
-
-def _sampler_wrong(config: Config) -> Iterator[Contradiction]:
-    own = config.sampler
-    if own.kind != "difficulty":
-        return
-    if own.encoder:
-        yield from unknown_encoder("sampler.encoder", own.encoder)
-    elif own.num_references:
-        yield Contradiction(
-            ("sampler.num_references", "sampler.encoder"),
-            f"sampler.num_references: got {own.num_references}, but without sampler.encoder they"
-            ' tell nothing of other tasks; take "hashing" or "minilm", or 0 references.',
         )
 
 

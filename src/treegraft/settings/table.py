@@ -3,13 +3,17 @@ under it, and `Facts`: when it has no effect, and who may ignore or change it.""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
+
+from treegraft.core.errors import SettingError
+from treegraft.core.plugin import offered
 
 
 class Settings(BaseModel):
@@ -107,6 +111,8 @@ class Facts:
 
     built_in: tuple[str, ...] = ()
     """Names of ours that it takes, besides import paths; empty for a setting without such names."""
+    plugins: str = ""
+    """What plugins bring for it by name, one of `core.plugin.KINDS`; empty for nothing."""
     renamed_from: str = ""
     """Former name, "table.setting": read silently in the files of runs, corrected in recipes."""
     value_before: Any = None
@@ -186,10 +192,25 @@ class Setting:
         """Its own facts."""
         return next((one for one in self.field.metadata if isinstance(one, Facts)), Facts())
 
-    def idle_reasons(self, config: Settings) -> Iterator[str]:
-        """Yields a sentence for each reason why it has no effect under `config`."""
-        for facts in (*self.above, self.facts):
-            for condition in facts.idle_unless:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that it takes besides import paths, ours first, then those of plugins."""
+        kind = self.facts.plugins
+        return (*self.facts.built_in, *(offered(kind) if kind else ()))
+
+    def idle_reasons(
+        self, config: Settings, told: Mapping[str, Callable[[Any], str]]
+    ) -> Iterator[str]:
+        """Yields a sentence for each reason why it has no effect under `config`.
+
+        Args:
+            told: conditions that take the place of those of the settings and tables of these dotted
+                names, see `ExplorerKind.idle`.
+        """
+        parts = self.name.split(".")
+        for depth, facts in enumerate((*self.above, self.facts), 1):
+            name = ".".join(parts[:depth])
+            for condition in (told[name],) if name in told else facts.idle_unless:
                 # A table's condition may be one of its own settings, which has an effect always.
                 decides = isinstance(condition, Condition) and condition.other == self.name
                 if not decides and (reason := condition(config)):
@@ -206,6 +227,46 @@ def walk(
         yield found
         if found.table is not None:
             yield from walk(found.table, f"{prefix}{name}.", (*above, found.facts))
+
+
+def joined(
+    table: type[Settings], added: Mapping[str, Sequence[type[Settings]]], prefix: str = ""
+) -> type[Settings]:
+    """Returns a table with further fields, in it and in the tables below it.
+
+    Args:
+        added: classes whose fields join the table of this dotted name, "" for `table` itself.
+        prefix: dotted name of `table` with a dot behind it, "" for the root.
+
+    Raises:
+        SettingError: a table that does not exist, or a name that is taken.
+    """
+    fields: dict[str, Any] = {}
+    for name, field in table.model_fields.items():
+        dotted, kind = f"{prefix}{name}", field.annotation
+        is_table = isinstance(kind, type) and issubclass(kind, Settings)
+        if is_table and any(f"{one}.".startswith(f"{dotted}.") for one in added):
+            grown, again = (
+                joined(cast("type[Settings]", kind), added, f"{dotted}."),
+                copy.copy(field),
+            )
+            again.annotation = grown
+            again.default = grown.model_validate(field.default.model_dump(exclude_unset=True))
+            fields[name] = (grown, again)
+    for more in added.get(prefix.rstrip("."), ()):
+        for name, field in more.model_fields.items():
+            if name in table.model_fields or name in fields:
+                raise SettingError(
+                    f"plugin settings: '{prefix}{name}' of {more.__module__} is there already;"
+                    " expected a name of its own."
+                )
+            fields[name] = (field.annotation, field)
+    if not fields:
+        return table
+    made: type[Settings] = create_model(
+        table.__name__, __base__=table, __module__=table.__module__, __doc__=table.__doc__, **fields
+    )
+    return made
 
 
 def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

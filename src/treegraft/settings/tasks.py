@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.table import Condition, Settings, has, setting, takes_path, value_of, when
+from treegraft.settings.table import Settings, has, setting, takes_path, value_of, when
 
 
 class SearchWorldSettings(Settings):
@@ -29,57 +29,6 @@ class SearchWorldSettings(Settings):
     expert_hops: int = setting(5, ge=1, le=5, retrieval_source=True)
     """Searches after which the scripted expert answers what it has found, in training questions
     alone: of longer questions it makes no right trace."""
-
-
-class SokobanSettings(Settings):
-    size: int = setting(5, ge=3, le=9)
-    """Rows and columns of a board, without a frame."""
-    num_boxes: int = setting(1, ge=1, le=3)
-    """Boxes, and as many goals. The time to search a board grows with the states: some 3 ms with
-    one box on 5 x 5 squares, 40 ms with two."""
-    num_walls: int = setting(3, ge=0, le=30)
-    """Squares that hold a wall."""
-    moves: list[Annotated[int, Field(ge=1, le=60)]] = setting([2, 3, 4, 5, 6, 7, 8], min_length=1)
-    """Lengths of the shortest solution, in moves, in equal shares."""
-    detour_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
-    """How often the scripted expert walks to a neighbouring square and back before a move, in
-    training boards alone."""
-    error_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
-    """How often the scripted expert makes another move than a shortest one, in training boards
-    alone; it goes on from there, and gives up on a board that it has lost."""
-
-
-Simplification = Literal[
-    "easy",
-    "teleportAction",
-    "selfWateringFlowerPots",
-    "openContainers",
-    "openDoors",
-    "noElectricalAction",
-]
-
-
-class ScienceWorldSettings(Settings):
-    games: list[str] = setting(
-        [
-            "lifespan-longest-lived",
-            "lifespan-shortest-lived",
-            "lifespan-longest-lived-then-shortest-lived",
-            "find-non-living-thing",
-        ],
-        min_length=1,
-    )
-    """Names of ScienceWorld's 30 tasks, in equal shares, such as "find-plant" or "boil"; those that
-    stand here are the shortest."""
-    simplifications: list[Simplification] = ["easy"]
-    """What is made easier in each world; "easy" is all of it, empty is nothing."""
-    held_out: Literal["dev", "test"] = "dev"
-    """The package's variations that are evaluated on; it is trained on the package's train ones."""
-    num_warmup: int = setting(16, ge=1)
-    """Train variations of each game that are kept for the demonstrations of the warm-up, at most
-    half of them. The gold path of each takes the package some 0.3 s."""
-    max_actions: int = setting(30, ge=1)
-    """Actions after which a world is over."""
 
 
 class ReasoningGymSettings(Settings):
@@ -111,10 +60,11 @@ class DatasetSettings(Settings):
 class TasksSettings(Settings):
     kind: str = setting(
         "search_world",
-        built_in=("search_world", "sokoban", "scienceworld", "arithmetic", "dataset"),
+        built_in=("search_world", "arithmetic", "dataset"),
+        plugins="tasks",
     )
-    """"search_world", "sokoban" and "scienceworld" (each for the environment of that name),
-    "arithmetic" (a reasoning-gym generator), "dataset", or an import path "package.module:Name"."""
+    """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that a plugin
+    brings, or an import path "package.module:Name"."""
     num_train: int = setting(600, ge=1, ignored_by_eval=True)
     """Training tasks; a data set with fewer rows, or games with fewer variations, use all they
     have."""
@@ -122,10 +72,6 @@ class TasksSettings(Settings):
     """Held-out tasks."""
     search_world: SearchWorldSettings = setting(
         SearchWorldSettings(), idle_unless=when("tasks.kind", "search_world")
-    )
-    sokoban: SokobanSettings = setting(SokobanSettings(), idle_unless=when("tasks.kind", "sokoban"))
-    scienceworld: ScienceWorldSettings = setting(
-        ScienceWorldSettings(), idle_unless=when("tasks.kind", "scienceworld")
     )
     arithmetic: ReasoningGymSettings = setting(
         ReasoningGymSettings(), idle_unless=when("tasks.kind", "arithmetic")
@@ -135,41 +81,10 @@ class TasksSettings(Settings):
     """Keyword arguments of a source given by import path."""
 
 
-_BY_DIFFICULTY = when("sampler.kind", "difficulty")
-_REFERS = when("sampler.num_references")
-
-
 class SamplerSettings(Settings):
-    kind: str = setting("epochs", built_in=("epochs", "difficulty"))
+    kind: str = setting("epochs", built_in=("epochs",), plugins="samplers")
     """Which training tasks an update deals: "epochs" (each once, then each once again in another
-    order), "difficulty" (those that the agent solves about as often as `target`, as in DOTS), or an
-    import path "package.module:Name"."""
-    target: float = setting(0.5, ge=0, le=1, idle_unless=_BY_DIFFICULTY)
-    """Success rate that a task should have (alpha in the paper): the mean of its rollouts' rewards,
-    each taken between 0 and 1."""
-    temperature: float = setting(1e-3, gt=0, idle_unless=_BY_DIFFICULTY)
-    """How far from the target the dealt tasks may be (tau in the paper): a task's chance is
-    proportional to exp(-|rate - target| / temperature)."""
-    encoder: str = setting("", idle_unless=_BY_DIFFICULTY)
-    """Compares questions, so that a task's rate is predicted from those of tasks like it:
-    "hashing", "minilm", a folder, a hub id or "pypi:PACKAGE"; "" compares nothing, and a task that
-    was not rolled out yet has the mean rate."""
-    attention_temperature: float = setting(
-        0.2, gt=0, idle_unless=(_BY_DIFFICULTY, when("sampler.encoder"))
-    )
-    """How alike tasks must be to tell of each other: a rate weighs as exp(cosine / this)."""
-    num_references: int = setting(0, ge=0, idle_unless=_BY_DIFFICULTY)
-    """Tasks, drawn evenly, that are rolled out for their rates alone (K, 256 in the paper, with 512
-    tasks an update); 0 takes the rates that training itself shows, at no cost."""
-    every: int = setting(2, ge=1, idle_unless=(_BY_DIFFICULTY, _REFERS))
-    """Updates that one reference set serves (mu in the paper)."""
-    decay: float = setting(
-        0.8,
-        gt=0,
-        le=1,
-        idle_unless=(_BY_DIFFICULTY, Condition("sampler.num_references", lambda num: num == 0)),
-    )
-    """What a rollout that training has shown still counts after one more update."""
+    order), a name that a plugin brings, or an import path "package.module:Name"."""
     options: dict[str, Any] = setting({}, idle_unless=takes_path("sampler.kind"))
     """Keyword arguments of a sampler given by import path."""
 

@@ -149,7 +149,7 @@ class ToolsSettings(Settings):
 class EnvironmentSettings(Settings):
     """Settings of the environment; without a kind there is none."""
 
-    kind: str = setting("", built_in=("openenv", "verifiers", "sokoban", "scienceworld"))
+    kind: str = setting("", plugins="environments")
     """The environment that each trajectory gets one of: an import path "package.module:Class"
     (TRL's convention: `reset(**row)`, public methods as tools, `get_reward()`), "openenv" (a
     session of an OpenEnv server), "verifiers" (an episode of a verifiers environment), "sokoban"

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.text import counted, quoted
 from treegraft.settings.config import Config, known_settings, settings_with
-from treegraft.settings.load import default_of, describe, load_config
+from treegraft.settings.load import default_of, describe, idle_reasons, load_config
 from treegraft.settings.recipe import merged, read_recipe
 from treegraft.settings.table import flatten, value_of
 from treegraft.study.file import Arm, StudyFile, read_study
@@ -308,7 +308,7 @@ class _Planner:
         for name in flatten(self._study.arms[arm].settings):
             # Below a setting are the free keys of its table.
             known = next((one for one in known_settings() if f"{name}.".startswith(f"{one}.")), "")
-            for reason in known_settings()[known].idle_reasons(config) if known else ():
+            for reason in idle_reasons(known, config) if known else ():
                 raise SettingError(
                     f"{self._path}: {where}: '{name}' would have no effect: {reason}."
                 )
@@ -380,7 +380,7 @@ def _is_source(name: str) -> bool:
 
 
 def _is_idle(name: str, config: Config) -> bool:
-    return any(known_settings()[name].idle_reasons(config))
+    return bool(idle_reasons(name, config))
 
 
 def _hash(parts: Any) -> str:

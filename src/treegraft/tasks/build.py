@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import TaskSource
+from treegraft.core.plugin import loaded, offered
 from treegraft.core.plugins import make, pick
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
-from treegraft.tasks.scienceworld import ScienceWorldTasks
 from treegraft.tasks.search_world import SearchWorld
-from treegraft.tasks.sokoban import SokobanTasks
 
 
 def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
@@ -25,8 +24,10 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             settings it refuses.
         DataError: the files of a data set cannot be read.
     """
-    found = pick(settings.kind, TASKS, "tasks.kind")
-    if settings.kind in TASKS:
+    known = {**TASKS, **offered("tasks")}
+    found = pick(settings.kind, known, "tasks.kind")
+    if settings.kind in known:
+        found = loaded(found)
         built_in: TaskSource = found(settings, seed)
         return built_in
     source: TaskSource = make(
@@ -45,12 +46,6 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
 TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
     "search_world": lambda settings, seed: SearchWorld(
         settings.search_world, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
-    ),
-    "sokoban": lambda settings, seed: SokobanTasks(
-        settings.sokoban, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
-    ),
-    "scienceworld": lambda settings, seed: ScienceWorldTasks(
-        settings.scienceworld, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
     ),
     "arithmetic": lambda settings, seed: ReasoningGym(
         settings.arithmetic, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from treegraft.core.interfaces import TaskSampler
-from treegraft.core.keyed import keyed_int, keyed_unit
+from treegraft.core.keyed import keyed_int
+from treegraft.core.plugin import loaded, offered
 from treegraft.core.plugins import make, pick
-from treegraft.core.types import GraftCause, RestartCause, RetryCause, StoredCause, Task, Tree
+from treegraft.core.types import Task, Tree
 from treegraft.settings.tasks import SamplerSettings
 from treegraft.tasks.own_sampler import OwnSampler
-from treegraft.tools.search.encoders import build_encoder
-
-PRIOR = 2.0
-"""Rollouts that the prediction of a task's rate weighs as much as, beside its own."""
-NUM_COMPARED = 1024
-"""Latest tasks with known rates from which the others are predicted."""
-_NUM_ROWS = 1024
-"""Tasks that are compared at once."""
-
-Floats = npt.NDArray[np.float64]
 
 
 def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -> TaskSampler:
@@ -39,9 +24,10 @@ def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -
         SettingError: an unknown kind or encoder, or an import path to nothing that makes a sampler.
         ModelError: there is no such encoder to load.
     """
-    found = pick(settings.kind, SAMPLERS, "sampler.kind")
-    if settings.kind in SAMPLERS:
-        built_in: TaskSampler = found(tasks, seed, settings)
+    known = {**SAMPLERS, **offered("samplers")}
+    found = pick(settings.kind, known, "sampler.kind")
+    if settings.kind in known:
+        built_in: TaskSampler = loaded(found)(tasks, seed, settings)
         return built_in
     sampler: TaskSampler = make(
         found,
@@ -124,256 +110,6 @@ class Epochs:
         return {}
 
 
-# --- by difficulty --------------------------------------------------------------------------------
-
-
-def predicted_rates(
-    vectors: Floats, places: Sequence[int], rates: Floats, weights: Floats, temperature: float
-) -> Floats:
-    """Returns [tasks] the rate of each task as the rates of tasks like it say.
-
-    p_q = Σ_r a_qr y_r,   a_qr = n_r exp(v_q · v_r / t) / Σ_s n_s exp(v_q · v_s / t)
-    d_q = clip(ȳ + b (p_q - p̄), 0, 1),   b = Σ_r n_r (p_r - p̄) (y_r - ȳ) / Σ_r n_r (p_r - p̄)²
-
-    Source: DOTS (Sun et al., arXiv 2506.05316), whose attention goes over embeddings behind a
-    projection that was trained on the rollouts of other models, and whose predictions a second
-    trained network calibrates by mean and deviation of the rates. Nothing is trained here: a is
-    over the embeddings as they are, and the calibration is the least-squares line over the
-    reference set, which the released code adds after its network. p̄ and ȳ are means over the
-    references with weights n, which are all equal in the paper.
-
-    Args:
-        vectors: [tasks, dim] v, of unit length.
-        places: [references] their rows.
-        rates: [references] y, 0..1.
-        weights: [references] n, above 0: rollouts behind each rate.
-        temperature: t.
-    """
-    references = vectors[list(places)]
-    bias = np.log(weights)
-    found = []
-    for first in range(0, len(vectors), _NUM_ROWS):
-        scores = vectors[first : first + _NUM_ROWS] @ references.T / temperature + bias
-        attention = np.exp(scores - scores.max(axis=1, keepdims=True))
-        found.append(attention @ rates / attention.sum(axis=1))
-    predicted = np.concatenate(found)
-    return np.clip(_calibrated(predicted, predicted[list(places)], rates, weights), 0.0, 1.0)
-
-
-def _calibrated(predicted: Floats, own: Floats, rates: Floats, weights: Floats) -> Floats:
-    """All predictions on the least-squares line from those of the references to their rates."""
-    centre, level = (np.average(column, weights=weights) for column in (own, rates))
-    spread = float(np.average((own - centre) ** 2, weights=weights))
-    if spread < 1e-12:
-        return predicted
-    slope = float(np.average((own - centre) * (rates - level), weights=weights)) / spread
-    line: Floats = level + slope * (predicted - centre)
-    return line
-
-
-def keyed_order(logits: Floats, *keys: tuple[int | str, ...]) -> list[int]:
-    """Returns all places in the order in which draws without replacement take them, each draw with
-    chances softmax(logits) over what is left.
-
-    A race of exponential clocks with rates exp(logits) ends in such an order; place i's clock is a
-    function of keys[i].
-    """
-
-    def clock(place: int) -> float:
-        # In logs, as chances may be far below what a float holds.
-        exponential = -math.log1p(-keyed_unit(*keys[place]))
-        return math.log(max(exponential, 1e-300)) - float(logits[place])
-
-    return sorted(range(len(keys)), key=clock)
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What rollouts of a task earned."""
-
-    total: float
-    """Their rewards, decayed until `update`."""
-    weight: float
-    """How many, decayed so too."""
-    update: int
-
-    def at(self, update: int, decay: float) -> _Seen:
-        """The same, decayed until a later update."""
-        factor = decay ** (update - self.update)
-        return _Seen(self.total * factor, self.weight * factor, update)
-
-
-class Difficulty(Epochs):
-    """Deals the tasks whose estimated rate d is nearest to a target α, drawn without replacement
-    with chances
-
-        P(q) = exp(-|d_q - α| / τ) / Σ_s exp(-|d_s - α| / τ)
-
-    A rollout's success is its reward, taken between 0 and 1; rollouts with steps of other agents or
-    forced openings do not count. With a reference set, K tasks drawn evenly are rolled out before
-    every μ-th update, by which `predicted_rates` gives the others' d until the next time, and no
-    task is dealt twice meanwhile. Without one, d comes from the rollouts that the run makes anyway:
-    S and n, the decayed sum of a task's successes and number of its rollouts, and p, what
-    `predicted_rates` or without an encoder the mean of all rollouts says:
-
-        d_q = (S_q + m p_q) / (n_q + m),   m = 2
-
-    Source: DOTS (Sun et al., arXiv 2506.05316), whose d is the share of failures, 1 minus ours (its
-    code has the share of successes; with α = 1/2 nothing changes). Departures: see
-    `predicted_rates`; the code draws the tasks of μ updates at once and shuffles them, here each
-    update draws from those that are left. The form without a reference set is our own; its decayed
-    counts with a prior are those of MoPPS (Qu et al., arXiv 2507.04632), which draws a rate for
-    each task from its posterior where this takes the mean.
-    """
-
-    def __init__(self, tasks: Sequence[Task], seed: int, settings: SamplerSettings) -> None:
-        super().__init__(tasks, seed)
-        self._settings = settings
-        self._encoder = build_encoder(settings.encoder) if settings.encoder else None
-        self._vectors: Floats | None = None
-        self._places = {task.id: place for place, task in enumerate(tasks)}
-        self._seen: dict[str, _Seen] = {}
-        """By task, the latest last."""
-        self._dealt: dict[str, int] = {}
-        """The update that dealt it last, by task."""
-        self._order: tuple[int, list[Task]] = (0, [])
-        """The last order, with its update."""
-        self._estimates: Floats | None = None
-        """Those that it was made by; None where nothing was known."""
-        self._metrics: dict[str, float] = {}
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """What rollouts earned, and when each task was dealt."""
-        seen = {name: [one.total, one.weight, one.update] for name, one in self._seen.items()}
-        return {"seen": seen, "dealt": dict(self._dealt)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state."""
-        self._seen = {name: _Seen(*one) for name, one in state.get("seen", {}).items()}
-        self._dealt = dict(state.get("dealt", {}))
-
-    def _is_first(self, number: int) -> bool:
-        return (number - 1) % self._settings.every == 0
-
-    def references(self, number: int) -> Sequence[Task]:
-        """Returns K tasks, drawn evenly, before every μ-th update from the first one on."""
-        num = self._settings.num_references
-        if not num or not self._is_first(number):
-            return ()
-        keys = [
-            (keyed_int(self._seed, "references", number, n), n) for n in range(len(self._tasks))
-        ]
-        return [self._tasks[n] for _, n in sorted(keys)[:num]]
-
-    def label(self, number: int, trees: Sequence[Tree]) -> None:
-        """Takes the rates of the reference set in place of those before."""
-        rewards = {tree.task.id: own for tree in trees if (own := _own_rewards(tree))}
-        self._seen = {
-            name: _Seen(math.fsum(own), float(len(own)), number) for name, own in rewards.items()
-        }
-        self._order = (0, [])
-        if rewards:
-            self._metrics["sampler/reference_rate"] = fmean(map(fmean, rewards.values()))
-        self._metrics["sampler/num_references"] = float(len(trees))
-
-    def draw(
-        self, number: int, first: int, *, size: int, without: Collection[str] = ()
-    ) -> Sequence[Task]:
-        """Returns the first tasks of this update's order; those dealt since the last reference set
-        come last."""
-        if self._order[0] != number:
-            self._order = (number, self._ordered(number))
-        left = [task for task in self._order[1] if task.id not in without]
-        since = number
-        if self._settings.num_references:
-            since -= (number - 1) % self._settings.every
-        left.sort(key=lambda task: self._dealt.get(task.id, 0) >= since)
-        return left[:size]
-
-    def _ordered(self, number: int) -> list[Task]:
-        own = self._settings
-        self._estimates = self.estimates(number)
-        logits = np.zeros(len(self._tasks))
-        if self._estimates is not None:
-            logits = -np.abs(self._estimates - own.target) / own.temperature
-        keys = [(self._seed, "sampler", number, task.id) for task in self._tasks]
-        return [self._tasks[place] for place in keyed_order(logits, *keys)]
-
-    def estimates(self, number: int) -> Floats | None:
-        """Returns [tasks] d before an update; None where no rollout has been seen yet."""
-        own = self._settings
-        decayed = {name: one.at(number, own.decay) for name, one in self._seen.items()}
-        known = [
-            (self._places[name], one)
-            for name, one in decayed.items()
-            # What is as good as forgotten would become 0 / 0.
-            if name in self._places and one.weight > 1e-9
-        ]
-        if not known:
-            return None
-        places = [place for place, _ in known]
-        totals, weights = (
-            np.array([getattr(one, name) for _, one in known]) for name in ("total", "weight")
-        )
-        found = np.full(len(self._tasks), float(totals.sum() / weights.sum()))
-        if self._encoder is not None:
-            if self._vectors is None:
-                questions = [task.question for task in self._tasks]
-                self._vectors = self._encoder.encode(questions).astype(np.float64)
-            latest = slice(-NUM_COMPARED, None)
-            rates = (totals / weights)[latest]
-            found = predicted_rates(
-                self._vectors, places[latest], rates, weights[latest], own.attention_temperature
-            )
-        if not own.num_references:
-            found[places] = (totals + PRIOR * found[places]) / (weights + PRIOR)
-        # Rounding of the last bits shall decide nothing.
-        rounded: Floats = np.round(found, 9)
-        return rounded
-
-    def take(self, number: int, trees: Sequence[Tree]) -> None:
-        """Takes what the rollouts of an update earned."""
-        errors: list[float] = []
-        estimates: list[float] = []
-        for tree in trees:
-            name, rewards = tree.task.id, _own_rewards(tree)
-            self._dealt[name] = number
-            if self._estimates is not None:
-                estimates.append(float(self._estimates[self._places[name]]))
-                errors += [abs(estimates[-1] - fmean(rewards))] if rewards else []
-            if rewards and not self._settings.num_references:
-                before = self._seen.pop(name, _Seen(0.0, 0.0, number))
-                before = before.at(number, self._settings.decay)
-                total, weight = before.total + math.fsum(rewards), before.weight + len(rewards)
-                self._seen[name] = _Seen(total, weight, number)
-        for name, values in (("rate_mean", estimates), ("error_mean", errors)):
-            if values:
-                self._metrics[f"sampler/{name}"] = fmean(values)
-
-    def drawn(self, first: int) -> Sequence[str]:
-        """Returns the ids of all tasks that were dealt, each once."""
-        return list(self._dealt)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the sampler/* metrics of the last update."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics | {"sampler/num_known": float(len(self._seen))}
-
-
-_HELPED = GraftCause | RestartCause | RetryCause | StoredCause
-
-
-def _own_rewards(tree: Tree) -> list[float]:
-    """The rewards of rollouts that the agent made without help, each taken between 0 and 1."""
-    return [
-        min(1.0, max(0.0, path.reward))
-        for path in tree.trajectories()
-        if path.reward is not None and not any(isinstance(one.cause, _HELPED) for one in path.steps)
-    ]
-
-
 SAMPLERS: Mapping[str, Callable[[Sequence[Task], int, SamplerSettings], TaskSampler]] = {
     "epochs": lambda tasks, seed, _: Epochs(tasks, seed),
-    "difficulty": Difficulty,
 }

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import EnvironmentKind, Tool
-from treegraft.core.plugins import load_object, pick
+from treegraft.core.plugin import loaded, offered
+from treegraft.core.plugins import pick
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
 from treegraft.tools.function import FunctionTool
@@ -62,24 +63,16 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     """
     if not settings.kind:
         return None
-    found = pick(settings.kind, ENVIRONMENTS, "environment.kind")
-    if settings.kind in ENVIRONMENTS:
-        kind: EnvironmentKind = load_object(found)(settings)
+    known = offered("environments")
+    found = pick(settings.kind, known, "environment.kind")
+    if settings.kind in known:
+        kind: EnvironmentKind = loaded(found)(settings)
         return kind
     if not isinstance(found, type):
         raise SettingError(
             f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class."
         )
     return ClassEnvironments(found, settings.kind, settings)
-
-
-ENVIRONMENTS: Mapping[str, str] = {
-    "openenv": "treegraft.tools.environments.openenv:OpenEnvEnvironments",
-    "verifiers": "treegraft.tools.environments.verifiers:VerifiersEnvironments",
-    "sokoban": "treegraft.tools.environments.sokoban:sokoban_environments",
-    "scienceworld": "treegraft.tools.environments.scienceworld:scienceworld_environments",
-}
-"""Import paths, since some of these bring a package that most runs do without."""
 
 
 def _search(settings: ToolsSettings) -> Tool:

@@ -17,7 +17,8 @@ from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.settings.config import Config
-from treegraft.settings.explore import BufferSettings
+from treegraft.settings.explore import BufferSettings, chosen_kinds
+from treegraft.settings.table import value_of
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
 
@@ -51,12 +52,14 @@ def question_of(
 def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) -> str:
     """Returns why rollouts below stored trajectories of these tasks are impossible, "" where they
     are possible or not asked for."""
-    if buffer is None or "prefix" not in config.explore.explorers:
+    asking = {name: one.stored_from for name, one in chosen_kinds(config).items()}
+    name = next((name for name, stored_from in asking.items() if stored_from), None)
+    if buffer is None or name is None:
         return ""
     if config.buffer.path == "self":
         # They come with the updates.
         return ""
-    least, sources = config.explore.prefix.min_reward, config.buffer.sources
+    least, sources = value_of(config, asking[name]), config.buffer.sources
     ids = {task.id for task in tasks}
     known = [
         reward
@@ -67,9 +70,9 @@ def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) 
         return ""
     found = f"their best reward there is {max(known):g}" if known else "there are none of them"
     return (
-        "explore.prefix: no training task has a stored trajectory with a reward from"
-        f" explore.prefix.min_reward = {least:g} on; {found} ({buffer.path}). All rollouts begin at"
-        " the prompt; lower explore.prefix.min_reward, or name a buffer of these tasks."
+        f"explore.{name}: no training task has a stored trajectory with a reward from"
+        f" {asking[name]} = {least:g} on; {found} ({buffer.path}). All rollouts begin at the"
+        f" prompt; lower {asking[name]}, or name a buffer of these tasks."
     )
 
 

@@ -23,7 +23,7 @@ from treegraft.core.types import Origin, Status, Trace, Tree
 from treegraft.runs.beside import ways_out
 from treegraft.runs.start import Start
 from treegraft.settings.config import Config
-from treegraft.settings.explore import retrieves, takes_warmup_of_buffer
+from treegraft.settings.explore import retrieving, takes_warmup_of_buffer
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
@@ -70,7 +70,7 @@ def may_retrieve(config: Config) -> bool:
     explorers = config.explore.explorers
     # A user's own explorer may; it cannot be asked before it is built.
     is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
-    return retrieves(explorers) or is_asked
+    return bool(retrieving(explorers)) or is_asked
 
 
 class RunBuffer:

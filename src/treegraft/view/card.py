@@ -14,11 +14,13 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.plugin import ExplorerKind
 from treegraft.core.text import plain
 from treegraft.runs.checkpoint import TrainState, read_state
 from treegraft.runs.record import read_metrics
 from treegraft.runs.start import find_checkpoint
 from treegraft.settings.config import Config
+from treegraft.settings.explore import chosen_kinds
 from treegraft.settings.load import describe, load_config
 
 SHOWN = (
@@ -70,11 +72,15 @@ def method_name(config: Config) -> str:
     """Returns the method in the field's words, as `explore.explorers` gives it."""
     if config.run.num_updates == 0:
         return "supervised fine-tuning"
-    known = {"independent": "GRPO", "entropy": "ARPO", "graft": "RAPO"}
-    rules = {"prefixrl": "PrefixRL", "bread": "BREAD", "whole": "LUFFY"}
-    known["prefix"] = rules[config.explore.prefix.rule]
-    names = [known.get(name, plain(name)) for name in config.explore.explorers]
-    return " + ".join(names) or known["independent"]
+    known = chosen_kinds(config)
+    return " + ".join(
+        _title(known[name], config) if name in known else plain(name)
+        for name in config.explore.explorers
+    )
+
+
+def _title(kind: ExplorerKind, config: Config) -> str:
+    return kind.title if isinstance(kind.title, str) else kind.title(config.explore)
 
 
 def public(value: Any) -> Any:

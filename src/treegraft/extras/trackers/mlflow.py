@@ -13,8 +13,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run
 
-from treegraft.runs.tracked import Tracked
-from treegraft.settings.table import flatten
+from treegraft.parts import Tracked, flatten
 
 PARAMS_AT_ONCE, LONGEST_PARAM, LONGEST_TAG = 100, 6000, 5000
 """Limits of MLflow's servers."""

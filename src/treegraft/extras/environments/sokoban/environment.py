@@ -17,9 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from treegraft.core.errors import ToolError
-from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tools.environments.own import ClassEnvironments
+from treegraft import ToolError
+from treegraft.parts import ClassEnvironments, EnvironmentSettings
 
 DIRECTIONS: Final = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 UNKNOWN: Final = "unknown direction ; write up , down , left or right"

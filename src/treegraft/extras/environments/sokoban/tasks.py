@@ -11,14 +11,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
-from typing import Final
+from typing import Any, Final
 
-from treegraft.core.errors import SettingError
-from treegraft.core.interfaces import Tool
-from treegraft.core.keyed import keyed_choice, keyed_int, keyed_unit
-from treegraft.core.types import StepContent, Task, ToolCall
-from treegraft.settings.tasks import SokobanSettings
-from treegraft.tools.environments.sokoban import (
+from treegraft import SettingError, StepContent, Task
+from treegraft.extras.environments.sokoban.environment import (
     DIRECTIONS,
     SOLVED,
     Board,
@@ -26,6 +22,8 @@ from treegraft.tools.environments.sokoban import (
     State,
     read_question,
 )
+from treegraft.extras.environments.sokoban.plugin import SokobanSettings
+from treegraft.parts import Tool, ToolCall, keyed_choice, keyed_int, keyed_unit
 
 GIVEN_UP: Final = "stuck"
 """The answer of an expert that has lost a board."""
@@ -262,3 +260,10 @@ def _detour(board: Board, state: State, key: tuple[int | str, ...]) -> list[str]
         return []
     there = keyed_choice(free, *key, "where")
     return [there, _OPPOSITE[there]]
+
+
+def sokoban_tasks(settings: Any, seed: int) -> SokobanTasks:
+    """Returns the boards of a table [tasks]."""
+    return SokobanTasks(
+        settings.sokoban, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
+    )

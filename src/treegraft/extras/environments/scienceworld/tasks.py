@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from treegraft.core.errors import DataError, SettingError, ToolUnavailable, nearest
-from treegraft.core.interfaces import Tool
-from treegraft.core.keyed import keyed_choice, keyed_int
-from treegraft.core.types import StepContent, Task, ToolCall
-from treegraft.settings.tasks import ScienceWorldSettings
-from treegraft.tasks.scienceworld_words import WORDS
-from treegraft.tools.environments.scienceworld import (
+from treegraft import DataError, SettingError, StepContent, Task, ToolUnavailable
+from treegraft.extras.environments.scienceworld.environment import (
     COMPLETED,
     FAILED,
     NO_ACTIONS_LEFT,
@@ -27,6 +22,9 @@ from treegraft.tools.environments.scienceworld import (
     require,
     splits_of,
 )
+from treegraft.extras.environments.scienceworld.plugin import ScienceWorldSettings
+from treegraft.extras.environments.scienceworld.words import WORDS
+from treegraft.parts import Tool, ToolCall, keyed_choice, keyed_int, nearest
 
 DONE: Final = "done"
 """The expert's answer, which the reward takes no notice of."""
@@ -180,3 +178,10 @@ def _question(name: str) -> str:
 def _in_turns(games: Iterable[Sequence[Task]], num: int) -> tuple[Task, ...]:
     rounds = chain.from_iterable(zip_longest(*games))
     return tuple(task for task in rounds if task is not None)[:num]
+
+
+def scienceworld_tasks(settings: Any, seed: int) -> ScienceWorldTasks:
+    """Returns the games of a table [tasks]."""
+    return ScienceWorldTasks(
+        settings.scienceworld, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
+    )

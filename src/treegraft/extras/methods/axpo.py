@@ -5,13 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import compress
 from statistics import fmean
+from typing import Any, Literal
 
-from treegraft.core.errors import SettingError, nearest
-from treegraft.core.types import LEARNING_RULES, Origin, Retry, Start, Step, Trajectory, Tree
-from treegraft.explore.independent import Independent
-from treegraft.settings.explore import AxpoSettings, ExploreSettings
+from treegraft import Origin, Step, Trajectory, Tree
+from treegraft.extras.methods.leaves import half_the_leaves
+from treegraft.parts import (
+    LEARNING_RULES,
+    Contradiction,
+    ExplorerKind,
+    Independent,
+    Plugin,
+    Retry,
+    Settings,
+    Start,
+    has,
+    setting,
+    value_of,
+    when,
+)
 
 RULE = "axpo"
+
+
+def names_tools(config: Any) -> str:
+    if value_of(config, "format.kind") == "chat":
+        return "format.kind is 'chat', in which a call begins before the tool is named"
+    return ""
+
+
+def _at_answers(config: Any) -> str:
+    return names_tools(config) or when("explore.axpo.places", "answers")(config)
+
+
+class AxpoSettings(Settings):
+    num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
+    """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest are
+    retries, where they are called for."""
+    num_retries: int = setting(4, ge=1)
+    """Retries of one step (AXPO's K); each such place is a group of its own."""
+    places: Literal["calls", "answers"] = "calls"
+    """Steps that are retried: "calls" (the paper) those that called a tool, where every rollout
+    that called one failed; "answers" (ours) those that answered, where every rollout failed."""
+    tool: str = setting("", idle_unless=(_at_answers,))
+    """The tool whose call is opened in place of an answer; empty for the first."""
+    min_reward: float = 1.0
+    """Reward from which a rollout did not fail."""
+
+
+class _Tables(Settings):
+    axpo: AxpoSettings = setting(AxpoSettings(), idle_unless=has("explore.explorers", "axpo"))
+    """Retries of failed rollouts behind a forced tool-call opening (AXPO, arXiv 2605.28774)."""
 
 
 class Axpo(Independent):
@@ -72,18 +115,32 @@ def _uncertainty(step: Step) -> float:
     return fmean(compress(step.entropies, step.sampled_mask))
 
 
-def check_tools(settings: ExploreSettings, names: Sequence[str]) -> None:
-    """Raises SettingError where calls are begun for the agent and it has no such tool."""
-    for name, wanted in (("axpo", settings.axpo.tool), ("commit", settings.commit.tool)):
-        if name not in settings.explorers:
-            continue
-        if not names:
-            raise SettingError(
-                f"explore.explorers: got '{name}', which begins tool calls for the agent, but there"
-                f" is no tool; expected at least one. Add one to tools.use, or leave '{name}' out."
-            )
-        if wanted and wanted not in names:
-            raise SettingError(
-                f"explore.{name}.tool: got '{wanted}', expected one of {', '.join(names)}, or an"
-                f" empty text for the first.{nearest(wanted, names)}"
-            )
+def _wrong(config: Any) -> Iterator[Contradiction]:
+    explore, own = config.explore, config.explore.axpo
+    num_left = explore.num_leaves - own.num_starts
+    if "axpo" in explore.explorers and 0 <= num_left < own.num_retries:
+        yield Contradiction(
+            ("explore.axpo.num_retries", "explore.axpo.num_starts", "explore.num_leaves"),
+            f"explore.axpo.num_retries: got {own.num_retries}, expected at most {num_left}, which"
+            f" explore.axpo.num_starts = {own.num_starts} leaves of explore.num_leaves ="
+            f" {explore.num_leaves}; lower one of the first two, or raise num_leaves.",
+        )
+
+
+plugin = Plugin(
+    name="axpo",
+    explorers={
+        "axpo": ExplorerKind(
+            make=lambda explore, facts: Axpo(explore.axpo),
+            title="AXPO",
+            leads=True,
+            leaves="explore.axpo.num_starts",
+            opens_at_once=True,
+            branches=True,
+            begins_below=True,
+            tool="explore.axpo.tool",
+        )
+    },
+    settings={"explore": _Tables},
+    checks=(_wrong,),
+)

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Final
 
-from treegraft.core.errors import ToolUnavailable
+from treegraft import ToolUnavailable
 
 START_DEADLINE_S: Final = 120.0
 """Longest wait for the Java process to start, in seconds."""

@@ -18,19 +18,19 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Signature, Tool
-from treegraft.core.text import describe
-from treegraft.core.types import Task
-from treegraft.settings.table import Settings
-from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tools.environments.own import (
+from treegraft import DataError, SettingError, Task, ToolError, ToolUnavailable
+from treegraft.parts import (
     OVER,
+    EnvironmentSettings,
     EnvironmentTool,
+    Settings,
+    Signature,
+    Tool,
     capability_without_fork,
+    describe,
     options_of,
+    tag_of,
 )
-from treegraft.tools.json_tools import tag_of
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class VerifiersEnvironment:
         if not isinstance(index, int):
             raise ToolUnavailable(
                 f"task '{task.id}' has no column {INDEX}; take the tasks of"
-                " treegraft.tasks.verifiers:VerifiersTasks"
+                " treegraft.extras.environments.verifiers.tasks:VerifiersTasks"
             )
         return await self._kind.there(self._begin(index)) or ""
 

@@ -6,21 +6,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 from statistics import fmean
+from typing import Any
 
-from treegraft.core.types import (
+from treegraft import Origin, Step, Trajectory, Tree
+from treegraft.extras.methods.axpo import names_tools
+from treegraft.extras.methods.leaves import quarter_of_the_leaves
+from treegraft.parts import (
     LEARNING_RULES,
-    Origin,
+    ExplorerKind,
+    Independent,
+    Plugin,
     Retry,
     RetryCause,
+    Settings,
     Start,
-    Step,
-    Trajectory,
-    Tree,
+    has,
+    setting,
+    value_of,
 )
-from treegraft.explore.independent import Independent
-from treegraft.settings.explore import CommitSettings
 
 RULE = "commit"
+
+
+def _marks_answers(config: Any) -> bool:
+    return bool(value_of(config, "format.kind") != "chat")
+
+
+class CommitSettings(Settings):
+    num_starts: int = setting(4, ge=1, default_of=quarter_of_the_leaves)
+    """First-level rollouts, at most explore.num_leaves, of which a quarter is the default."""
+    num_more: int = setting(0, ge=0)
+    """Leaves at the prompt that follow where only some of the first rollouts succeeded, as far as
+    explore.num_leaves allows."""
+    num_retries: int = setting(2, ge=1)
+    """Rollouts that go on in place of one answer, in each round."""
+    tool: str = setting("", idle_unless=(names_tools,))
+    """The tool whose call is opened in place of an answer; empty for the first."""
+    answers: bool = setting(True, default_of=_marks_answers)
+    """Whether answers are begun in place of calls, too, where no rollout has answered; the format
+    "chat" has no mark that begins one."""
+    min_reward: float = 1.0
+    """Reward from which a rollout did not fail."""
+
+
+class _Tables(Settings):
+    commit: CommitSettings = setting(
+        CommitSettings(), idle_unless=has("explore.explorers", "commit")
+    )
+    """Calls in place of answers where every rollout failed, round after round."""
 
 
 class CommitBranching(Independent):
@@ -114,3 +147,22 @@ def _is_own(step: Step) -> bool:
 
 def _uncertainty(step: Step) -> float:
     return fmean(compress(step.entropies, step.sampled_mask))
+
+
+plugin = Plugin(
+    name="commit",
+    explorers={
+        "commit": ExplorerKind(
+            make=lambda explore, facts: CommitBranching(explore.commit),
+            title="commit branching",
+            leads=True,
+            leaves="explore.commit.num_starts",
+            branches=True,
+            begins_below=True,
+            compares_together=True,
+            teaches=lambda config: True,
+            tool="explore.commit.tool",
+        )
+    },
+    settings={"explore": _Tables},
+)

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
+from treegraft import Origin, Step, Tree, branch_probability, entropy_change
 from treegraft.algo.aepo import coin_probability, damping, num_global_rollouts
-from treegraft.algo.arpo import branch_probability, entropy_change
-from treegraft.core.keyed import keyed_unit
-from treegraft.core.types import (
+from treegraft.parts import (
     ROOT_ID,
     Branch,
     BranchCause,
+    Contradiction,
+    EntropyBranching,
+    EntropySettings,
     Expand,
-    Origin,
+    ExplorerKind,
     PathView,
+    Plugin,
+    Settings,
     Start,
-    Step,
-    Tree,
+    has,
+    keyed_unit,
+    setting,
+    value_of,
 )
-from treegraft.explore.entropy import EntropyBranching
-from treegraft.settings.explore import BalancedSettings, EntropySettings
+
+
+class BalancedSettings(Settings):
+    budget_weight: float = setting(0.5, ge=0)
+    """How strongly entropy after results moves leaves from the prompt to branches (AEPO's beta; 0.5
+    in its code): of k leaves, k * sigmoid(-this * the mean rise) start at the prompt."""
+    penalty: float = setting(0.05, ge=0, le=1)
+    """Loss of branching probability for each of the path's latest branches in a row, as a share
+    (AEPO's gamma'; 0.05 in its code)."""
+
+
+class _Tables(Settings):
+    balanced: BalancedSettings = setting(
+        BalancedSettings(), idle_unless=has("explore.explorers", "balanced")
+    )
+    """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
+    [explore.entropy]."""
 
 
 class BalancedBranching(EntropyBranching):
@@ -121,3 +143,56 @@ def _is_asked(before: Step, step: Step) -> bool:
     """Whether the rule was asked at a step: not at a branch's own first one, nor around a graft."""
     is_branch = isinstance(step.cause, BranchCause)
     return not is_branch and step.origin is before.origin is Origin.POLICY
+
+
+def _has_effect(config: Any) -> str:
+    return ""
+
+
+def _starts_from_probe(config: Any) -> str:
+    return "explore.explorers has 'balanced', which starts from one probe of the newest results"
+
+
+def _base_counts(config: Any) -> str:
+    if value_of(config, "explore.entropy.rule") == "threshold":
+        return ""
+    return "explore.explorers has 'balanced', whose coin knows explore.entropy.threshold alone"
+
+
+def _wrong(config: Any) -> Iterator[Contradiction]:
+    explore = config.explore
+    if "balanced" in explore.explorers and explore.entropy.allocation == "shares":
+        yield Contradiction(
+            ("explore.entropy.allocation", "explore.explorers"),
+            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
+            " starts there will be to share the leaves; take 'round'.",
+        )
+
+
+plugin = Plugin(
+    name="aepo",
+    explorers={
+        "balanced": ExplorerKind(
+            make=lambda explore, facts: BalancedBranching(
+                explore.entropy, explore.balanced, vocab_size=facts.vocab_size
+            ),
+            title="AEPO",
+            leads=True,
+            plans_starts=False,
+            branches=True,
+            idle={
+                "explore.entropy": _has_effect,
+                "explore.entropy.num_starts": _starts_from_probe,
+                "explore.entropy.statistic": _starts_from_probe,
+                "explore.entropy.base_prob": _base_counts,
+                # The penalty moves the probability, so that a rise has to make up for it.
+                "explore.entropy.entropy_weight": _has_effect,
+                "explore.entropy.normaliser": _has_effect,
+                "explore.entropy.threshold": _has_effect,
+            },
+            defaults={"explore.entropy.normaliser": "log_vocabulary"},
+        )
+    },
+    settings={"explore": _Tables},
+    checks=(_wrong,),
+)

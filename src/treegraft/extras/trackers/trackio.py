@@ -11,8 +11,8 @@ from typing import Any
 
 import trackio
 
-from treegraft.core.types import Origin, Step, Trajectory, Tree
-from treegraft.runs.tracked import Tracked
+from treegraft import Origin, Step, Trajectory, Tree
+from treegraft.parts import Tracked
 
 TRACES_PER_UPDATE = 4
 

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from treegraft.core.keyed import keyed_choice
-from treegraft.core.types import BranchCause, Expand, Start, Tree
-from treegraft.explore.independent import Independent
-from treegraft.settings.explore import TreeSearchSettings
+from treegraft import Tree
+from treegraft.parts import (
+    BranchCause,
+    Expand,
+    ExplorerKind,
+    Independent,
+    Plugin,
+    Settings,
+    Start,
+    has,
+    keyed_choice,
+    setting,
+    value_of,
+)
+
+
+def _two_at_most(config: Any) -> int:
+    return min(2, int(value_of(config, "explore.num_leaves")))
+
+
+class TreeSearchSettings(Settings):
+    num_starts: int = setting(2, ge=1, default_of=_two_at_most)
+    """First-level rollouts (Tree-GRPO's M trees of a prompt), at most explore.num_leaves."""
+    num_nodes: int = setting(2, ge=1)
+    """Steps of each rollout that get a further child in a round (Tree-GRPO's N). Rounds go on until
+    explore.num_leaves are used up."""
+
+
+class _Tables(Settings):
+    tree_search: TreeSearchSettings = setting(
+        TreeSearchSettings(), idle_unless=has("explore.explorers", "tree_search")
+    )
+    """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
 
 
 class TreeSearch(Independent):
@@ -49,3 +79,19 @@ class TreeSearch(Independent):
             for number in range(self._settings.num_nodes)
             for start, steps in sorted(places.items())
         ][:missing]
+
+
+plugin = Plugin(
+    name="tree_search",
+    explorers={
+        "tree_search": ExplorerKind(
+            make=lambda explore, facts: TreeSearch(explore.tree_search),
+            title="Tree-GRPO",
+            leads=True,
+            leaves="explore.tree_search.num_starts",
+            opens_at_once=True,
+            branches=True,
+        )
+    },
+    settings={"explore": _Tables},
+)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from treegraft.core.errors import DataError
-from treegraft.core.types import Task
-from treegraft.tasks.open import OpenTasks
-from treegraft.tools.environments.verifiers import VerifiersOptions, read_tasks
+from treegraft import DataError, Task
+from treegraft.extras.environments.verifiers.environment import VerifiersOptions, read_tasks
+from treegraft.parts import OpenTasks
 
 
 class VerifiersTasks(OpenTasks):

@@ -3,13 +3,60 @@ leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-from treegraft.core.interfaces import NoiseKey
-from treegraft.core.keyed import keyed_int
-from treegraft.core.types import LEARNING_RULES, Below, RestartCause, Start, Stored, Tree
-from treegraft.explore.independent import Independent
-from treegraft.settings.explore import PrefixSettings
+from treegraft import Tree
+from treegraft.extras.methods.leaves import half_the_leaves
+from treegraft.parts import (
+    LEARNING_RULES,
+    Below,
+    Contradiction,
+    ExplorerKind,
+    Independent,
+    NoiseKey,
+    Plugin,
+    RestartCause,
+    Settings,
+    Start,
+    Stored,
+    has,
+    keyed_int,
+    setting,
+    value_of,
+    when,
+)
+
+
+def _restarts(config: Any) -> int:
+    if value_of(config, "explore.prefix.rule") == "whole":
+        return 1
+    return half_the_leaves(config)
+
+
+class PrefixSettings(Settings):
+    rule: Literal["prefixrl", "bread", "whole"] = "prefixrl"
+    """"prefixrl" begins rollouts below a number of steps drawn at random; "bread" only where all
+    own rollouts failed, below as few steps as give a success; "whole" takes the stored trajectory
+    itself as a leaf of the group (LUFFY)."""
+    num_restarts: int = setting(8, ge=1, default_of=_restarts)
+    """Leaves of explore.num_leaves that begin below stored steps, half of them by default; with
+    "whole" stored trajectories that are leaves, 1 by default. The others begin at the prompt."""
+    num_places: int = setting(1, ge=1, idle_unless=when("explore.prefix.rule", "prefixrl"))
+    """Places along the stored trajectory over which "prefixrl" spreads its leaves."""
+    num_probes: int = setting(2, ge=1, idle_unless=when("explore.prefix.rule", "bread"))
+    """Leaves with which "bread" tries a place; what its search leaves over goes to the place
+    that it found."""
+    min_reward: float = 1.0
+    """Reward from which a stored trajectory is used, and from which a rollout is a success."""
+
+
+class _Tables(Settings):
+    prefix: PrefixSettings = setting(
+        PrefixSettings(), idle_unless=has("explore.explorers", "prefix")
+    )
+    """Stored trajectories of the task itself: rollouts below their first steps (PrefixRL, arXiv
+    2601.18795; BREAD, arXiv 2506.17211), or whole ones in the group (LUFFY, arXiv 2504.14945)."""
 
 
 class UniformPrefix(Independent):
@@ -130,3 +177,56 @@ class WholeTrajectory(UniformPrefix):
 
 
 PREFIX_RULES = {"prefixrl": UniformPrefix, "bread": ShortestPrefix, "whole": WholeTrajectory}
+
+
+TITLES = {"prefixrl": "PrefixRL", "bread": "BREAD", "whole": "LUFFY"}
+
+
+def _is_whole(config: Any) -> bool:
+    return bool(config.explore.prefix.rule == "whole")
+
+
+def _wrong(config: Any) -> Iterator[Contradiction]:
+    explore = config.explore
+    if "prefix" not in explore.explorers:
+        return
+    if "graft" in explore.explorers:
+        yield Contradiction(
+            ("explore.explorers",),
+            f'explore.explorers: got {explore.explorers}; expected one of "graft" and "prefix":'
+            " no paper says how a stored step that is history and one that is a graft share their"
+            " credit.",
+        )
+    own, num_leaves = explore.prefix, explore.num_leaves
+    if own.rule == "bread" and own.num_restarts == num_leaves:
+        yield Contradiction(
+            ("explore.prefix.num_restarts", "explore.num_leaves"),
+            f"explore.prefix.num_restarts: got {own.num_restarts}, expected less than"
+            f' explore.num_leaves, which is {num_leaves}: "bread" needs rollouts from the prompt,'
+            " which show whether the agent solves the task.",
+        )
+    if not config.buffer.allow_same_task:
+        yield Contradiction(
+            ("buffer.allow_same_task", "explore.explorers"),
+            'buffer.allow_same_task: got false, but explore.explorers has "prefix", whose rollouts'
+            " begin below stored trajectories of the very same task; expected true.",
+        )
+
+
+plugin = Plugin(
+    name="prefix",
+    explorers={
+        "prefix": ExplorerKind(
+            make=lambda explore, facts: PREFIX_RULES[explore.prefix.rule](explore.prefix),
+            title=lambda explore: TITLES[explore.prefix.rule],
+            leads=True,
+            leaves="explore.prefix.num_restarts",
+            retrieves=True,
+            begins_below=True,
+            teaches=_is_whole,
+            stored_from="explore.prefix.min_reward",
+        )
+    },
+    settings={"explore": _Tables},
+    checks=(_wrong,),
+)

@@ -5,10 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import compress
 
+from treegraft import Origin, Tree
 from treegraft.algo.appo import is_branch, peaks
-from treegraft.core.types import BranchCause, Expand, Origin, Start, Tree
-from treegraft.explore.independent import Independent
-from treegraft.settings.explore import PeaksSettings
+from treegraft.extras.methods.leaves import half_the_leaves
+from treegraft.parts import (
+    BranchCause,
+    Expand,
+    ExplorerKind,
+    Independent,
+    Plugin,
+    Settings,
+    Start,
+    has,
+    setting,
+)
+
+
+class PeaksSettings(Settings):
+    num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
+    """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest are
+    branches."""
+
+
+class _Tables(Settings):
+    entropy_peaks: PeaksSettings = setting(
+        PeaksSettings(), idle_unless=has("explore.explorers", "entropy_peaks")
+    )
+    """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
 
 
 class EntropyPeaks(Independent):
@@ -56,3 +79,19 @@ def _scored(tree: Tree) -> Iterator[tuple[float, str]]:
             above = next(one for one in path.steps if one.id == step.parent)
             if above.origin is Origin.POLICY and any(step.sampled_mask):
                 yield score, above.id
+
+
+plugin = Plugin(
+    name="appo",
+    explorers={
+        "entropy_peaks": ExplorerKind(
+            make=lambda explore, facts: EntropyPeaks(explore.entropy_peaks),
+            title="APPO",
+            leads=True,
+            leaves="explore.entropy_peaks.num_starts",
+            opens_at_once=True,
+            branches=True,
+        )
+    },
+    settings={"explore": _Tables},
+)

@@ -17,16 +17,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.keyed import keyed_int
-from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tools.environments.own import ClassEnvironments
-from treegraft.tools.environments.scienceworld_java import (
+from treegraft import SettingError, ToolError, ToolUnavailable
+from treegraft.extras.environments.scienceworld.java import (
     JavaFault,
     Simulator,
     running,
     why_missing,
 )
+from treegraft.parts import ClassEnvironments, EnvironmentSettings, keyed_int
 
 COMPLETED: Final = "task completed"
 FAILED: Final = "task failed"

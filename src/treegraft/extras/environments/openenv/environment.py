@@ -15,20 +15,22 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Signature, Tool
-from treegraft.core.text import describe
-from treegraft.core.types import Task
-from treegraft.settings.table import Settings
-from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tools.environments.own import (
+from treegraft import SettingError, Task, ToolError, ToolUnavailable
+from treegraft.parts import (
     OVER,
+    EnvironmentSettings,
     EnvironmentTool,
+    Settings,
+    Signature,
+    Tool,
+    arguments_from,
     capability_without_fork,
+    describe,
     options_of,
     row_of,
+    signature_from,
+    tag_of,
 )
-from treegraft.tools.json_tools import arguments_from, signature_from, tag_of
 
 MAX_MESSAGE = 2**24
 """Longest message from a server, in bytes."""

@@ -1,0 +1,286 @@
+"""Plugins: what extends the package without changing a line of it.
+
+A plugin is a module with an object `plugin`. Treegraft's own are listed in `treegraft.extras`;
+those of other packages are found by the entry point group `treegraft.plugins`:
+
+    [project.entry-points."treegraft.plugins"]
+    mine = "my_package.treegraft_plugin"
+
+A plugin is loaded with the settings, before anything that needs torch. Its module therefore imports
+`treegraft.parts` alone, and names what is heavy by an import path "package.module:name".
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from typing import Any, Final
+
+from treegraft.core.errors import SettingError
+from treegraft.core.plugins import load_object
+
+INTERFACE: Final = 1
+"""Version of the plugin interface; it grows when plugins have to be rewritten."""
+GROUP: Final = "treegraft.plugins"
+"""The group of entry points that names other people's plugins."""
+SWITCH: Final = "TREEGRAFT_PLUGINS"
+"""The environment variable that leaves other people's plugins out, where it is "off"."""
+EXTRAS: Final = "treegraft.extras"
+"""The package whose `BUILT_IN` lists the modules of our own plugins; it may be missing."""
+
+
+def _never(config: Any) -> bool:
+    return False
+
+
+def _unmade(explore: Any, facts: ExplorerFacts) -> Any:
+    raise NotImplementedError("ExplorerKind.make: got none; expected a maker of an explorer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplorerFacts:
+    """What an explorer is made with beside its settings."""
+
+    vocab_size: int
+    """The tokenizer's."""
+    penalty: float = 0.0
+    """Weight of the reward "overlong", whose differences do not count as success."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplorerKind:
+    """An explorer by its name in `explore.explorers`: how it is made, and the facts about it that
+    settings and checks go by."""
+
+    make: Callable[[Any, ExplorerFacts], Any] = _unmade
+    """Called with the table [explore] and the facts of a run; returns an `Explorer`."""
+    title: str | Callable[[Any], str] = ""
+    """The method's name in the field, for model cards; or a function of the table [explore]."""
+    leads: bool = False
+    """Whether it has to stand first, since its starts and its `fill` make the method."""
+    leaves: str = ""
+    """The setting that counts the leaves it opens itself, such as "explore.axpo.num_starts": at
+    most explore.num_leaves. Empty for none."""
+    plans_starts: bool = True
+    """False where the number of first-level rollouts is known only as the tree grows."""
+    opens_at_once: bool = False
+    """Whether `leaves` is the number of first-level rollouts that are opened at once; otherwise all
+    leaves are."""
+    branches: bool = False
+    """Whether a step may get several children."""
+    retrieves: bool = False
+    """Whether it needs a Step-Trace Buffer."""
+    begins_below: bool = False
+    """Whether rollouts begin below stored or finished steps, so that [credit] restarts counts."""
+    compares_together: bool = False
+    """Whether such rollouts are compared with the whole tree by default."""
+    teaches: Callable[[Any], bool] = _never
+    """Whether, under a configuration, it puts tokens into trees that can be imitated."""
+    stored_from: str = ""
+    """The setting with the least reward of stored trajectories that it begins below."""
+    tool: str = ""
+    """The setting that names the tool whose calls it begins; empty for none."""
+    idle: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
+    """For settings of others by their dotted names: why they have no effect beside it, a function
+    of the configuration that returns "" where they have one."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of settings of others, by their dotted names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerKind:
+    """A tracker by its name in `track.trackers`."""
+
+    path: str
+    """Import path of the class, which is made with the run folder."""
+    module: str
+    """The package that it needs."""
+    install: str
+    """What pip installs that package by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command of `treegraft`, loaded when it is called."""
+
+    path: str
+    """Import path of a typer function, or of a `typer.Typer` with commands below it."""
+    help: str
+    """One sentence for the list of commands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """What one extension brings, by the names that recipes use. Where a value may be an import
+    path, "package.module:name" is loaded on first use."""
+
+    name: str
+    """Its name in messages."""
+    interface: int = INTERFACE
+    """The version of this interface that it was written for."""
+    explorers: Mapping[str, ExplorerKind] = field(default_factory=dict)
+    outcomes: Mapping[str, Any] = field(default_factory=dict)
+    """Advantages of outcomes, by their names in `credit.advantage`."""
+    attributions: Mapping[str, Any] = field(default_factory=dict)
+    """Advantages of shared steps, by their names in `credit.attribution`."""
+    objectives: Mapping[str, Any] = field(default_factory=dict)
+    """Policy-gradient objectives, by their names in `loss.objective`."""
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    """Reward functions or their import paths."""
+    formats: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of formats, called as `TagsFormat` is; or their import paths."""
+    engines: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of engines, called with tokenizer, settings and model_path; or import paths."""
+    environments: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of environment kinds, called with the table [environment]; or import paths."""
+    tasks: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of task sources, called with the table [tasks] and the seed; or import paths."""
+    generated: tuple[str, ...] = ()
+    """Kinds of tasks that are made one by one, so that their number is limited."""
+    samplers: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of samplers, called with tasks, seed and the table [sampler]; or import paths."""
+    trackers: Mapping[str, Any] = field(default_factory=dict)
+    """Each a `TrackerKind`."""
+    placements: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of placements, called with the configuration; or import paths."""
+    warnings: Mapping[str, Any] = field(default_factory=dict)
+    """Warnings about a run by name, each a `HealthRule`; or import paths."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """Keys of metrics, and what each means."""
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    settings: Mapping[str, type] = field(default_factory=dict)
+    """Classes of settings whose fields join the table of this dotted name ("" for the root): a
+    field whose type is a table of settings is a table of the plugin's own."""
+    checks: tuple[Callable[[Any], Iterable[Any]], ...] = ()
+    """Functions of the configuration that yield a `Contradiction` for settings that do not fit each
+    other."""
+
+
+CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "explorers": ("independent", "entropy", "graft"),
+    "tasks": ("search_world", "arithmetic", "dataset"),
+    "samplers": ("epochs",),
+    "trackers": ("tensorboard", "wandb"),
+    "engines": ("native", "vllm"),
+    "formats": ("tags", "chat"),
+    "rewards": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
+    "commands": (
+        *("init", "train", "sft", "eval", "run", "compare", "buffer", "view", "doctor", "config"),
+        *("data", "serve", "push"),
+    ),
+}
+"""Names of the core, which no plugin may take."""
+
+
+KINDS: Final = tuple(
+    one.name for one in fields(Plugin) if one.type.startswith("Mapping[") and one.name != "settings"
+)
+"""What plugins bring by name."""
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """All plugins that there are."""
+
+    members: tuple[Plugin, ...]
+    problems: tuple[str, ...]
+    """One sentence for each plugin that could not be taken."""
+
+    def offered(self, kind: str) -> dict[str, Any]:
+        """Returns what all plugins bring of one of `KINDS`, by name."""
+        return {name: one for member in self.members for name, one in getattr(member, kind).items()}
+
+
+@functools.cache
+def plugins() -> Plugins:
+    """Returns the plugins of this process: ours, then other people's, each loaded once."""
+    members: list[Plugin] = []
+    problems: list[str] = []
+    for where, path in _listed():
+        try:
+            found = _loaded(where, path)
+            _refuse_twice(where, found, members)
+        except SettingError as error:
+            problems.append(f"{error} {SWITCH}=off leaves other people's plugins out.")
+        else:
+            members.append(found)
+    return Plugins(tuple(members), tuple(problems))
+
+
+def offered(kind: str) -> dict[str, Any]:
+    """Returns what all plugins bring of one of `KINDS`, by name."""
+    return plugins().offered(kind)
+
+
+def loaded(entry: Any) -> Any:
+    """Returns what a plugin brings: the object at its import path where it gives one.
+
+    Raises:
+        SettingError: the import path leads to nothing.
+    """
+    return load_object(entry) if isinstance(entry, str) else entry
+
+
+def _listed() -> Iterator[tuple[str, str]]:
+    """The plugins that there are: each in words, and its import path."""
+    try:
+        built_in: Iterable[str] = importlib.import_module(EXTRAS).BUILT_IN
+    except ModuleNotFoundError as error:
+        # The core alone: the folder of extensions may be missing as a whole.
+        if error.name != EXTRAS:
+            raise
+        built_in = ()
+    for path in built_in:
+        yield f"plugin '{path}'", path
+    if os.environ.get(SWITCH) != "off":
+        for point in sorted(metadata.entry_points(group=GROUP), key=lambda one: one.name):
+            package = "" if point.dist is None else f" of the package '{point.dist.name}'"
+            yield f"plugin '{point.name}'{package}", point.value
+
+
+def _loaded(where: str, path: str) -> Plugin:
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise SettingError(
+            f"{where}: it needs '{error.name}', which is not installed; run: pip install"
+            f" {(error.name or '').partition('.')[0]}, or uninstall the plugin."
+        ) from error
+    # Foreign code: whatever it raises, the message has to name the plugin.
+    except Exception as error:
+        raise SettingError(
+            f"{where}: importing '{module}' failed: {type(error).__name__}: {error}; mend it, or"
+            " uninstall the plugin."
+        ) from error
+    found = getattr(found, attribute or "plugin", None)
+    if not isinstance(found, Plugin):
+        raise SettingError(
+            f"{where}: '{module}' has no object '{attribute or 'plugin'}' that is a"
+            f" treegraft.parts.Plugin, but {type(found).__name__}; mend it, or uninstall the"
+            " plugin."
+        )
+    if found.interface != INTERFACE:
+        raise SettingError(
+            f"{where}: it was written for version {found.interface} of the plugin interface, and"
+            f" this is version {INTERFACE}; take a version of the plugin, or of Treegraft, that"
+            " fits the other."
+        )
+    return found
+
+
+def _refuse_twice(where: str, plugin: Plugin, others: Iterable[Plugin]) -> None:
+    for kind in KINDS:
+        for name in getattr(plugin, kind):
+            owner = next((one.name for one in others if name in getattr(one, kind)), None)
+            if name in CORE_NAMES.get(kind, ()):
+                owner = "treegraft"
+            if owner is not None:
+                raise SettingError(
+                    f"{where}: it brings '{name}' as one of its {kind}, a name that '{owner}' has"
+                    " taken; expected a name of its own. Rename it, or uninstall one of the two."
+                )

@@ -1,0 +1,1 @@
+"""ScienceWorld: its games as tasks, and the environment that they are played in."""

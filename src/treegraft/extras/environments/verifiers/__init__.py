@@ -1,0 +1,1 @@
+"""Environments and tasksets of the package verifiers."""

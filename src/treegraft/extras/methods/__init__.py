@@ -1,0 +1,1 @@
+"""Methods of other papers, and our own commit branching: one file each."""

@@ -1,0 +1,1 @@
+"""DOTS: training tasks that the agent solves about half of the time."""

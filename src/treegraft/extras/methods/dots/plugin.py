@@ -1,0 +1,70 @@
+"""Settings of the sampler by difficulty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treegraft.parts import (
+    Condition,
+    Contradiction,
+    Plugin,
+    Settings,
+    setting,
+    unknown_encoder,
+    when,
+)
+
+_BY_DIFFICULTY = when("sampler.kind", "difficulty")
+_REFERS = when("sampler.num_references")
+
+
+class _SamplerFields(Settings):
+    target: float = setting(0.5, ge=0, le=1, idle_unless=_BY_DIFFICULTY)
+    """Success rate that a task should have (alpha in the paper): the mean of its rollouts' rewards,
+    each taken between 0 and 1."""
+    temperature: float = setting(1e-3, gt=0, idle_unless=_BY_DIFFICULTY)
+    """How far from the target the dealt tasks may be (tau in the paper): a task's chance is
+    proportional to exp(-|rate - target| / temperature)."""
+    encoder: str = setting("", idle_unless=_BY_DIFFICULTY)
+    """Compares questions, so that a task's rate is predicted from those of tasks like it:
+    "hashing", "minilm", a folder, a hub id or "pypi:PACKAGE"; "" compares nothing, and a task that
+    was not rolled out yet has the mean rate."""
+    attention_temperature: float = setting(
+        0.2, gt=0, idle_unless=(_BY_DIFFICULTY, when("sampler.encoder"))
+    )
+    """How alike tasks must be to tell of each other: a rate weighs as exp(cosine / this)."""
+    num_references: int = setting(0, ge=0, idle_unless=_BY_DIFFICULTY)
+    """Tasks, drawn evenly, that are rolled out for their rates alone (K, 256 in the paper, with 512
+    tasks an update); 0 takes the rates that training itself shows, at no cost."""
+    every: int = setting(2, ge=1, idle_unless=(_BY_DIFFICULTY, _REFERS))
+    """Updates that one reference set serves (mu in the paper)."""
+    decay: float = setting(
+        0.8,
+        gt=0,
+        le=1,
+        idle_unless=(_BY_DIFFICULTY, Condition("sampler.num_references", lambda num: num == 0)),
+    )
+    """What a rollout that training has shown still counts after one more update."""
+
+
+def _wrong(config: Any) -> Iterator[Contradiction]:
+    own = config.sampler
+    if own.kind != "difficulty":
+        return
+    if own.encoder:
+        yield from unknown_encoder("sampler.encoder", own.encoder)
+    elif own.num_references:
+        yield Contradiction(
+            ("sampler.num_references", "sampler.encoder"),
+            f"sampler.num_references: got {own.num_references}, but without sampler.encoder they"
+            ' tell nothing of other tasks; take "hashing" or "minilm", or 0 references.',
+        )
+
+
+plugin = Plugin(
+    name="dots",
+    samplers={"difficulty": "treegraft.extras.methods.dots.sampler:Difficulty"},
+    settings={"sampler": _SamplerFields},
+    checks=(_wrong,),
+)

@@ -1,0 +1,1 @@
+"""Trackers beside TensorBoard and Weights & Biases."""

@@ -1,0 +1,198 @@
+"""What people who write extensions, or loops of their own, build on.
+
+Together with `treegraft` itself this is all that is promised to them; other modules may move.
+Examples for each name: docs/parts.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from treegraft.core.lazy import homes, loader
+
+if TYPE_CHECKING:
+    from treegraft.algo.groups import (
+        Floats,
+    )
+    from treegraft.core.errors import (
+        nearest,
+    )
+    from treegraft.core.interfaces import (
+        NoiseKey,
+        Signature,
+        Tool,
+    )
+    from treegraft.core.keyed import (
+        keyed_choice,
+        keyed_int,
+        keyed_unit,
+    )
+    from treegraft.core.plugin import (
+        Command,
+        ExplorerFacts,
+        ExplorerKind,
+        Plugin,
+        TrackerKind,
+    )
+    from treegraft.core.text import (
+        describe,
+    )
+    from treegraft.core.types import (
+        LEARNING_RULES,
+        ROOT_ID,
+        Below,
+        Branch,
+        BranchCause,
+        Expand,
+        GraftCause,
+        PathView,
+        RestartCause,
+        Retry,
+        RetryCause,
+        Start,
+        Stored,
+        StoredCause,
+        ToolCall,
+    )
+    from treegraft.explore.entropy import (
+        EntropyBranching,
+    )
+    from treegraft.explore.independent import (
+        Independent,
+    )
+    from treegraft.runs.tracked import (
+        Tracked,
+    )
+    from treegraft.settings.explore import (
+        EntropySettings,
+    )
+    from treegraft.settings.sampling import (
+        unknown_encoder,
+    )
+    from treegraft.settings.table import (
+        Condition,
+        Contradiction,
+        Settings,
+        flatten,
+        has,
+        setting,
+        value_of,
+        when,
+    )
+    from treegraft.settings.tools import (
+        EnvironmentSettings,
+    )
+    from treegraft.tasks.open import (
+        OpenTasks,
+    )
+    from treegraft.tasks.sampler import (
+        Epochs,
+    )
+    from treegraft.tools.environments.own import (
+        OVER,
+        ClassEnvironments,
+        EnvironmentTool,
+        capability_without_fork,
+        options_of,
+        row_of,
+    )
+    from treegraft.tools.json_tools import (
+        arguments_from,
+        signature_from,
+        tag_of,
+    )
+    from treegraft.tools.search.encoders import (
+        build_encoder,
+    )
+
+__all__ = [
+    "LEARNING_RULES",
+    "OVER",
+    "ROOT_ID",
+    "Below",
+    "Branch",
+    "BranchCause",
+    "ClassEnvironments",
+    "Command",
+    "Condition",
+    "Contradiction",
+    "EntropyBranching",
+    "EntropySettings",
+    "EnvironmentSettings",
+    "EnvironmentTool",
+    "Epochs",
+    "Expand",
+    "ExplorerFacts",
+    "ExplorerKind",
+    "Floats",
+    "GraftCause",
+    "Independent",
+    "NoiseKey",
+    "OpenTasks",
+    "PathView",
+    "Plugin",
+    "RestartCause",
+    "Retry",
+    "RetryCause",
+    "Settings",
+    "Signature",
+    "Start",
+    "Stored",
+    "StoredCause",
+    "Tool",
+    "ToolCall",
+    "Tracked",
+    "TrackerKind",
+    "arguments_from",
+    "build_encoder",
+    "capability_without_fork",
+    "describe",
+    "flatten",
+    "has",
+    "keyed_choice",
+    "keyed_int",
+    "keyed_unit",
+    "nearest",
+    "options_of",
+    "row_of",
+    "setting",
+    "signature_from",
+    "tag_of",
+    "unknown_encoder",
+    "value_of",
+    "when",
+]
+
+_HOMES = homes(
+    {
+        "algo.groups": "Floats",
+        "core.errors": "nearest",
+        "core.interfaces": "NoiseKey Signature Tool",
+        "core.keyed": "keyed_choice keyed_int keyed_unit",
+        "core.plugin": "Command ExplorerFacts ExplorerKind Plugin TrackerKind",
+        "core.text": "describe",
+        "core.types": (
+            "LEARNING_RULES ROOT_ID Below Branch BranchCause Expand GraftCause PathView "
+            "RestartCause Retry RetryCause Start Stored StoredCause ToolCall"
+        ),
+        "explore.entropy": "EntropyBranching",
+        "explore.independent": "Independent",
+        "runs.tracked": "Tracked",
+        "settings.explore": "EntropySettings",
+        "settings.sampling": "unknown_encoder",
+        "settings.table": ("Condition Contradiction Settings flatten has setting value_of when"),
+        "settings.tools": "EnvironmentSettings",
+        "tasks.open": "OpenTasks",
+        "tasks.sampler": "Epochs",
+        "tools.environments.own": (
+            "OVER ClassEnvironments EnvironmentTool capability_without_fork options_of row_of"
+        ),
+        "tools.json_tools": "arguments_from signature_from tag_of",
+        "tools.search.encoders": "build_encoder",
+    }
+)
+__getattr__ = loader("treegraft.parts", _HOMES)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
