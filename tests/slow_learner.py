@@ -142,7 +142,7 @@ def slow_loss(
                     own = logprobs[index]
                     ratio = ratio.detach() * torch.exp(own - own.detach())
             carried = advantages[index]
-            if loss.future_weight:
+            if getattr(loss, "future_weight", 0):
                 carried *= 1 + loss.future_weight * future_factor(
                     loss, (logprobs - before).tolist(), mask, index, carried
                 )

@@ -11,17 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.trees import Part, build_tree, mixed_trees, random_trees
 
-from treegraft.algo.advantages import assign_credit, group_members, leaf_weights
-from treegraft.algo.gigpo import state_advantages
-from treegraft.algo.groups import forest_advantages, group_advantages, whitened
+from treegraft.algo.advantages import assign_credit, leaf_weights
+from treegraft.algo.groups import group_advantages, whitened
 from treegraft.algo.rapo import VARIANTS
 from treegraft.core.types import (
     Leaf,
-    Observation,
     Origin,
     Status,
-    StepContent,
-    ToolCall,
     Tree,
 )
 
@@ -55,24 +51,6 @@ def test_rloo_by_hand() -> None:
     assert group_advantages([3.0, 1.0, -1.0], scale="leave-one-out").tolist() == [3.0, 0.0, -3.0]
 
 
-def test_tree_grpo_by_hand() -> None:
-    """Start 0 has rewards 1 and 0, start 1 only 0, start 2 twice 1.
-
-    Within start 0: mean 1/2, deviation 1/√2, so ± 1/√2; the others 0. Over the task: mean 3/5,
-    variance (3 · .16 + 2 · .36) / 4 = .3.
-    """
-    right, wrong = 0.4 / math.sqrt(0.3), -0.6 / math.sqrt(0.3)
-    found = forest_advantages([1, 0, 0, 1, 1], [0, 0, 1, 2, 2], eps=1e-15)
-    half = 1 / math.sqrt(2)
-    assert found.tolist() == pytest.approx([right + half, wrong - half, wrong, right, right])
-    # The same by the tree's own starts.
-    first = Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0))
-    last = Part.of("s", Part("s", reward=1.0), Part("s", reward=1.0))
-    tree = build_tree(Part.of("p", first, Part("s", reward=0.0), last))
-    leaves = assign_credit(tree, advantage="tree_grpo", eps=1e-15).leaves
-    assert [leaf.advantage for leaf in leaves] == pytest.approx(found.tolist())
-
-
 def test_reinforce_plus_plus_by_hand() -> None:
     """Rewards 1 (two tokens), 0 (one) in one group and 1 (one token), 0 (two) in another.
 
@@ -92,80 +70,6 @@ def test_reinforce_plus_plus_by_hand() -> None:
         pytest.approx([-math.sqrt(0.75)] * 2),
     ]
     assert [g.tolist() for g in whitened([[2.0], []], [[3], []], has_baseline=False)] == [[0.0], []]
-
-
-def observed(tree: Tree, seen: dict[str, str]) -> Tree:
-    """The tree with a result of the given text at the steps named."""
-    steps = [
-        replace(
-            step,
-            content=StepContent(
-                calls=(ToolCall(name="look", body=""),),
-                observations=(Observation(text=seen[step.id]),),
-            ),
-        )
-        if step.id in seen
-        else step
-        for step in tree.steps
-    ]
-    return replace(tree, steps=tuple(steps))
-
-
-def test_states_of_gigpo_by_hand() -> None:
-    """Three rollouts of rewards 1, 0, 1 and discount 1/2; the first two saw "a", the third "b".
-
-    First steps, one state: returns 1/2, 0, and 1 for the third, which has one step more: R · 1/4 =
-    1/4. Second steps after "a": 1 and 0, less their mean ± 1/2; after "b" one alone: 0.
-    """
-    tree = build_tree(
-        Part.of(
-            "p",
-            Part.of("s", Part("s", reward=1.0)),
-            Part.of("s", Part("s", reward=0.0)),
-            Part.of("s", Part.of("s", Part("s", reward=1.0))),
-        )
-    )
-    tree = observed(tree, {"0.0": "a", "0.1": "a", "0.2": "b", "0.2.0": "c"})
-    found = state_advantages(group_members(tree), discount=0.5, scale="none")
-    assert found == {
-        (0, "0.0"): pytest.approx(0.25),  # of 1/2, 0 and 1/4
-        (1, "0.1"): pytest.approx(-0.25),
-        (2, "0.2"): pytest.approx(0.0),
-        (0, "0.0.0"): pytest.approx(0.5),
-        (1, "0.1.0"): pytest.approx(-0.5),
-        (2, "0.2.0"): 0.0,
-        (2, "0.2.0.0"): 0.0,
-    }
-    credited = assign_credit(
-        tree, advantage="dr_grpo", attribution="states", state_weight=2.0, discount=0.5
-    )
-    carried = {step.id: step.advantage for step in credited.steps}
-    # Own advantages 1/3, -2/3, 1/3.
-    assert carried == {
-        "0": None,
-        "0.0": pytest.approx(1 / 3 + 0.5),
-        "0.0.0": pytest.approx(1 / 3 + 1.0),
-        "0.1": pytest.approx(-2 / 3 - 0.5),
-        "0.1.0": pytest.approx(-2 / 3 - 1.0),
-        "0.2": pytest.approx(1 / 3),
-        "0.2.0": pytest.approx(1 / 3),
-        "0.2.0.0": pytest.approx(1 / 3),
-    }
-
-
-def test_a_shared_step_carries_the_mean_over_its_trajectories() -> None:
-    """Two leaves of rewards 1 and 0 below one step: its returns 1/2 and 0 lie ± 1/4 about their
-    mean, and so do the advantages of ± 1/2; both means are 0."""
-    tree = build_tree(Part.of("p", Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0))))
-    credited = assign_credit(
-        observed(tree, {"0.0": "a"}), advantage="dr_grpo", attribution="states", discount=0.5
-    )
-    assert [step.advantage for step in credited.steps] == [
-        None,
-        pytest.approx(0.0),
-        pytest.approx(1.0),
-        pytest.approx(-1.0),
-    ]
 
 
 def test_refusals() -> None:

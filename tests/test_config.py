@@ -314,7 +314,7 @@ def test_missing_files(tmp_path: Path) -> None:
         ),
         (
             {"explore": {"explorers": ["tree_search", "entropy"]}},
-            'come from one of "entropy" and "tree_search"',
+            'come from one of "tree_search" and "entropy"',
         ),
         (
             {"explore": {"explorers": ["entropy", "tree_search"]}},
@@ -412,8 +412,10 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     assert "loss.graft_coef is 0" in refused(graft, "loss.graft_form=luffy")
     assert "num_hybrid is 0" in refused(graft, "explore.graft.num_hybrid=0", "buffer.random_prob=1")
     assert "random_prob is 1" in refused(graft, "buffer.random_prob=1", "buffer.min_similarity=0.5")
-    assert "without 'entropy'" in refused(graft, "credit.attribution=hard")
-    assert "without 'entropy'" in refused({}, "credit.leaf_weight=inverse_branching")
+    assert "no explorer of explore.explorers branches" in refused(graft, "credit.attribution=hard")
+    assert "no explorer of explore.explorers branches" in refused(
+        {}, "credit.leaf_weight=inverse_branching"
+    )
     load_config({}, ['explorers=["tree_search"]', "credit.leaf_weight=inverse_branching"])
     load_config(graft, ["credit.advantage=dr_grpo", "credit.eps=1e-4"])
     no_help = ("credit.advantage=dr_grpo", "credit.retrieval_weight=0", "credit.eps=1e-4")
@@ -535,22 +537,25 @@ def test_facts_speak_of_settings_that_exist() -> None:
 
 
 def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
-    from treegraft.explore.build import EXPLORERS
+    from treegraft.core.plugin import CORE_NAMES
+    from treegraft.explore.build import MAKERS
     from treegraft.runs.trackers import TRACKERS
     from treegraft.tasks.build import TASKS
     from treegraft.tasks.rewards import REWARDS
-    from treegraft.tools.build import ENVIRONMENTS, TOOLS
+    from treegraft.tools.build import TOOLS
 
     tables = {
-        "explore.explorers": EXPLORERS,
+        "explore.explorers": MAKERS,
         "track.trackers": TRACKERS,
         "tasks.kind": TASKS,
         "reward.funcs": REWARDS,
         "tools.use": TOOLS,
-        "environment.kind": ENVIRONMENTS,
     }
     for name, table in tables.items():
         assert known_settings()[name].facts.built_in == tuple(table)
+    for name, found in known_settings().items():
+        if kind := found.facts.plugins:
+            assert CORE_NAMES.get(kind, ()) == found.facts.built_in, name
 
 
 def test_an_unknown_fact_is_refused_where_it_is_declared() -> None:

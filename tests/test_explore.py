@@ -380,6 +380,8 @@ class Forgetful:
 
 def test_an_explorer_of_your_own_without_a_member_is_refused_by_name() -> None:
     settings = ExploreSettings(explorers=["tests.test_explore:Forgetful"])
-    missing = "without after_probe, before_step, fill, is_hybrid; expected every member"
+    missing = (
+        "without after_probe, before_step, begins_answers, expands, fill, has_stages, is_hybrid"
+    )
     with pytest.raises(SettingError, match=missing):
         build_explorer(settings, vocab_size=10)

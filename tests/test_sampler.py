@@ -21,8 +21,8 @@ from treegraft.extras.methods.dots.sampler import Difficulty, keyed_order, predi
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.runs.checkpoint import read_state
 from treegraft.runs.record import read_metrics, read_trees
-from treegraft.settings.load import load_config
 from treegraft.settings.config import table_class
+from treegraft.settings.load import load_config
 from treegraft.tasks.sampler import Epochs, build_sampler, draw_tasks
 from treegraft.train import train
 

@@ -19,6 +19,7 @@ from tests.pages import PAGES
 from tests.tiny import tiny
 
 from treegraft.core.errors import CheckpointError, SettingError
+from treegraft.core.plugin import offered
 from treegraft.core.types import Tree
 from treegraft.runs.record import read_metrics
 from treegraft.runs.tracked import Tracked
@@ -27,6 +28,8 @@ from treegraft.settings.table import flatten
 from treegraft.train import RunResult, train
 
 SECRET = "local-0123456789abcdef0123456789abcdef01234567"
+
+KINDS = {**TRACKERS, **offered("trackers")}
 
 
 class Own:
@@ -179,9 +182,9 @@ def test_a_mistake_in_the_recipe_ends_before_any_work(
 
 
 def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, (_, extra, module) in TRACKERS.items():
-        monkeypatch.setitem(__import__("sys").modules, module, None)
-        with pytest.raises(SettingError, match=rf'"{name}".*treegraft\[{extra}\]'):
+    for name, kind in KINDS.items():
+        monkeypatch.setitem(__import__("sys").modules, kind.module, None)
+        with pytest.raises(SettingError, match=rf'"{name}".*{re.escape(kind.install)}'):
             start(tmp_path, name)
 
 
@@ -220,7 +223,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
         for name, value in environment.items():
             patch.setenv(name, value)
         # Imported after that: trackio reads its folder once.
-        names = [name for name, (_, _, module) in TRACKERS.items() if _is_installed(module)]
+        names = [name for name, kind in KINDS.items() if _is_installed(kind.module)]
         start(folder, *names)
         start(folder, *names, updates=3, resume=True)
         yield folder, names
@@ -236,7 +239,7 @@ def _is_installed(module: str) -> bool:
 
 def needs(names: list[str], name: str) -> None:
     if name not in names:
-        pytest.skip(f"{name} is not installed: pip install 'treegraft[{TRACKERS[name][1]}]'")
+        pytest.skip(f"{name} is not installed: pip install '{KINDS[name].install}'")
 
 
 def expected(folder: Path) -> dict[str, dict[int, float]]:

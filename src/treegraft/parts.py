@@ -13,6 +13,7 @@ from treegraft.core.lazy import homes, loader
 if TYPE_CHECKING:
     from treegraft.algo.groups import (
         Floats,
+        Scale,
     )
     from treegraft.core.errors import (
         nearest,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         Command,
         ExplorerFacts,
         ExplorerKind,
+        OutcomeKind,
         Plugin,
         TrackerKind,
     )
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         BranchCause,
         Expand,
         GraftCause,
+        Leaf,
         PathView,
         RestartCause,
         Retry,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
         Stored,
         StoredCause,
         ToolCall,
+        ids_to,
     )
     from treegraft.explore.entropy import (
         EntropyBranching,
@@ -127,13 +131,16 @@ __all__ = [
     "Floats",
     "GraftCause",
     "Independent",
+    "Leaf",
     "NoiseKey",
     "OpenTasks",
+    "OutcomeKind",
     "PathView",
     "Plugin",
     "RestartCause",
     "Retry",
     "RetryCause",
+    "Scale",
     "Settings",
     "Signature",
     "Start",
@@ -149,6 +156,7 @@ __all__ = [
     "describe",
     "flatten",
     "has",
+    "ids_to",
     "keyed_choice",
     "keyed_int",
     "keyed_unit",
@@ -165,15 +173,15 @@ __all__ = [
 
 _HOMES = homes(
     {
-        "algo.groups": "Floats",
+        "algo.groups": "Floats Scale",
         "core.errors": "nearest",
         "core.interfaces": "NoiseKey Signature Tool",
         "core.keyed": "keyed_choice keyed_int keyed_unit",
-        "core.plugin": "Command ExplorerFacts ExplorerKind Plugin TrackerKind",
+        "core.plugin": "Command ExplorerFacts ExplorerKind OutcomeKind Plugin TrackerKind",
         "core.text": "describe",
         "core.types": (
             "LEARNING_RULES ROOT_ID Below Branch BranchCause Expand GraftCause PathView "
-            "RestartCause Retry RetryCause Start Stored StoredCause ToolCall"
+            "RestartCause Retry RetryCause Start Leaf Stored StoredCause ToolCall ids_to"
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
-from treegraft.algo.appo import advantages_apart, is_branch, with_prefix_credit
 from treegraft.algo.arpo import shared_advantages
-from treegraft.algo.gigpo import state_advantages
 from treegraft.algo.groups import (
     Floats,
     Scale,
     by_place,
-    forest_advantages,
     group_advantages,
     split_advantages,
     whitened,
@@ -29,6 +26,7 @@ from treegraft.algo.rapo import (
     path_retrieval_reward,
     path_retrieved_frac,
 )
+from treegraft.core.plugin import OutcomeKind
 from treegraft.core.types import (
     LEARNING_RULES,
     ROOT_ID,
@@ -41,10 +39,8 @@ from treegraft.core.types import (
     Tree,
 )
 
-Advantage = Literal[
-    "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
-]
-"""The outcome's advantage by the name of its method; the last two compare the whole batch."""
+States = Callable[[Sequence[Trajectory]], Mapping[tuple[int, str], float]]
+"""What steps have beside the mean of their trajectories, by (number of the trajectory, step id)."""
 _SCALES: Mapping[str, Scale] = {"grpo": "std", "dr_grpo": "none", "rloo": "leave-one-out"}
 
 
@@ -80,13 +76,11 @@ def leaf_weights(
 def assign_credit(
     tree: Tree,
     *,
-    advantage: Advantage = "grpo",
+    advantage: str | OutcomeKind = "grpo",
     outcomes: Floats | None = None,
     eps: float = 1e-6,
     leaf_weight: Literal["uniform", "inverse_branching"] = "uniform",
-    attribution: Literal["soft", "hard", "states"] = "soft",
-    state_weight: float = 1.0,
-    discount: float = 0.95,
+    attribution: Literal["soft", "hard"] | States = "soft",
     retrieval_reward: RetrievalVariant = "paper",
     retrieval_weight: float = 0.2,
     restarts: Literal["apart", "together"] = "apart",
@@ -101,15 +95,13 @@ def assign_credit(
     others' weights sum to 1 without them.
 
     Args:
-        advantage: how the outcome is compared; one of those over a whole batch needs `outcomes`,
-            and "appo" goes with "soft" alone (see `appo.with_prefix_credit`).
+        advantage: how the outcome is compared: a name of the core, or a plugin's; one of those over
+            a whole batch needs `outcomes`.
         outcomes: [leaves in the group] advantages of the outcome, computed already; None computes
             them.
         attribution: "soft" leaves it at that; "hard" also sets `Step.advantage` of every step that
             the policy wrote on a live trajectory to the mean over the live leaves below it (ARPO,
-            arXiv 2507.19849); "states" to that of A_i + ω A_S (GiGPO, arXiv 2505.10978, eq. 8).
-        state_weight: ω.
-        discount: γ of "states" (see `gigpo.state_advantages`).
+            arXiv 2507.19849); a function to that mean plus what it returns.
         retrieval_reward: which retrieval reward (see `rapo.retrieval_reward`).
         retrieval_weight: its share a.
         restarts: rollouts that begin below stored steps are compared with those of the same place
@@ -122,16 +114,13 @@ def assign_credit(
     Raises:
         ValueError: a live leaf without reward, or an unknown name.
     """
-    if attribution not in ("soft", "hard", "states"):
-        raise ValueError(
-            f"assign_credit: attribution is '{attribution}'; expected 'soft', 'hard' or 'states'"
-        )
     members = group_members(tree)
     if outcomes is None:
         is_apart = restarts == "apart"
-        outcomes = _outcome_advantages(members, advantage, eps, stored=stored, is_apart=is_apart)
+        outcomes = outcome_advantages(members, advantage, eps, stored=stored, is_apart=is_apart)
     helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
     advantages = combined_advantages(outcomes, helped, weight=retrieval_weight, eps=eps)
+    shared = attributed(tree, members, advantages, attribution)
     weights = leaf_weights([_branching(tree, path.leaf) for path in members], kind=leaf_weight)
     # Every field is set anew, so that crediting a tree twice gives the same as once.
     credited = {leaf.step_id: _without_credit(leaf) for leaf in tree.leaves}
@@ -147,19 +136,35 @@ def assign_credit(
             weight=float(weight),
             has_loss=is_taught and LEARNING_RULES[path.status].has_loss,
         )
-    shared: Sequence[float | None] = [None] * len(tree.steps)
-    if attribution == "hard":
-        shared = _step_advantages(tree, members, advantages)
-    elif attribution == "states":
-        compared = state_advantages(members, discount=discount, scale=_scale_of(advantage), eps=eps)
-        more = {place: state_weight * value for place, value in compared.items()}
-        shared = _step_advantages(tree, members, advantages, more)
     steps = [
         step if step.advantage == value else replace(step, advantage=value)
         for step, value in zip(tree.steps, shared, strict=True)
     ]
     found = replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
-    return with_prefix_credit(found) if advantage == "appo" else found
+    finish = advantage.finish if isinstance(advantage, OutcomeKind) else None
+    return found if finish is None else cast(Tree, finish(found))
+
+
+def attributed(
+    tree: Tree,
+    members: Sequence[Trajectory],
+    advantages: Floats,
+    attribution: Literal["soft", "hard"] | States,
+) -> Sequence[float | None]:
+    """Returns [steps] `Step.advantage`, None where a trajectory's own stands; see `assign_credit`.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if attribution == "soft":
+        return [None] * len(tree.steps)
+    if attribution == "hard":
+        return _step_advantages(tree, members, advantages)
+    if not callable(attribution):
+        raise ValueError(
+            f"assign_credit: attribution is '{attribution}'; expected 'soft', 'hard' or a function"
+        )
+    return _step_advantages(tree, members, advantages, attribution(members))
 
 
 def _without_credit(leaf: Leaf) -> Leaf:
@@ -226,44 +231,43 @@ def batch_outcomes(
     return outcomes
 
 
-def _outcome_advantages(
+def outcome_advantages(
     members: Sequence[Trajectory],
-    advantage: Advantage,
+    advantage: str | OutcomeKind,
     eps: float,
     *,
     stored: Literal["joint", "own"] = "joint",
     is_apart: bool = True,
 ) -> Floats:
+    """Returns [members] the advantages of outcomes; see `assign_credit`.
+
+    Raises:
+        ValueError: a name that is unknown, or compares a whole batch.
+    """
     groups = by_place([path.start_id for path in members])
     if len(groups) > 1 and is_apart:
         found = np.zeros(len(members))
         for group in groups:
             ours = [members[index] for index in group]
-            found[group] = _outcome_advantages(ours, advantage, eps, stored=stored)
+            found[group] = outcome_advantages(ours, advantage, eps, stored=stored)
         return found
+    if isinstance(advantage, OutcomeKind):
+        compared: Floats = advantage.compare(members, eps)
+        return compared
     rewards = [path.leaf.reward or 0.0 for path in members]
-    if stored == "own" and advantage in _SCALES:
-        own = [not path.is_stored for path in members]
-        return split_advantages(rewards, own, scale=_SCALES[advantage], eps=eps)
-    if advantage == "appo":
-        return advantages_apart(rewards, [is_branch(path) for path in members], eps=eps)
-    if advantage == "tree_grpo":
-        return forest_advantages(rewards, [_own_start(path) for path in members], eps=eps)
     if advantage not in _SCALES:
         raise ValueError(
             f"assign_credit: advantage is '{advantage}', which compares a whole batch; expected"
-            f" `outcomes` with it, or one of {', '.join([*_SCALES, 'tree_grpo', 'appo'])}"
+            f" `outcomes` with it, or one of {', '.join(_SCALES)}"
         )
+    if stored == "own":
+        own = [not path.is_stored for path in members]
+        return split_advantages(rewards, own, scale=_SCALES[advantage], eps=eps)
     return group_advantages(rewards, scale=_SCALES[advantage], eps=eps)
 
 
-def _own_start(path: Trajectory) -> str:
-    """The first step of its own rollout, also where that began below stored steps."""
-    return next(step.id for step in path.steps if step.parent == path.start_id)
-
-
-def _scale_of(advantage: Advantage) -> Scale:
-    """How GiGPO's states are compared: as the outcomes are."""
+def scale_of(advantage: str) -> Scale:
+    """Returns how rewards are scaled where outcomes are compared by this name."""
     return _SCALES.get(advantage, "std")
 
 

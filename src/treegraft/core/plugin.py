@@ -92,6 +92,18 @@ class ExplorerKind:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutcomeKind:
+    """A way to compare outcomes, by its name in `credit.advantage`."""
+
+    compare: Callable[..., Any]
+    """Called with the trajectories of one group and `eps`; returns [trajectories] advantages."""
+    finish: Callable[[Any], Any] | None = None
+    """Takes the credited tree and returns the one that is learned from; None for the same."""
+    attributions: tuple[str, ...] = ()
+    """The only values of credit.attribution that go with it; empty for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackerKind:
     """A tracker by its name in `track.trackers`."""
 
@@ -123,12 +135,22 @@ class Plugin:
     interface: int = INTERFACE
     """The version of this interface that it was written for."""
     explorers: Mapping[str, ExplorerKind] = field(default_factory=dict)
-    outcomes: Mapping[str, Any] = field(default_factory=dict)
-    """Advantages of outcomes, by their names in `credit.advantage`."""
+    outcomes: Mapping[str, OutcomeKind] = field(default_factory=dict)
     attributions: Mapping[str, Any] = field(default_factory=dict)
-    """Advantages of shared steps, by their names in `credit.attribution`."""
+    """By names in `credit.attribution`, what steps have beside the mean of their trajectories: each
+    called with the trajectories of a group, the table [credit] and the outcome's scale; returns
+    advantages by (number of the trajectory, step id). Or import paths."""
+    refinements: Mapping[str, Any] = field(default_factory=dict)
+    """By the setting of [credit] that is their weight, 0 for none: each called with credited trees,
+    whose entropies are exact, and the weight; returns the trees. Or import paths."""
+    factors: Mapping[str, Any] = field(default_factory=dict)
+    """By the setting of [loss] that is their weight, 0 for none: each called with the table [loss],
+    [C] log-ratios, owners and advantages; returns [C] factors of the advantages. Or import
+    paths."""
     objectives: Mapping[str, Any] = field(default_factory=dict)
-    """Policy-gradient objectives, by their names in `loss.objective`."""
+    """Policy-gradient objectives by their names in `loss.objective`: each called with the table
+    [loss], [C] log-probabilities, old ones, advantages, owners and shaping; returns
+    `SurrogateTerms`. Or import paths."""
     rewards: Mapping[str, Any] = field(default_factory=dict)
     """Reward functions or their import paths."""
     formats: Mapping[str, Any] = field(default_factory=dict)
@@ -162,6 +184,9 @@ class Plugin:
 
 CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "explorers": ("independent", "entropy", "graft"),
+    "outcomes": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"),
+    "attributions": ("soft", "hard"),
+    "objectives": ("clip", "gspo", "cispo", "gppo"),
     "tasks": ("search_world", "arithmetic", "dataset"),
     "samplers": ("epochs",),
     "trackers": ("tensorboard", "wandb"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from treegraft.core.plugin import plugins
+from treegraft.core.plugin import offered, plugins
 from treegraft.core.plugins import unknown_name
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
@@ -60,11 +60,13 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _rule_wrong(config: Config) -> Iterator[Contradiction]:
     name = config.credit.rule
-    if config.credit.advantage == "appo" and config.credit.attribution != "soft":
+    kind = offered("outcomes").get(config.credit.advantage)
+    if kind and kind.attributions and config.credit.attribution not in kind.attributions:
         yield Contradiction(
             ("credit.attribution", "credit.advantage"),
-            f"credit.attribution: got '{config.credit.attribution}', expected 'soft' with"
-            " credit.advantage = 'appo', which says itself what shared steps carry.",
+            f"credit.attribution: got '{config.credit.attribution}', expected"
+            f" {' or '.join(map(repr, kind.attributions))} with credit.advantage ="
+            f" '{config.credit.advantage}', which says itself what shared steps carry.",
         )
     if name is not None and ":" not in name:
         yield Contradiction(

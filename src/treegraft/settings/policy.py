@@ -67,11 +67,16 @@ def _together(config: Settings) -> str:
 
 
 def _shares_steps(config: Settings) -> str:
-    # States are compared between independent rollouts too.
-    return "" if value_of(config, "credit.attribution") == "states" else _branches(config)
+    # Others may compare steps of independent rollouts too.
+    is_core = value_of(config, "credit.attribution") in ("soft", "hard")
+    return _branches(config) if is_core else ""
 
 
-_by_std = when("credit.advantage", "grpo", "tree_grpo", "appo")
+_by_std = Condition(
+    "credit.advantage",
+    lambda name: name not in ("dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"),
+    ", which divides by no deviation of the group",
+)
 
 
 def _divides_by_std(config: Settings) -> str:
@@ -229,14 +234,15 @@ class EngineSettings(Settings):
 
 
 class CreditSettings(Settings):
-    advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "tree_grpo", "appo", "reinforce++", "reinforce++-baseline"
-    ] = setting("grpo")
+    advantage: str = setting(
+        "grpo",
+        built_in=("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"),
+        plugins="outcomes",
+    )
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
-    reward - mean of the others; "tree_grpo": "grpo" over the task plus "grpo" below each start;
-    "appo": "grpo" among rollouts and among branches apart, and branches teach the steps above them;
-    "reinforce++": rewards whitened over all tokens of the update; "reinforce++-baseline": the same
-    after the group's mean is taken off."""
+    reward - mean of the others; "reinforce++": rewards whitened over all tokens of the update;
+    "reinforce++-baseline": the same after the group's mean is taken off; names that plugins bring;
+    or an import path of a function of your own, from the trajectories of a group and eps."""
     eps: float = setting(1e-6, gt=0, idle_unless=(_divides_by_std,))
     """Added to the standard deviations of rewards, retrieval rewards and states."""
     leaf_weight: Literal["uniform", "inverse_branching"] = setting(
@@ -244,15 +250,11 @@ class CreditSettings(Settings):
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: Literal["soft", "hard", "states"] = setting("soft", idle_unless=(_shares_steps,))
+    attribution: str = setting(
+        "soft", built_in=("soft", "hard"), plugins="attributions", idle_unless=(_shares_steps,)
+    )
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
-    their mean; "states" (GiGPO) the mean of each one's own plus state_weight times how the step
-    compares with others of the task that followed the same results."""
-    state_weight: float = setting(1.0, ge=0, idle_unless=when("credit.attribution", "states"))
-    """GiGPO's omega."""
-    discount: float = setting(0.95, ge=0, le=1, idle_unless=when("credit.attribution", "states"))
-    """GiGPO's gamma: a step's return is the reward times this to the power of the steps after
-    it."""
+    their mean; a name that a plugin brings, or an import path."""
     retrieval_reward: Literal[
         "paper",
         "inverted_entropy",
@@ -273,9 +275,6 @@ class CreditSettings(Settings):
         ),
     )
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
-    token_entropy_weight: float = setting(0.0, ge=0)
-    """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
-    1 + this times the standardised entropy of its token; 0 for none."""
     restarts: Literal["apart", "together"] = setting(
         "apart", default_of=_together, idle_unless=(_restarts,)
     )
@@ -298,9 +297,12 @@ class CreditSettings(Settings):
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting("sequence-mean")
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
-    objective: Literal["clip", "gspo", "cispo", "gppo"] = "clip"
+    objective: str = setting(
+        "clip", built_in=("clip", "gspo", "cispo", "gppo"), plugins="objectives"
+    )
     """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
-    detached weight, so no token loses its gradient; "gppo": gradients kept past the clip."""
+    detached weight, so no token loses its gradient; "gppo": gradients kept past the clip;
+    a name that a plugin brings, or an import path."""
     clip_low: float = setting(
         0.28,
         ge=0,
@@ -347,14 +349,6 @@ class LossSettings(Settings):
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
-    future_weight: float = setting(0.0, ge=0)
-    """Raises advantages by how much likelier the policy has made what follows the token (APPO's b,
-    1 in its code): each is multiplied by 1 + this times a factor from 1 to future_highest; 0 for
-    none."""
-    future_half_life: float = setting(64.0, gt=0, idle_unless=when("loss.future_weight"))
-    """Loss tokens after which what follows counts half."""
-    future_highest: float = setting(1.2, ge=1, idle_unless=when("loss.future_weight"))
-    """Largest such factor."""
     length_constant: int | None = setting(
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from treegraft import Origin, Step, Tree, branch_probability, entropy_change
-from treegraft.algo.aepo import coin_probability, damping, num_global_rollouts
+from treegraft.extras.methods.aepo_math import coin_probability, damping, num_global_rollouts
 from treegraft.parts import (
     ROOT_ID,
     Branch,
@@ -43,6 +43,12 @@ class _Tables(Settings):
     )
     """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
     [explore.entropy]."""
+
+
+class _CreditFields(Settings):
+    token_entropy_weight: float = setting(0.0, ge=0)
+    """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
+    1 + this times the standardised entropy of its token; 0 for none."""
 
 
 class BalancedBranching(EntropyBranching):
@@ -193,6 +199,7 @@ plugin = Plugin(
             defaults={"explore.entropy.normaliser": "log_vocabulary"},
         )
     },
-    settings={"explore": _Tables},
+    refinements={"token_entropy_weight": "treegraft.extras.methods.aepo_math:with_entropy_factors"},
+    settings={"explore": _Tables, "credit": _CreditFields},
     checks=(_wrong,),
 )

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import compress
 
-from treegraft import Origin, Tree
-from treegraft.algo.appo import is_branch, peaks
+from treegraft import Origin, Trajectory, Tree
+from treegraft.extras.methods.appo_math import (
+    advantages_apart,
+    is_branch,
+    peaks,
+    with_prefix_credit,
+)
 from treegraft.extras.methods.leaves import half_the_leaves
 from treegraft.parts import (
     BranchCause,
     Expand,
     ExplorerKind,
+    Floats,
     Independent,
+    OutcomeKind,
     Plugin,
     Settings,
     Start,
     has,
     setting,
+    when,
 )
 
 
@@ -34,6 +42,17 @@ class _Tables(Settings):
     """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
 
 
+class _LossFields(Settings):
+    future_weight: float = setting(0.0, ge=0)
+    """Raises advantages by how much likelier the policy has made what follows the token (APPO's b,
+    1 in its code): each is multiplied by 1 + this times a factor from 1 to future_highest; 0 for
+    none."""
+    future_half_life: float = setting(64.0, gt=0, idle_unless=when("loss.future_weight"))
+    """Loss tokens after which what follows counts half."""
+    future_highest: float = setting(1.2, ge=1, idle_unless=when("loss.future_weight"))
+    """Largest such factor."""
+
+
 class EntropyPeaks(Independent):
     """Opens first-level rollouts; when all have ended, the steps with the highest peaks of entropy
     get a sibling each, over all rollouts of the task.
@@ -41,7 +60,7 @@ class EntropyPeaks(Independent):
     Source: APPO, arXiv 2606.12384: 8 rollouts and 8 branches. Departures: a branch begins at a
     step's border and not within it, so the step of the peak is sampled anew as a whole; first steps
     get no sibling, which would be a rollout of its own; the score is the entropy's alone, see
-    `algo.appo.peaks`. Where fewer steps qualify than leaves are left, the rest become fresh
+    `appo_math.peaks`. Where fewer steps qualify than leaves are left, the rest become fresh
     rollouts.
     """
 
@@ -81,6 +100,11 @@ def _scored(tree: Tree) -> Iterator[tuple[float, str]]:
                 yield score, above.id
 
 
+def _compared(members: Sequence[Trajectory], eps: float) -> Floats:
+    rewards = [path.leaf.reward or 0.0 for path in members]
+    return advantages_apart(rewards, [is_branch(path) for path in members], eps=eps)
+
+
 plugin = Plugin(
     name="appo",
     explorers={
@@ -93,5 +117,9 @@ plugin = Plugin(
             branches=True,
         )
     },
-    settings={"explore": _Tables},
+    outcomes={
+        "appo": OutcomeKind(compare=_compared, finish=with_prefix_credit, attributions=("soft",))
+    },
+    factors={"future_weight": "treegraft.extras.methods.appo_loss:future_factors"},
+    settings={"explore": _Tables, "loss": _LossFields},
 )

@@ -28,6 +28,7 @@ RULE = "axpo"
 
 
 def names_tools(config: Any) -> str:
+    """Returns why the begun call's tool cannot be named, "" where it can."""
     if value_of(config, "format.kind") == "chat":
         return "format.kind is 'chat', in which a call begins before the tool is named"
     return ""

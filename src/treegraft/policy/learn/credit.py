@@ -6,16 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from treegraft.algo.advantages import assign_credit, batch_outcomes
-from treegraft.algo.aepo import with_entropy_factors
+from treegraft.algo.advantages import assign_credit, batch_outcomes, scale_of
 from treegraft.algo.groups import Floats
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import CreditRule, LearnerLike
+from treegraft.core.plugin import OutcomeKind, loaded, offered
 from treegraft.core.plugins import load_object
 from treegraft.core.types import LEARNING_RULES, Step, Tree
 from treegraft.settings.config import Config
+from treegraft.settings.policy import CreditSettings
 
 
 def find_credit_rule(config: Config) -> CreditRule | None:
@@ -50,22 +52,29 @@ def credit_trees(
         SettingError: the rule failed, or returned something other than its tree with other
             advantages.
     """
-    own = config.credit.model_dump(exclude={"rule", "token_entropy_weight"}) | {
-        "learn_from_truncated": config.loss.learn_from_truncated
-    }
+    credit, kind = config.credit, config.credit.advantage
+    how = partial(
+        assign_credit,
+        advantage=_own(kind) if ":" in kind else offered("outcomes").get(kind, kind),
+        eps=credit.eps,
+        leaf_weight=credit.leaf_weight,
+        attribution=_attribution(credit),
+        retrieval_reward=credit.retrieval_reward,
+        retrieval_weight=credit.retrieval_weight,
+        restarts=credit.restarts,
+        stored=credit.stored,
+        learn_from_truncated=config.loss.learn_from_truncated,
+    )
     outcomes: Sequence[Floats | None] = [None] * len(trees)
-    if (kind := config.credit.advantage) in ("reinforce++", "reinforce++-baseline"):
+    if kind in ("reinforce++", "reinforce++-baseline"):
         outcomes = batch_outcomes(
             trees,
             has_baseline=kind == "reinforce++-baseline",
             restarts=config.credit.restarts,
         )
-    credited = [
-        assign_credit(tree, outcomes=known, **own)
-        for tree, known in zip(trees, outcomes, strict=True)
-    ]
-    if weight := config.credit.token_entropy_weight:
-        credited = with_entropy_factors(credited, weight=weight)
+    credited = [how(tree, outcomes=known) for tree, known in zip(trees, outcomes, strict=True)]
+    for refine, weight in _refinements(config):
+        credited = refine(credited, weight=weight)
     if rule is None:
         return credited
     return [_ruled(tree, rule, config.credit.rule) for tree in credited]
@@ -78,9 +87,41 @@ def credit_by_entropy(
     where an engine knows its top-k ones only."""
     if not trees:
         return []
-    # The weight compares tokens, whose entropies have to be of one kind.
-    is_weighed = config.credit.token_entropy_weight > 0
+    # Refinements compare tokens, whose entropies have to be of one kind.
+    is_weighed = bool(_refinements(config))
     return credit_trees(learner.with_exact_entropies(trees, everywhere=is_weighed), config, rule)
+
+
+def _own(path: str) -> OutcomeKind:
+    """The comparison of outcomes at an import path: an `OutcomeKind`, or its function alone."""
+    with about("credit.advantage"):
+        found = load_object(path)
+    if isinstance(found, OutcomeKind):
+        return found
+    if not callable(found):
+        raise SettingError(
+            f"credit.advantage: '{path}' is a {type(found).__name__}; expected a function of"
+            " trajectories and eps, or an OutcomeKind."
+        )
+    return OutcomeKind(compare=found)
+
+
+def _attribution(credit: CreditSettings) -> Any:
+    """The core's names as they are; a plugin's function with the settings filled in."""
+    name = credit.attribution
+    if name in ("soft", "hard"):
+        return name
+    found = loaded(offered("attributions").get(name, name))
+    return partial(found, credit=credit, scale=scale_of(credit.advantage))
+
+
+def _refinements(config: Config) -> list[tuple[Callable[..., list[Tree]], float]]:
+    """What plugins do with credited trees, where its setting is not 0."""
+    return [
+        (loaded(found), weight)
+        for name, found in offered("refinements").items()
+        if (weight := getattr(config.credit, name, 0.0))
+    ]
 
 
 def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from torch import Tensor
 
-from treegraft.algo.appo import future_weights
 from treegraft.algo.losses import SurrogateTerms, clipped_surrogate
 from treegraft.algo.objectives import (
     capped_surrogate,
     kept_gradient_surrogate,
     sequence_surrogate,
 )
+from treegraft.core.plugin import loaded, offered
 from treegraft.settings.policy import LossSettings
 
 
@@ -31,41 +33,52 @@ def surrogate(
         owners: [C] the trajectory of each.
         shaping: [C] RAPO's 1 + m F.
     """
-    if settings.future_weight:
-        advantages = advantages * _future_weights(
-            settings, logprobs.detach() - old_logprobs, advantages, owners
-        )
-    columns = (logprobs, old_logprobs, advantages)
+    for name, find in offered("factors").items():
+        if getattr(settings, name, 0.0):
+            log_ratios = logprobs.detach() - old_logprobs
+            advantages = advantages * loaded(find)(settings, log_ratios, owners, advantages)
+    known = {**OBJECTIVES, **offered("objectives")}
+    terms: SurrogateTerms = loaded(known.get(settings.objective, settings.objective))(
+        settings, logprobs, old_logprobs, advantages, owners=owners, shaping=shaping
+    )
+    return terms
+
+
+def _clip(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
     low, high = settings.clip_low, settings.clip_high
-    if settings.objective == "gspo":
-        return sequence_surrogate(*columns, owners, clip_low=low, clip_high=high, shaping=shaping)
-    if settings.objective == "cispo":
-        return capped_surrogate(*columns, clip_low=low, clip_high=high, shaping=shaping)
-    if settings.objective == "gppo":
-        return kept_gradient_surrogate(
-            *columns,
-            clip_low=low,
-            clip_high=high,
-            kept_low=settings.kept_low,
-            kept_high=settings.kept_high,
-            shaping=shaping,
-        )
+    dual = settings.dual_clip
     return clipped_surrogate(
-        *columns, clip_low=low, clip_high=high, dual_clip=settings.dual_clip, shaping=shaping
+        *columns, clip_low=low, clip_high=high, dual_clip=dual, shaping=shaping
     )
 
 
-def _future_weights(
-    settings: LossSettings, log_ratios: Tensor, advantages: Tensor, owners: Tensor
-) -> Tensor:
-    """[C] the factors of `appo.future_weights`."""
-    # In float64 and in order: the sums must not depend on the device or on the pack.
-    factors = future_weights(
-        log_ratios.double().tolist(),
-        owners.tolist(),
-        advantages.tolist(),
-        weight=settings.future_weight,
-        half_life=settings.future_half_life,
-        highest=settings.future_highest,
+def _gspo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
+    low, high = settings.clip_low, settings.clip_high
+    logprobs, old_logprobs, advantages = columns
+    return sequence_surrogate(
+        logprobs, old_logprobs, advantages, owners, clip_low=low, clip_high=high, shaping=shaping
     )
-    return torch.tensor(factors, dtype=advantages.dtype, device=advantages.device)
+
+
+def _cispo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
+    low, high = settings.clip_low, settings.clip_high
+    return capped_surrogate(*columns, clip_low=low, clip_high=high, shaping=shaping)
+
+
+def _gppo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
+    return kept_gradient_surrogate(
+        *columns,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        kept_low=settings.kept_low,
+        kept_high=settings.kept_high,
+        shaping=shaping,
+    )
+
+
+OBJECTIVES: Mapping[str, Callable[..., SurrogateTerms]] = {
+    "clip": _clip,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "gppo": _gppo,
+}

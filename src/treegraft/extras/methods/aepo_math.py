@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from treegraft.algo.groups import Floats
-from treegraft.core.types import Tree, ids_to
+from treegraft import Tree
+from treegraft.parts import Floats, ids_to
 
 
 def standardised(values: Floats, counts: Floats) -> Floats:

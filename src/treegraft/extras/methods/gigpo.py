@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
-from treegraft.algo.groups import Floats, Scale, group_advantages
-from treegraft.core.types import Trajectory
+from treegraft import Trajectory, group_advantages
+from treegraft.parts import Floats, Plugin, Scale, Settings, setting, when
 
 
 def discounted_returns(reward: float, num_steps: int, discount: float) -> list[float]:
@@ -54,3 +55,25 @@ def state_advantages(
         for (index, name, _), value in zip(instances, values, strict=True):
             found[index, name] = float(value)
     return found
+
+
+class _CreditFields(Settings):
+    state_weight: float = setting(1.0, ge=0, idle_unless=when("credit.attribution", "states"))
+    """GiGPO's omega."""
+    discount: float = setting(0.95, ge=0, le=1, idle_unless=when("credit.attribution", "states"))
+    """GiGPO's gamma: a step's return is the reward times this to the power of the steps after
+    it."""
+
+
+def _states(
+    members: Sequence[Trajectory], *, credit: Any, scale: Scale
+) -> dict[tuple[int, str], float]:
+    found = state_advantages(members, discount=credit.discount, scale=scale, eps=credit.eps)
+    return {place: credit.state_weight * value for place, value in found.items()}
+
+
+plugin = Plugin(
+    name="gigpo",
+    attributions={"states": _states},
+    settings={"credit": _CreditFields},
+)

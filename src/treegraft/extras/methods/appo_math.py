@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from treegraft.algo.groups import Floats
-from treegraft.core.types import BranchCause, Leaf, Origin, Trajectory, Tree
+from treegraft import Origin, Trajectory, Tree
+from treegraft.parts import BranchCause, Floats, Leaf
 
 RATIO_LIMIT = 6.0
 """Ratio above which a negative advantage is not raised any further."""

@@ -161,7 +161,9 @@ def test_equal_actions_have_equal_results_beside_other_games_and_in_other_proces
             mixed.append(one.act(action))
     assert mixed == alone
     assert "No known action matches that input." in alone[3]
-    script = "from tests.test_scienceworld import LONGEST, SOME, told; print(told(LONGEST, SOME))"
+    script = (
+        "from tests.extras.test_scienceworld import LONGEST, SOME, told; print(told(LONGEST, SOME))"
+    )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert answer.stdout.decode().strip() == str(alone)
 

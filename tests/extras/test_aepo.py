@@ -15,17 +15,17 @@ from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.algo.aepo import (
+from treegraft.core.errors import SettingError
+from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
+from treegraft.explore.build import build_explorer
+from treegraft.extras.methods.aepo import BalancedBranching, BalancedSettings
+from treegraft.extras.methods.aepo_math import (
     coin_probability,
     damping,
     num_global_rollouts,
     standardised,
     with_entropy_factors,
 )
-from treegraft.core.errors import SettingError
-from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
-from treegraft.explore.build import build_explorer
-from treegraft.extras.methods.aepo import BalancedBranching, BalancedSettings
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_trees

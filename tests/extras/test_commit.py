@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import test_environments as worlds
+from tests.extras.test_axpo import finished, retried, retries_of
 from tests.families import build_model, byte_tokenizer, word_tokenizer
 from tests.slow_learner import distance, make_learner
-from tests.test_axpo import finished, retried, retries_of
 from tests.test_growth import grow, make
 from tests.test_loop import ANSWER, SEARCH, search
 from tests.trees import Part

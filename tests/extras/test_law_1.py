@@ -1,0 +1,76 @@
+"""Law 1 with the credit of other papers' methods: a packed tree equals its trajectories apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.families import build_model
+from tests.slow_learner import (
+    distance,
+    example_trees,
+    gradient_of,
+    make_learner,
+    slow_loss,
+)
+from tests.test_packed_equals_separate import OBJECTIVES as CORE
+from tests.test_packed_equals_separate import trees_for
+
+from treegraft.algo.advantages import assign_credit
+from treegraft.core.types import BranchCause, Tree
+from treegraft.extras.methods.aepo_math import with_entropy_factors
+from treegraft.extras.methods.appo import plugin
+from treegraft.settings.config import table_class
+
+APPO = table_class("loss")(
+    aggregation="token-mean",
+    clip_low=0.02,
+    clip_high=0.02,
+    dual_clip=3.0,
+    future_weight=1.0,
+    future_half_life=2.0,
+)
+OBJECTIVES = {**CORE, "appo": APPO}
+
+
+@pytest.mark.parametrize("name", ["appo", "dapo", "gspo"])
+def test_law_1_where_branches_teach_the_steps_above_them(name: str) -> None:
+    model, twin = build_model("llama"), build_model("llama")
+    trees = [
+        assign_credit(with_branches(tree), advantage=plugin.outcomes["appo"])
+        for tree in example_trees(4)
+    ]
+    assert any(step.advantage is not None for tree in trees for step in tree.steps)
+    learner, descent = make_learner(model, OBJECTIVES[name])
+    _, metrics = learner.learn(trees)
+    slow = slow_loss(twin, trees, OBJECTIVES[name], 7.0)
+    slow.backward()
+    assert abs(metrics["learn/loss"] - float(slow.detach())) < 1e-6
+    assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
+
+
+def with_branches(tree: Tree) -> Tree:
+    """The tree, with every child but the first below a step that is not the root as a branch."""
+    cause = BranchCause(entropy_change=1.0, probability=1.0, rule="test")
+    steps = [
+        replace(step, cause=cause) if step.depth > 1 and step.ordinals[-1] else step
+        for step in tree.steps
+    ]
+    return replace(tree, steps=tuple(steps))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_law_1_with_a_factor_for_each_token(name: str) -> None:
+    loss = OBJECTIVES[name]
+    model, twin = build_model("llama"), build_model("llama")
+    trees = with_entropy_factors(example_trees(3), weight=0.7)
+    assert any(step.credit_factors for tree in trees for step in tree.steps)
+    trees = trees_for(loss, model, trees)
+    # Without a reference, whose term has no advantage.
+    loss = loss.model_copy(update={"kl_coef": 0.0})
+    learner, descent = make_learner(model, loss)
+    _, metrics = learner.learn(trees)
+    slow = slow_loss(twin, trees, loss, 11.0 if name == "dr-grpo" else 7.0)
+    slow.backward()
+    assert abs(metrics["learn/loss"] - float(slow.detach())) < 1e-6
+    assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
