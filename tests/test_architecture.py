@@ -46,14 +46,9 @@ ROOMS = {
         *("core", "settings", "explore", "tools", "runs", "rollout", "policy", "tasks"),
         *("assemble", "traces", "evals", "warmup"),
     ),
-    "study": ("core", "settings", "runs", "traces", "train"),
-    "cluster": (
-        *("core", "settings", "explore", "tools", "runs", "rollout", "policy", "tasks"),
-        *("assemble", "traces", "evals", "train"),
-    ),
     "cli": (
         *("core", "settings", "algo", "explore", "tools", "runs", "rollout", "policy", "tasks"),
-        *("assemble", "traces", "evals", "view", "train", "study", "cluster"),
+        *("assemble", "traces", "evals", "view", "train"),
     ),
     "__main__": ("cli",),
     # The public module for extensions; it loads every name from its home.
@@ -76,7 +71,6 @@ NEVER = {
     "tools.python": ("tools.search", "tools.browse", "tools.environments"),
     "tools.search": ("tools.python", "tools.browse", "tools.environments"),
     "tools.browse": ("tools.python", "tools.environments"),
-    "view.report": ("view.server", "view.pages", "view.text"),
 }
 """What a folder must not import of its neighbours."""
 
@@ -86,7 +80,6 @@ TORCH = (
     "algo.objectives",
     "tools.search.encoders",
     "runs.tensorboard",
-    "cli.profile",
     "extras",
 )
 """Where tensors live, the tracker whose SummaryWriter torch brings, and the profile of both."""
@@ -263,13 +256,13 @@ def test_vllm_is_imported_in_its_plugin_alone() -> None:
 def test_ray_is_imported_in_the_cluster_alone() -> None:
     for module, tree in TREES.items():
         uses = any(name.split(".")[0] == "ray" for name in imports(tree, module))
-        assert not uses or under(module, ("cluster",)), f"{module} imports ray"
+        assert not uses or under(module, ("extras.ray",)), f"{module} imports ray"
 
 
 def test_torch_distributed_is_imported_where_ranks_learn_alone() -> None:
     for module, tree in TREES.items():
         uses = any(name.startswith("torch.distributed") for name in imports(tree, module))
-        is_allowed = under(module, ("policy.learn", "cluster.rank"))
+        is_allowed = under(module, ("policy.learn", "extras.ray.rank"))
         assert not uses or is_allowed, f"{module} imports torch.distributed"
 
 

@@ -37,7 +37,7 @@ from tests.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
-from treegraft.cli.profile import Line, Recorder
+from treegraft.extras.lab.profile import Line, Recorder
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.policy.kernels.engine import kernels_for
 from treegraft.policy.learn.pack import TreeBatch
@@ -440,7 +440,7 @@ def test_phases_are_timed_exactly_and_shared_out_by_looks() -> None:
 
 HANGS = """
 import faulthandler, gc, threading, time
-from treegraft.cli.profile import ROLLOUT, Recorder, _looking
+from treegraft.extras.lab.profile import ROLLOUT, Recorder, _looking
 
 class Slow:
     def __init__(self): self.me = self

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app
-from treegraft.cli.profile_spans import (
+from treegraft.extras.lab.profile_spans import (
     Interval,
     common,
     length,

@@ -25,21 +25,21 @@ from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.types import Tree
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.view.metrics import clean_lines
-from treegraft.view.report.bands import accuracy_band, band, paired, spent, student, wilson
-from treegraft.view.report.command import FIGURES, write_report
-from treegraft.view.report.curves import cost_curve
-from treegraft.view.report.figure import Table, number
-from treegraft.view.report.groups import Group, group, pooled_differences, short, show, vary
-from treegraft.view.report.hybrid import TreeMeans
-from treegraft.view.report.page import group_notes, inline
-from treegraft.view.report.records import (
+from treegraft.extras.lab.report.bands import accuracy_band, band, paired, spent, student, wilson
+from treegraft.extras.lab.report.command import FIGURES, write_report
+from treegraft.extras.lab.report.curves import cost_curve
+from treegraft.extras.lab.report.figure import Table, number
+from treegraft.extras.lab.report.groups import Group, group, pooled_differences, short, show, vary
+from treegraft.extras.lab.report.hybrid import TreeMeans
+from treegraft.extras.lab.report.page import group_notes, inline
+from treegraft.extras.lab.report.records import (
     Record,
     flatten,
     read_records,
     read_run,
     split_label,
 )
-from treegraft.view.report.trees import read_updates, spread
+from treegraft.extras.lab.report.trees import read_updates, spread
 from treegraft.view.runs import Run
 
 ACCURACY = "eval/accuracy_sampled"

@@ -19,7 +19,7 @@ from tests.viewed import grown_tree, step, write_run
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Leaf, StartCause, Status, StepContent, Task, Tree
 from treegraft.runs.record import RunFolder, write_trees
-from treegraft.view.cases import Cases, compare, write_cases
+from treegraft.extras.lab.report.cases import Cases, compare, write_cases
 
 __all__ = ["browser"]
 

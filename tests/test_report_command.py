@@ -20,7 +20,7 @@ pytest.importorskip(
 )
 
 from treegraft.cli import main as cli
-from treegraft.view.report.command import write_report
+from treegraft.extras.lab.report.command import write_report
 
 MOST_MB = 400
 """What a report on a large run may take: matplotlib and a line of trees, not the run."""

@@ -31,9 +31,9 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.view.report.bands import student
-from treegraft.view.report.command import write_report
-from treegraft.view.report.positions import (
+from treegraft.extras.lab.report.bands import student
+from treegraft.extras.lab.report.command import write_report
+from treegraft.extras.lab.report.positions import (
     BY_RESULTS,
     BY_TOOL,
     MOST_POSITIONS,

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from treegraft.cli import main as cli
 from treegraft.core.errors import DataError, SettingError, StorageError
 from treegraft.core.types import StepContent, ToolCall, Trace
-from treegraft.study.file import read_study
-from treegraft.study.markdown import brief, markdown
-from treegraft.study.plan import make_plan
-from treegraft.study.results import (
+from treegraft.extras.lab.study.file import read_study
+from treegraft.extras.lab.study.markdown import brief, markdown
+from treegraft.extras.lab.study.plan import make_plan
+from treegraft.extras.lab.study.results import (
     CALLS,
     SECONDS,
     SHOWN,
@@ -37,14 +37,14 @@ from treegraft.study.results import (
     read_results,
     repair,
 )
-from treegraft.study.runner import commit_of, locked, run_study
-from treegraft.study.tables import Question, Runs, as_data, rows
-from treegraft.study.tables import tests as primary_tests
-from treegraft.study.work import _Sittings, carry_out
+from treegraft.extras.lab.study.runner import commit_of, locked, run_study
+from treegraft.extras.lab.study.tables import Question, Runs, as_data, rows
+from treegraft.extras.lab.study.tables import tests as primary_tests
+from treegraft.extras.lab.study.work import _Sittings, carry_out
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.controls import shuffled, swapped
 from treegraft.traces.keys import split_steps
-from treegraft.view.report.records import read_study as read_study_lines
+from treegraft.extras.lab.report.records import read_study as read_study_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))

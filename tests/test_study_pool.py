@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from treegraft.study import pool as pools
-from treegraft.study.pool import Outcome, Pool
+from treegraft.extras.lab.study import pool as pools
+from treegraft.extras.lab.study.pool import Outcome, Pool
 
 LARGE = 1_000_000
 """More bytes than a pipe holds."""

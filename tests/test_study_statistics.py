@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treegraft.study.statistics import (
+from treegraft.extras.lab.study.statistics import (
     accuracy_at,
     area,
     bootstrap_interval,

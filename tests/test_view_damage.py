@@ -15,7 +15,7 @@ from tests.viewed import write_run
 
 from treegraft.core.errors import DataError
 from treegraft.view.compare import compare_runs
-from treegraft.view.report.records import read_run
+from treegraft.extras.lab.report.records import read_run
 from treegraft.view.runs import open_runs
 from treegraft.view.server import build_app
 

@@ -36,7 +36,7 @@ from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
-from treegraft.rollout.site import Site
+from treegraft.rollout.placement import Placement
 from treegraft.settings.config import Config
 from treegraft.settings.explore import retrieving
 from treegraft.tasks.build import build_tasks
@@ -168,14 +168,14 @@ class Parts(Setup):
     """The same with what samples: all that an evaluation needs, with one copy of the model."""
 
     engine: Engine
-    site: Site | None = None
+    placement: Placement | None = None
     """Where engines and growers stand; None for this process."""
 
     def grower(
         self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
     ) -> Grower:
         """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
-        make = Grower if self.site is None else self.site.grower
+        make = Grower if self.placement is None else self.placement.grower
         return make(
             self.engine,
             self.format,
@@ -193,8 +193,8 @@ class Parts(Setup):
 
     def keep_logs(self, folder: Path) -> None:
         """Moves the logs of an engine that writes any into `folder`, a run folder's own."""
-        if self.site is not None:
-            self.site.show_in(folder.parent)
+        if self.placement is not None:
+            self.placement.show_in(folder.parent)
         elif self.config.engine.kind == "vllm":
             cast("VllmEngine", self.engine).move_logs(folder)
 
@@ -297,7 +297,7 @@ async def assemble_training(
     source: TaskSource | None = None,
     checkpoint: Path | None = None,
     ranks: Ranks | None = None,
-    site: Site | None = None,
+    placement: Placement | None = None,
 ) -> AsyncIterator[TrainingParts]:
     """Holds the parts of a training.
 
@@ -306,7 +306,7 @@ async def assemble_training(
         checkpoint: where to go on from, weights and optimiser; None for the beginning.
         ranks: the processes that learn together, of which this one is the first; None for this one
             alone.
-        site: where engines and growers stand; None for this process.
+        placement: where engines and growers stand; None for this process.
 
     Raises:
         TreegraftError: a part that cannot be made, before any work starts.
@@ -326,7 +326,7 @@ async def assemble_training(
             model, tokenizer = scenario.load_model(model_path, has_weights=files is None)
             # Adapters change the model in place, so the engine's copy comes first. Another engine
             # has its own.
-            has_copy = config.engine.kind == "native" and site is None
+            has_copy = config.engine.kind == "native" and placement is None
             own = copy.deepcopy(model).requires_grad_(False) if has_copy else None
             try:
                 trained = with_adapters(model, config.model, seed=config.run.seed)
@@ -336,12 +336,12 @@ async def assemble_training(
                     f" model: {error}"
                 ) from error
             opening: AbstractAsyncContextManager[Engine]
-            if site is None:
+            if placement is None:
                 opening = opened_engine(config, own or trained, tokenizer, source_path)
             else:
-                opening = site.engine(config, model_path)
+                opening = placement.engine(config, model_path)
             engine = await stack.enter_async_context(opening)
-            parts = scenario.parts(stack, model, engine, tokenizer, model_path, site)
+            parts = scenario.parts(stack, model, engine, tokenizer, model_path, placement)
             learner = _build_learner(config, trained, checkpoint, ranks, files)
             # Several ranks hold it in parts.
             del model, trained
@@ -434,7 +434,7 @@ class _Scenario:
         engine: Engine,
         tokenizer: Any,
         model_path: Path | str | None,
-        site: Site | None = None,
+        placement: Placement | None = None,
     ) -> Parts:
         """Returns the parts; those that have to be closed go onto the stack.
 
@@ -443,7 +443,7 @@ class _Scenario:
         """
         is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
         setup = self.setup(stack, model, tokenizer, is_ours=is_ours, max_context=engine.max_context)
-        return Parts(**vars(setup), engine=engine, site=site)
+        return Parts(**vars(setup), engine=engine, placement=placement)
 
     def setup(
         self,

@@ -38,8 +38,8 @@ from treegraft.rollout.measure import (
     staleness_metrics,
     unused_metrics,
 )
+from treegraft.rollout.placement import Placement
 from treegraft.rollout.rounds import Sampled, sample_update
-from treegraft.rollout.site import Site
 from treegraft.rollout.watch import Watch
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
@@ -74,7 +74,7 @@ def train(
     resume: Path | None = None,
     accepts_changes: bool = False,
     display: Display | bool | None = None,
-    site: Site | None = None,
+    placement: Placement | None = None,
 ) -> RunResult:
     """Trains an agent and returns where the results are.
 
@@ -87,14 +87,14 @@ def train(
             have changed since that checkpoint; the run is then another than it would have been.
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
-        site: where engines and growers stand; None for this process.
+        placement: where engines and growers stand; None for this process.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
         KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
             SIGHUP or SIGUSR1.
     """
-    return _carried_out("train", config, recipe, resume, accepts_changes, display, site)
+    return _carried_out("train", config, recipe, resume, accepts_changes, display, placement)
 
 
 def sft(
@@ -117,7 +117,7 @@ def _carried_out(
     resume: Path | None,
     accepts_changes: bool,
     display: Display | bool | None,
-    site: Site | None = None,
+    placement: Placement | None = None,
 ) -> RunResult:
     """The run of a command, where torchrun has started several processes with all of them."""
     if config is not None:
@@ -129,11 +129,11 @@ def _carried_out(
             return _followed(ranks, own)
         start = _start(config, recipe, resume, accepts_changes)
         with shown(display) as progress:
-            run = Run(start, progress, command if site is None else "cluster")
+            run = Run(start, progress, command if placement is None else placement.command)
             if command == "train" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:
-                work = story(run, ranks, site, only_warms_up=command == "sft")
+                work = story(run, ranks, placement, only_warms_up=command == "sft")
                 result = run.carry_out(work)
         if ranks is not None:
             ranks.result = {
@@ -172,10 +172,14 @@ def _start(config: Source, recipe: str | None, resume: Path | None, accepts: boo
 
 
 async def story(
-    run: Run, ranks: Ranks | None = None, site: Site | None = None, *, only_warms_up: bool = False
+    run: Run,
+    ranks: Ranks | None = None,
+    placement: Placement | None = None,
+    *,
+    only_warms_up: bool = False,
 ) -> RunResult:
     """The whole run; `ranks` are the processes that learn together, None for this one alone, and
-    `site` is where engines and growers stand, None for this process."""
+    `placement` is where engines and growers stand, None for this process."""
     config, state = run.config, run.state
     run.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
     source = build_tasks(config.tasks, config.run.seed)
@@ -186,7 +190,7 @@ async def story(
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(
-        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks, site=site
+        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks, placement=placement
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from treegraft.cluster.actors import Place, value_of
-from treegraft.cluster.ray import connected
+from treegraft.extras.ray.actors import Place, value_of
+from treegraft.extras.ray.ray import connected
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Task

@@ -22,9 +22,9 @@ from tests.cluster.parts import needs_ray, place_of
 from tests.cluster.test_services import trees_of
 
 from treegraft import train
-from treegraft.cluster.actors import value_of
-from treegraft.cluster.job import environments
-from treegraft.cluster.rank import RankActor
+from treegraft.extras.ray.actors import value_of
+from treegraft.extras.ray.job import environments
+from treegraft.extras.ray.rank import RankActor
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 

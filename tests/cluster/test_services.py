@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.parts import needs_ray
 
 from treegraft import train
-from treegraft.cli.profile_spans import spent
+from treegraft.extras.lab.profile_spans import spent
 from treegraft.core.types import GraftCause
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
@@ -45,7 +45,7 @@ def trees_of(run_dir: Path) -> list[Any]:
 
 
 def test_grafts_and_calls_are_those_of_one_process(tmp_path: Path) -> None:
-    from treegraft.cluster.site import ray_site
+    from treegraft.extras.ray.placement import ray_placement
 
     def config(name: str) -> Any:
         own = (f"run.dir={tmp_path}", f"run.name={name}")
@@ -54,8 +54,8 @@ def test_grafts_and_calls_are_those_of_one_process(tmp_path: Path) -> None:
         return load_config("demo", [*SMALL, *own, *more, *spans])
 
     train(config("alone"), display=False)
-    with ray_site(config("spread")) as site:
-        train(config("spread"), display=False, site=site)
+    with ray_placement(config("spread")) as placement:
+        train(config("spread"), display=False, placement=placement)
     found = trees_of(tmp_path / "spread")
     assert found == trees_of(tmp_path / "alone") and len(found) == 12
     causes = [cause for steps, _ in found for _, _, cause, _ in steps]

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from treegraft.cluster.actors import error_reply, replying, value_of
-from treegraft.cluster.asking import ClusterEngine
-from treegraft.cluster.engines import PIECE_BYTES, completion_of, pieces_of, request_to_json
-from treegraft.cluster.keeper import SLOW_LOOKS, Keeper, Member, State
-from treegraft.cluster.site import lasting
+from treegraft.extras.ray.actors import error_reply, replying, value_of
+from treegraft.extras.ray.remote_engine import ClusterEngine
+from treegraft.extras.ray.engines import PIECE_BYTES, completion_of, pieces_of, request_to_json
+from treegraft.extras.ray.supervisor import SLOW_LOOKS, Keeper, Member, State
+from treegraft.extras.ray.placement import lasting
 from treegraft.core.errors import DataError, DriftError, EngineError
 from treegraft.core.sessions import COUNTS
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason, Task, ToolCall
@@ -229,7 +229,7 @@ def test_each_publish_reaches_an_engine_however_long_it_takes(
     killed: list[Any] = []
     monkeypatch.setattr(ray, "put", lambda piece: piece)
     monkeypatch.setattr(ray, "kill", lambda handle, **_: killed.append(handle))
-    monkeypatch.setattr("treegraft.cluster.keeper.STATE_S", 0.1)
+    monkeypatch.setattr("treegraft.extras.ray.supervisor.STATE_S", 0.1)
     handle = Taking()
 
     async def publish() -> tuple[State, int, int]:

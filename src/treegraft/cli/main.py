@@ -1,5 +1,5 @@
-"""The command line: `treegraft init | train | sft | cluster | eval | study | run | view | compare |
-data | buffer | serve | push | profile | config | doctor`.
+"""The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
+serve | push | config | doctor`, and what plugins bring.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -39,10 +40,8 @@ from treegraft.cli.options import (
 )
 from treegraft.cli.prune import prune, show
 from treegraft.cli.push import push
-from treegraft.cli.report import report
 from treegraft.cli.serve import serve_app
-from treegraft.cli.study import study
-from treegraft.cli.train import cluster, sft, train
+from treegraft.cli.train import sft, train
 from treegraft.core.errors import (
     CheckpointError,
     DataError,
@@ -53,6 +52,8 @@ from treegraft.core.errors import (
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
+from treegraft.core.plugin import Command, offered
+from treegraft.core.plugins import load_object
 from treegraft.core.text import plain
 from treegraft.core.types import Status
 
@@ -64,16 +65,44 @@ _RETIRED = {
 
 
 class _Commands(TyperGroup):
-    """The commands; an error names what takes the place of an unknown one."""
+    """The commands, then those of plugins; an error names what takes the place of an unknown
+    one."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *offered("commands")]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        plugged: Command | None = offered("commands").get(cmd_name)
+        if plugged is None:
+            return super().get_command(ctx, cmd_name)
+        # For the list of commands its sentence is enough; `resolve_command` loads it.
+        return click.Command(cmd_name, help=plugged.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            hint = _RETIRED.get(args[0]) or nearest(args[0], self.commands)
+        name = args[0] if args else ""
+        names = self.list_commands(ctx)
+        if name and not name.startswith("-") and name not in names:
+            hint = _RETIRED.get(name) or nearest(name, names)
             raise SettingError(
-                f"command line: there is no command '{args[0]}'; expected one of"
-                f" {', '.join(self.commands)}.{hint}"
+                f"command line: there is no command '{name}'; expected one of"
+                f" {', '.join(names)}.{hint}"
             )
-        return super().resolve_command(ctx, args)
+        plugged = offered("commands").get(name)
+        if plugged is None:
+            return super().resolve_command(ctx, args)
+        return name, _loaded_command(name, plugged.path), args[1:]
+
+
+def _loaded_command(name: str, path: str) -> Any:
+    """The command of a plugin, from a typer function or a `typer.Typer`."""
+    found = load_object(path)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(
+            rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
+        )
+        alone.command(name)(found)
+        found = alone
+    return typer.main.get_command(found)
 
 
 app = typer.Typer(
@@ -136,7 +165,6 @@ app.command()(init)
 
 app.command()(train)
 app.command()(sft)
-app.command()(cluster)
 app.command("eval")(evaluate)
 app.command()(push)
 
@@ -269,8 +297,6 @@ def view(
     view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
 
 
-app.command()(report)
-app.command()(study)
 app.command("config")(show_config)
 
 
@@ -317,49 +343,6 @@ def doctor(
         print_examination(found)
     if not found.verdict.is_good:
         raise typer.Exit(2)
-
-
-@app.command()
-def profile(
-    context: typer.Context,
-    recipe: Annotated[
-        str,
-        typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run folder that holds spans."),
-    ],
-    overrides: Overrides = None,
-    updates: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Number of updates to measure, after a warm-up that is not counted."
-        ),
-    ] = 3,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="File to write the machine and the rows to."),
-    ] = None,
-) -> None:
-    """Run a few updates of a recipe and print the time of each part.
-
-    Evaluations are skipped, and nothing of the run is kept. Given a run folder with spans
-    (track.spans=file), it prints instead what each process of the run did, for several ranks and
-    clusters too.
-    """
-    if Path(recipe).is_dir():
-        from treegraft.cli.profile_spans import print_spent
-
-        refuse_idle(context, "with a run folder, whose updates are measured already", "--updates")
-        if overrides:
-            raise SettingError(
-                f"command line: got {' '.join(overrides)} beside the run folder '{recipe}', whose"
-                " updates are measured already; leave the settings out, or measure anew: treegraft"
-                f" profile {Path(recipe) / 'config.json'} {' '.join(overrides)}"
-            )
-        print_spent(Path(recipe), json_file)
-        return
-    from treegraft.cli.profile import print_profile
-    from treegraft.settings.load import load_config
-
-    print_profile(load_config(recipe, overrides or []), updates, json_file)
 
 
 def exit_code(error: TreegraftError) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,7 +45,7 @@ AcceptChanges = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class RunAsked:
     """What a command line asks for: a run of a recipe, or one to go on with."""
 
     config: Config
@@ -52,6 +54,19 @@ class _Asked:
     overrides: list[str]
     resume: Path | None
     accepts_changes: bool
+    is_smoke: bool
+
+    @property
+    def start_words(self) -> list[str]:
+        """The words of a command line that ask for the same run, overrides left out."""
+        if self.resume is None:
+            return [str(self.recipe), *(["--smoke"] if self.is_smoke else [])]
+        return ["--resume", str(self.resume), *self.accept_words]
+
+    @property
+    def accept_words(self) -> list[str]:
+        """The option that accepts changes, where it was given."""
+        return ["--accept-changes"] if self.accepts_changes else []
 
     @contextlib.contextmanager
     def carried_out(self) -> Iterator[dict[str, Any]]:
@@ -79,7 +94,7 @@ def _asked(
     resume: Path | None,
     accept_changes: bool | None,
     smoke: bool | None,
-) -> _Asked:
+) -> RunAsked:
     if resume is None:
         refuse_idle(context, "without --resume", "--accept-changes")
     else:
@@ -89,12 +104,13 @@ def _asked(
         # What stands in the recipe's place is the first override.
         typed = [recipe, *typed]
         recipe = None
-    return _Asked(
+    return RunAsked(
         config=_settings(recipe, typed, resume, str(context.info_name), smoke),
         recipe=recipe,
         overrides=typed,
         resume=resume,
         accepts_changes=bool(accept_changes),
+        is_smoke=bool(smoke),
     )
 
 
@@ -102,10 +118,9 @@ def _settings(
     recipe: str | None, overrides: list[str], resume: Path | None, command: str, smoke: bool | None
 ) -> Config:
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
-    from treegraft.settings.load import load_config, refuse_off_cluster
+    from treegraft.settings.load import load_config, refuse_foreign
 
-    if command != "cluster":
-        refuse_off_cluster(overrides, command)
+    refuse_foreign(overrides, command)
     if resume is not None and recipe is None:
         from treegraft.runs.start import own_config
 
@@ -119,19 +134,32 @@ def _settings(
     return load_config(recipe, overrides, smoke=bool(smoke))
 
 
-def train(
-    context: typer.Context,
-    recipe: RecipeOrResume = None,
-    overrides: Overrides = None,
-    resume: Resume = None,
-    accept_changes: AcceptChanges = None,
-    smoke: Smoke = None,
-) -> None:
+def run_command(work: Callable[[RunAsked], None]) -> Callable[..., None]:
+    """Returns a command that begins runs or goes on with them, with the arguments and options of
+    `treegraft train`; it is described as `work` is."""
+
+    @functools.wraps(work)
+    def command(
+        context: typer.Context,
+        recipe: RecipeOrResume = None,
+        overrides: Overrides = None,
+        resume: Resume = None,
+        accept_changes: AcceptChanges = None,
+        smoke: Smoke = None,
+    ) -> None:
+        work(_asked(context, recipe, overrides, resume, accept_changes, smoke))
+
+    # Typer reads the options from it, not from `work`.
+    command.__signature__ = inspect.signature(command, follow_wrapped=False)  # type: ignore[attr-defined]
+    return command
+
+
+@run_command
+def train(asked: RunAsked) -> None:
     """Train an agent with a recipe.
 
     Writes a run folder with metrics, trees and checkpoints.
     """
-    asked = _asked(context, recipe, overrides, resume, accept_changes, smoke)
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
@@ -139,55 +167,18 @@ def train(
         run_training(asked.config, **arguments)
 
 
-def sft(
-    context: typer.Context,
-    recipe: RecipeOrResume = None,
-    overrides: Overrides = None,
-    resume: Resume = None,
-    accept_changes: AcceptChanges = None,
-    smoke: Smoke = None,
-) -> None:
+@run_command
+def sft(asked: RunAsked) -> None:
     """Run only the supervised warm-up of a recipe, its table [warmup].
 
     It imitates the tasks' expert, or with warmup.traces=FILE a buffer or a JSONL file.
     """
-    asked = _asked(context, recipe, overrides, resume, accept_changes, smoke)
     if asked.config.warmup.num_steps == 0:
         raise SettingError(
-            f"{asked.recipe or resume}: warmup.num_steps is 0, so there is nothing to fine-tune;"
-            " add warmup.num_steps=300."
+            f"{asked.recipe or asked.resume}: warmup.num_steps is 0, so there is nothing to"
+            " fine-tune; add warmup.num_steps=300."
         )
     from treegraft.train import sft as run_fine_tuning
 
     with asked.carried_out() as arguments:
         run_fine_tuning(asked.config, **arguments)
-
-
-def cluster(
-    context: typer.Context,
-    recipe: RecipeOrResume = None,
-    overrides: Overrides = None,
-    resume: Resume = None,
-    accept_changes: AcceptChanges = None,
-    smoke: Smoke = None,
-) -> None:
-    """Train an agent with a recipe on a Ray cluster, as its table [cluster] says.
-
-    The run folder, and the trees in it, are those of `treegraft train`.
-    """
-    asked = _asked(context, recipe, overrides, resume, accept_changes, smoke)
-    # What a rank goes on with is what it began with, but for the recipe.
-    accepted = ["--accept-changes"] if accept_changes else []
-    began = [str(asked.recipe), *(["--smoke"] if smoke else [])]
-    words = began if resume is None else ["--resume", str(resume), *accepted]
-    with asked.carried_out() as arguments:
-        from treegraft.cluster.command import run_on_cluster
-
-        code = run_on_cluster(
-            asked.config,
-            begin=["cluster", *words, *asked.overrides],
-            again=[] if resume is None else [*accepted, *asked.overrides],
-            **arguments,
-        )
-    if code:
-        raise typer.Exit(code)

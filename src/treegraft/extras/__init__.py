@@ -15,5 +15,7 @@ BUILT_IN = (
     "treegraft.extras.environments.sokoban.plugin",
     "treegraft.extras.environments.verifiers.plugin",
     "treegraft.extras.trackers.plugin",
+    "treegraft.extras.lab.plugin",
+    "treegraft.extras.ray.plugin",
 )
 """The modules of our own plugins, in the order in which they are loaded."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from treegraft.core.errors import SettingError
 from treegraft.core.plugin import plugins
-from treegraft.settings.cluster import ClusterSettings
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
@@ -184,7 +183,6 @@ class Config(Settings):
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
     publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))
-    cluster: ClusterSettings = setting(ClusterSettings(), resumable=True, ignored_by_eval=True)
     credit: CreditSettings = setting(CreditSettings(), ignored_by_eval=True)
     loss: LossSettings = setting(LossSettings(), ignored_by_eval=True)
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)
@@ -230,7 +228,9 @@ def table_class(name: str) -> type[Settings]:
     return table
 
 
-Fact = Literal["resumable", "ignored_by_eval", "same_answers", "labels_run", "retrieval_source"]
+Fact = Literal[
+    "resumable", "ignored_by_eval", "same_answers", "labels_run", "retrieval_source", "only_for"
+]
 
 
 @functools.cache

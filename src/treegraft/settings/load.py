@@ -155,15 +155,17 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
             )
 
 
-def refuse_off_cluster(overrides: Sequence[str], command: str) -> None:
-    """Refuses overrides that only `treegraft cluster` takes notice of."""
+def refuse_foreign(overrides: Sequence[str], command: str) -> None:
+    """Refuses overrides that only another command takes notice of."""
     for override in overrides:
         name = _whole_name(override.partition("=")[0].strip())
-        if name.startswith("cluster."):
-            raise SettingError(
-                f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` is one"
-                " machine's work. Leave it out, or use `treegraft cluster`."
-            )
+        for table in settings_with("only_for"):
+            owner = tables_and_settings()[table.rstrip(".")].facts.only_for
+            if name.startswith(table) and command != owner:
+                raise SettingError(
+                    f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` takes no"
+                    f" notice of it. Leave it out, or use `treegraft {owner}`."
+                )
 
 
 def refuse_sampling(overrides: Sequence[str], reason: str) -> None:

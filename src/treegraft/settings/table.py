@@ -132,6 +132,8 @@ class Facts:
     default_of: Callable[[Any], Any] | None = None
     """Its default as a function of the whole configuration, taken while loading; the default of the
     field is that of the default configuration."""
+    only_for: str = ""
+    """The one command that takes notice of it; empty for all that train."""
     follows: bool = False
     """At None it takes the value of the setting of its name elsewhere, which the bare name
     means."""

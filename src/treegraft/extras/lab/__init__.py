@@ -1,0 +1,1 @@
+"""Studies, reports and profiles: experiments, and what they say."""

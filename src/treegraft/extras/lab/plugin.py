@@ -1,0 +1,24 @@
+"""The commands of studies, reports and profiles."""
+
+from __future__ import annotations
+
+from treegraft.parts import Command, Plugin
+
+_HERE = "treegraft.extras.lab"
+plugin = Plugin(
+    name="lab",
+    commands={
+        "report": Command(
+            path=f"{_HERE}.report_command:report",
+            help="Write a report of runs: report.html and figures/.",
+        ),
+        "study": Command(
+            path=f"{_HERE}.study_command:study",
+            help="Run a study: arms in worlds, in pairs of equal seeds.",
+        ),
+        "profile": Command(
+            path=f"{_HERE}.profile_command:profile",
+            help="Run a few updates of a recipe and print the time of each part.",
+        ),
+    },
+)

@@ -1,0 +1,393 @@
+"""From a study's file to its runs, with the warm-ups and buffers that they need, in the order in
+which they are made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.text import counted, quoted
+from treegraft.extras.lab.study.file import Arm, StudyFile, read_study
+from treegraft.settings.config import Config, known_settings, settings_with
+from treegraft.settings.load import default_of, describe, idle_reasons, load_config
+from treegraft.settings.recipe import merged, read_recipe
+from treegraft.settings.table import flatten, value_of
+
+Tables = Mapping[str, Any]
+
+_WORK = ("run.num_threads", "model.", "tasks.", "format.", "tools.", "environment.", "reward.")
+_LIMITS = (
+    "rollout.max_completion_tokens",
+    "rollout.max_agent_steps",
+    "rollout.max_tool_calls",
+    "rollout.deadline_s",
+)
+_LABELS = ("run.name", "run.dir", "run.seed")
+OF_WARMUP = (*_WORK, *_LIMITS, "warmup.", "learn.")
+"""Beginnings of the names of the settings that tell warm-ups apart; others cannot matter there."""
+OF_EXPERT = (*_WORK, *_LIMITS, "buffer.encoder")
+"""The same of a scripted expert's buffers."""
+OF_AGENT = (*OF_EXPERT, "rollout.", "engine.", "learn.")
+"""The same of other agents' buffers."""
+Needed: TypeAlias = "WarmupPlan | BufferPlan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupPlan:
+    """The warm-up of one pair: WarmupPlan(name="boundary", pair=0, ...)"""
+
+    name: str
+    pair: int
+    config: Config
+    fingerprint: str
+
+    @property
+    def folder(self) -> str:
+        """Where it lies in the study's folder."""
+        return f"warmups/{slug(self.name, self.pair)}-{self.fingerprint}"
+
+    @property
+    def needs(self) -> tuple[Needed, ...]:
+        """Nothing."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPlan:
+    """The buffer of one world and pair."""
+
+    name: str
+    world: str
+    pair: int
+    config: Config
+    agent: str
+    samples: int
+    keep: int
+    min_reward: float
+    num_tasks: int | None
+    fingerprint: str
+    source: BufferPlan | None = None
+    """The buffer that it is made from; None for one that an agent builds."""
+    control: str = ""
+    """How the steps of `source` are mixed up, by `traces.controls.CONTROLS`; "" for one that is
+    built, or pruned with the weights of `warmup`."""
+    warmup: WarmupPlan | None = None
+    margin: float = 0.0
+    only_best: bool = False
+
+    @property
+    def file(self) -> str:
+        """Where it lies in the study's folder."""
+        return f"buffers/{slug(self.name, self.world, self.pair)}-{self.fingerprint}.sqlite"
+
+    @property
+    def needs(self) -> tuple[Needed, ...]:
+        """What has to be there before it can be made."""
+        return tuple(one for one in (self.source, self.warmup) if one is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """One run: RunPlan(world="boundary", arm="RAPO", pair=0, ...)"""
+
+    world: str
+    arm: str
+    pair: int
+    command: str
+    """"train" or "sft"."""
+    config: Config
+    """With the recipe's model and buffer, which those of the study replace when it is run."""
+    warmup: WarmupPlan | None
+    buffer: BufferPlan | None
+    tuning: Mapping[str, float]
+    shown: Mapping[str, Any]
+    """The settings in which runs of the study differ, by dotted name."""
+    told: Collection[str]
+    """Settings that do not have their default."""
+    defaults: Mapping[str, Any]
+    """All settings' defaults in this run, with this version."""
+    fingerprint: str
+    """Equal for runs that are one and the same, such as those of an arm without a buffer in two
+    worlds that differ in the expert alone."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """World, arm and pair."""
+        return self.world, self.arm, self.pair
+
+    @property
+    def folder(self) -> str:
+        """Where it lies in the study's folder."""
+        return f"runs/{slug(self.world, self.arm, self.pair)}-{self.fingerprint}"
+
+    @property
+    def needs(self) -> tuple[Needed, ...]:
+        """What has to be there before it can begin."""
+        return tuple(one for one in (self.warmup, self.buffer) if one is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A study, ready to be run."""
+
+    path: Path
+    study: StudyFile
+    runs: Sequence[RunPlan]
+    """Pair after pair, so that a budget that ends early leaves complete pairs."""
+
+
+def make_plan(
+    path: Path, *, smoke: bool = False, only: Sequence[str] = (), pairs: int | None = None
+) -> Plan:
+    """Returns the runs of a study; every recipe of every arm in every world is loaded and checked.
+
+    Args:
+        smoke: with the study's table [smoke].
+        only: names of arms and worlds that are run; of the kind that none is named of, those that
+            the study names itself, or all.
+        pairs: the first so many of the study's pairs; None for all.
+
+    Raises:
+        SettingError: a fault in the study or in the settings of one of its runs.
+    """
+    study = read_study(path, smoke=smoke)
+    if pairs is not None and pairs > study.pairs:
+        raise SettingError(
+            f"command line: --pairs: got {pairs}; {path} has {counted(study.pairs, 'pair')},"
+            " expected at most as many."
+        )
+    _refuse_unknown(only, study, path)
+    planner = _Planner(study, path)
+    worlds, arms = (_chosen(kind, only, study.only) for kind in (study.worlds, study.arms))
+    runs = [
+        planner.run(world, arm, pair)
+        for pair in range(study.pairs if pairs is None else pairs)
+        for world in worlds
+        for arm in arms
+        if world in (study.arm(arm).worlds or study.worlds)
+    ]
+    if not runs:
+        raise SettingError(
+            f"{path}: no run is left: --only {quoted(only)} names arms and worlds"
+            " that do not go together."
+        )
+    return Plan(path=path, study=study, runs=runs)
+
+
+def _chosen(every: Iterable[str], *choices: Sequence[str]) -> list[str]:
+    """The names of the first choice that has some of this kind; all where none has."""
+    found = ([name for name in every if name in only] for only in choices)
+    return next(filter(None, found), list(every))
+
+
+def _refuse_unknown(only: Sequence[str], study: StudyFile, path: Path) -> None:
+    known = [*study.arms, *study.worlds]
+    for name in only:
+        if name not in known:
+            raise SettingError(
+                f"command line: --only '{name}': {path} has no arm or world of this name; it has"
+                f" {quoted(known)}.{nearest(name, known)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Settings that all pairs share but for the seed, with those that tell them from others."""
+
+    config: Config
+    told: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    reads_buffer: bool
+
+    def told_of(self, beginnings: tuple[str, ...]) -> Mapping[str, Any]:
+        """Of these, those whose names begin so."""
+        return {name: value for name, value in self.told.items() if name.startswith(beginnings)}
+
+    def seeded(self, seed: int) -> Config:
+        """With a pair's seed."""
+        run = self.config.run.model_copy(update={"seed": seed})
+        return self.config.model_copy(update={"run": run})
+
+
+class _Planner:
+    def __init__(self, study: StudyFile, path: Path) -> None:
+        self._study, self._path = study, path
+        self._loaded: dict[tuple[str, ...], _Loaded] = {}
+        self._arms: dict[str, Arm] = {}
+        place = path.parent / study.recipe
+        try:
+            self._recipe = read_recipe(place if place.is_file() else Path(study.recipe))[0]
+        except SettingError as error:
+            raise SettingError(f"{path}: 'recipe': {error}") from error
+        kinds = (study.worlds, study.arms, study.buffers)
+        tables = [one.settings for kind in kinds for one in kind.values()]
+        self._differing = sorted(
+            {name for one in tables for name in flatten(one)} & set(known_settings())
+        )
+
+    def run(self, world: str, arm: str, pair: int) -> RunPlan:
+        """One run with all that it needs."""
+        study, own = self._study, self._arm(arm)
+        warmup = self._warmup(world, own.warmup, pair)
+        buffer = None if own.buffer is None else self._buffer(own.buffer, world, pair, warmup)
+        loaded = self._of_run(world, arm, is_warm=warmup is not None)
+        is_used = buffer is not None or loaded.reads_buffer
+        shown = {
+            name: value_of(
+                buffer.config if buffer is not None and _is_source(name) else loaded.config, name
+            )
+            for name in self._differing
+            if is_used or not _is_source(name)
+        }
+        told = {n: value for n, value in loaded.told.items() if is_used or not _is_source(n)}
+        seed, command = study.first_seed + pair, own.command or "train"
+        parts = [command, seed, told, *(one and one.fingerprint for one in (warmup, buffer))]
+        return RunPlan(
+            world=world,
+            arm=arm,
+            pair=pair,
+            command=command,
+            config=loaded.seeded(seed),
+            warmup=warmup,
+            buffer=buffer,
+            tuning={"calls": own.tuning_calls, "cpu_s": own.tuning_cpu_s},
+            shown=shown,
+            told=tuple(loaded.told),
+            defaults=loaded.defaults,
+            fingerprint=_hash(parts),
+        )
+
+    def _arm(self, name: str) -> Arm:
+        if name not in self._arms:
+            self._arms[name] = self._study.arm(name)
+        return self._arms[name]
+
+    def _of_run(self, world: str, arm: str, *, is_warm: bool) -> _Loaded:
+        where = f"arm '{arm}' in world '{world}'"
+        if ("run", world, arm) not in self._loaded:
+            tables = self._tables(self._study.worlds[world].settings)
+            if is_warm:
+                # What the recipe says there has been done by the study's warm-up.
+                tables.pop("warmup", None)
+            loaded = self._load(merged(tables, self._arm(arm).settings), where)
+            self._refuse_idle(arm, loaded.config, where)
+            self._loaded["run", world, arm] = loaded
+        return self._loaded["run", world, arm]
+
+    def _tables(self, *more: Tables) -> dict[str, Any]:
+        return merged({"run": {"num_threads": 1}}, self._recipe, self._study.settings, *more)
+
+    def _load(self, tables: Tables, where: str) -> _Loaded:
+        try:
+            config = load_config(tables)
+        except SettingError as error:
+            lines = (line.removeprefix("settings: ") for line in str(error).splitlines())
+            raise SettingError(
+                "\n".join(f"{self._path}: {where}: {line}" for line in lines)
+            ) from error
+        # Without those at their default, so that settings of later versions change nothing; where
+        # a default changes, the tables say so.
+        told = {
+            row.name: row.value
+            for row in describe(config)
+            if not row.is_default and row.name not in _LABELS
+        }
+        # As they are read back from a file of results.
+        plain = {name: default_of(config, name) for name in known_settings() if name not in _LABELS}
+        defaults = json.loads(json.dumps(plain, default=str))
+        return _Loaded(config, told, defaults, not _is_idle("buffer.path", config))
+
+    def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
+        """Refuses settings of an arm that would change nothing in its run."""
+        for name in flatten(self._study.arms[arm].settings):
+            # Below a setting are the free keys of its table.
+            known = next((one for one in known_settings() if f"{name}.".startswith(f"{one}.")), "")
+            for reason in idle_reasons(known, config) if known else ():
+                raise SettingError(
+                    f"{self._path}: {where}: '{name}' would have no effect: {reason}."
+                )
+
+    def _warmup(self, world: str, of_arm: str | None, pair: int) -> WarmupPlan | None:
+        study = self._study
+        name = study.worlds[world].warmup if of_arm is None else of_arm
+        if name is None:
+            name = next(iter(study.warmups), "")
+        if not name:
+            return None
+        if ("warmup", name) not in self._loaded:
+            tables = self._tables(study.warmups[name].settings)
+            loaded = self._load(tables, f"warm-up '{name}'")
+            if not loaded.config.warmup.num_steps:
+                raise SettingError(
+                    f"{self._path}: warm-up '{name}': warmup.num_steps is 0; expected at least 1,"
+                    f" in the recipe or in [warmups.{name}.settings.warmup]."
+                )
+            self._loaded["warmup", name] = loaded
+        loaded, seed = self._loaded["warmup", name], study.first_warmup_seed + pair
+        fingerprint = _hash(["warmup", seed, loaded.told_of(OF_WARMUP)])
+        config = loaded.seeded(seed)
+        return WarmupPlan(name=name, pair=pair, config=config, fingerprint=fingerprint)
+
+    def _buffer(self, name: str, world: str, pair: int, warmup: WarmupPlan | None) -> BufferPlan:
+        study, own = self._study, self._study.buffers[name]
+        if ("buffer", name, world) not in self._loaded:
+            tables = self._tables(study.worlds[world].settings, own.settings)
+            where = f"buffer '{name}' in world '{world}'"
+            self._loaded["buffer", name, world] = self._load(tables, where)
+        loaded, seed = self._loaded["buffer", name, world], study.first_seed + pair
+        told = loaded.told_of(OF_EXPERT if own.agent == "expert" else OF_AGENT)
+        work = own.model_dump(include={"agent", "samples", "keep", "min_reward", "num_tasks"})
+        made = BufferPlan(
+            name=name,
+            world=world,
+            pair=pair,
+            config=loaded.seeded(seed),
+            fingerprint=_hash(["buffer", seed, told, work]),
+            **work,
+        )
+        if not own.made_from:
+            return made
+        ((key, of),) = own.made_from.items()
+        source = self._buffer(of, world, pair, warmup)
+        if key != "prune":
+            told_apart = _hash([key, seed, source.fingerprint])
+            config = source.config
+            return replace(made, config=config, source=source, control=key, fingerprint=told_apart)
+        if warmup is None:
+            raise SettingError(
+                f"{self._path}: buffer '{name}' is pruned with the weights of a warm-up, and world"
+                f" '{world}' has none; name one there."
+            )
+        how = [own.margin, own.only_best]
+        return replace(
+            made,
+            source=source,
+            warmup=warmup,
+            margin=own.margin,
+            only_best=own.only_best,
+            fingerprint=_hash(["pruned", source.fingerprint, warmup.fingerprint, how]),
+        )
+
+
+def _is_source(name: str) -> bool:
+    return name in settings_with("retrieval_source")
+
+
+def _is_idle(name: str, config: Config) -> bool:
+    return bool(idle_reasons(name, config))
+
+
+def _hash(parts: Any) -> str:
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def slug(*parts: str | int) -> str:
+    """Returns parts of a file's name as letters, digits and "-"; it need not tell two apart."""
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", str(one).lower()).strip("-") for one in parts)

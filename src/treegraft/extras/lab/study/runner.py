@@ -1,0 +1,277 @@
+"""Runs what is missing of a study, in order, by several processes, also after an interruption."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import StorageError
+from treegraft.core.files import storage_fault
+from treegraft.core.interrupt import Ended, others_as_ctrl_c
+from treegraft.core.text import counted
+from treegraft.extras.lab.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
+from treegraft.extras.lab.study.pool import Outcome, Pool
+from treegraft.extras.lab.study.results import Key, Line, add_results, changes, known_runs, repair
+from treegraft.extras.lab.study.work import carry_out, note_of
+
+RESULTS = "results.jsonl"
+PACKAGE = Path(__file__).resolve().parents[1]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a call of `run_study` has done."""
+
+    num_done: int
+    """Runs whose results are there."""
+    num_left: int
+    failures: Mapping[Key, str] = field(default_factory=dict)
+    """Why runs have failed."""
+    stopped_by: int | None = None
+    """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+
+
+@contextmanager
+def locked(out: Path, results: Path) -> Iterator[None]:
+    """Holds the study's folder and its file of results, which may lie elsewhere, for this process.
+
+    Raises:
+        StorageError: another process works with one of them, or it cannot be written to.
+    """
+    with _held(out / ".lock", out), _held(results, results):
+        yield
+
+
+@contextmanager
+def _held(file: Path, named: Path) -> Iterator[None]:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("a")
+    except OSError as error:
+        raise StorageError(
+            f"'{named}' cannot be worked in ({storage_fault(error) or error})."
+        ) from error
+    with lock:
+        try:
+            import fcntl
+        except ImportError:  # not a Unix: no protection there
+            yield
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"'{named}': another process is running a study in it; expected none. Wait for its"
+                " end, stop it with Ctrl-C, or name another folder with --out."
+            ) from error
+        yield
+
+
+def run_study(
+    plan: Plan,
+    out: Path,
+    results: Path,
+    *,
+    workers: int,
+    minutes: float | None = None,
+    facts: Mapping[str, Any] | None = None,
+    say: Say,
+) -> Ran:
+    """Makes the runs that are missing; a run with equal settings in two worlds is made once.
+
+    Args:
+        out: folder of warm-ups, buffers and runs.
+        results: file that gets one line a run.
+        workers: processes, of one thread each.
+        minutes: no job begins after so long; None for no such limit.
+        facts: of this machine, for each line.
+        say: gets a line for each job that has ended.
+
+    Raises:
+        StorageError: another process is at work in `out`, or with `results`.
+    """
+    out = out.resolve()
+    with locked(out, results):
+        repair(results, plan.runs)
+        known, num_others = known_runs(results, plan.runs)
+        for change in changes(known.values()):
+            say(f"{results}: {change}; remove their lines, and they are made again")
+        for run in plan.runs:
+            # Of a process that was killed after it had written the line.
+            if run.key in known:
+                _tidy(out / run.folder, plan.study.keep)
+        if num_others:
+            say(
+                f"{results}: {counted(num_others, 'run')} with other settings than the study has"
+                " now, kept there and not counted"
+            )
+        missing: dict[str, RunPlan] = {}
+        for run in plan.runs:
+            if run.key not in known:
+                missing.setdefault(run.fingerprint, run)
+        work = _Work(plan, out, results, missing, dict(facts or {}) | commit_of(), say)
+        return work.carry_out(workers, minutes)
+
+
+class _Work:
+    def __init__(
+        self,
+        plan: Plan,
+        out: Path,
+        results: Path,
+        missing: dict[str, RunPlan],
+        facts: Line,
+        say: Say,
+    ) -> None:
+        self._plan, self._out, self._results = plan, out, results
+        self._runs, self._facts, self._say = missing, facts, say
+        self._waiting: list[Needed | RunPlan] = []
+        for run in missing.values():
+            for one in _in_order(run):
+                if all(other.fingerprint != one.fingerprint for other in self._waiting):
+                    self._waiting.append(one)
+        self._failed: dict[str, str] = {}
+        self._running: set[str] = set()
+        self._began = time.monotonic()
+
+    def carry_out(self, workers: int, minutes: float | None) -> Ran:
+        """Does the work with a pool of processes."""
+        pool = Pool(functools.partial(carry_out, out=self._out), workers)
+        stopped_by: int | None = None
+        try:
+            with others_as_ctrl_c():
+                self._loop(pool, None if minutes is None else minutes * 60)
+        except KeyboardInterrupt as error:
+            stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
+            self._say(
+                f"stopping; saving {counted(pool.num_running, 'job')} under way (Ctrl-C again: at"
+                " once, going on from the last checkpoints)"
+            )
+        finally:
+            try:
+                for outcome in pool.end():
+                    self._take(outcome)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                pool.kill()
+        known, _ = known_runs(self._results, self._plan.runs)
+        failures = {
+            run.key: text
+            for run in self._plan.runs
+            if (text := self._failed.get(run.fingerprint)) is not None
+        }
+        return Ran(
+            num_done=len(known),
+            num_left=len(self._plan.runs) - len(known),
+            failures=failures,
+            stopped_by=stopped_by,
+        )
+
+    def _loop(self, pool: Pool, budget_s: float | None) -> None:
+        while True:
+            is_open = budget_s is None or time.monotonic() - self._began < budget_s
+            while is_open and pool.has_room and (job := self._next()) is not None:
+                self._running.add(job.fingerprint)
+                pool.start(job)
+            if not pool.num_running:
+                return
+            for outcome in pool.outcomes():
+                self._take(outcome)
+
+    def _next(self) -> Needed | RunPlan | None:
+        """The first job that can begin; those whose needs have failed are given up."""
+        for job in list(self._waiting):
+            causes = [one for one in job.needs if one.fingerprint in self._failed]
+            if causes:
+                self._waiting.remove(job)
+                self._fail(job, f"its {name_of(causes[0])} has failed")
+            elif all(note_of(one, self._out).is_file() for one in job.needs):
+                self._waiting.remove(job)
+                return job
+        return None
+
+    def _take(self, outcome: Outcome) -> None:
+        job, name = outcome.job, name_of(outcome.job)
+        self._running.discard(job.fingerprint)
+        seconds = f"{time.monotonic() - self._began:6.0f} s"
+        if outcome.error:
+            self._fail(job, outcome.error)
+            self._say(f"{seconds}  {name}: failed: {outcome.error}")
+            return
+        if not isinstance(job, RunPlan):
+            self._say(f"{seconds}  {name}")
+            return
+        same = self._add(job, outcome.result)
+        _tidy(self._out / job.folder, self._plan.study.keep)
+        left = sum(isinstance(one, RunPlan) for one in self._waiting) + len(self._running)
+        also = f" (and {len(same) - 1} equal)" if len(same) > 1 else ""
+        accuracy = outcome.result["curve"][-1]["accuracy"]
+        self._say(f"{seconds}  {name}{also}: {accuracy:.3f}; {counted(left, 'job')} left")
+
+    def _fail(self, job: Needed | RunPlan, error: str) -> None:
+        self._failed[job.fingerprint] = error
+        if isinstance(job, RunPlan):
+            self._add(job, {"error": error})
+
+    def _add(self, job: RunPlan, found: Line) -> Sequence[RunPlan]:
+        """Adds the lines of all runs that this one stands for, and returns them."""
+        same = [run for run in self._plan.runs if run.fingerprint == job.fingerprint]
+        facts = {"date": time.strftime("%Y-%m-%d"), **self._facts}
+        add_results(self._results, same, facts | found)
+        return same
+
+
+def _in_order(job: Needed | RunPlan) -> Iterator[Needed | RunPlan]:
+    """A job after all that it needs."""
+    for one in job.needs:
+        yield from _in_order(one)
+    yield job
+
+
+def name_of(job: Needed | RunPlan) -> str:
+    """Returns a job in words."""
+    if isinstance(job, WarmupPlan):
+        return f"warm-up {job.name}, pair {job.pair}"
+    if isinstance(job, BufferPlan):
+        return f"buffer {job.name}, {job.world}, pair {job.pair}"
+    return f"{job.arm}, {job.world}, pair {job.pair}"
+
+
+def _tidy(run_dir: Path, keep: str) -> None:
+    """Removes what is not to be kept of a finished run, whose line is on the disk."""
+    if keep == "none":
+        shutil.rmtree(run_dir, ignore_errors=True)
+    elif keep == "last":
+        for name in ("trees", "trees-index", "buffer"):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+
+
+def commit_of(package: Path = PACKAGE) -> Line:
+    """Returns the commit of the package's clone and whether its code, recipes or studies differ
+    from it; nothing outside a clone."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(package), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
+
+    try:
+        # Fails where the package is not a part of the clone but installed below it.
+        git("ls-files", "--error-unmatch", ".")
+        # Not the results beside the studies, which each run changes.
+        paths = (".", ":(top)recipes", ":(top)studies/*.toml")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *paths)
+        return {"commit": git("rev-parse", "HEAD"), "is_dirty": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "is_dirty": None}

@@ -1,0 +1,227 @@
+"""`treegraft study`: arms, worlds and pairs of seeds in one command that can be interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treegraft.cli.machine import machine
+from treegraft.cli.options import AsJson, refuse_idle, say
+from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.interrupt import Ended
+from treegraft.core.shipped import by_name
+from treegraft.core.text import counted, quoted
+from treegraft.extras.lab.study.plan import Plan, make_plan
+from treegraft.extras.lab.study.results import (
+    CALLS,
+    SECONDS,
+    Key,
+    Line,
+    failed_runs,
+    known_runs,
+    read_results,
+)
+from treegraft.extras.lab.study.runner import RESULTS, run_study
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="STUDY",
+        help="File of a study, e.g. studies/methods.toml, or the name of one in a clone; with"
+        " --table also its results alone, a .jsonl.",
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Run this arm or world alone; may be repeated."),
+]
+Pairs = Annotated[int | None, typer.Option(min=1, help="The first so many pairs alone.")]
+Brief = Annotated[
+    bool,
+    typer.Option(
+        "--brief",
+        help="With --table: one table a world in place of all, the arms ordered by accuracy at the"
+        " first budget of calls.",
+    ),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(metavar="ARM", help="With --table: show what each arm has more than this one."),
+]
+
+Lines = Annotated[
+    bool,
+    typer.Option(
+        "--lines",
+        help="Print the study's finished runs, one JSON object a line, which `treegraft report`"
+        " reads from a .jsonl; run nothing.",
+    ),
+]
+
+
+def study(
+    context: typer.Context,
+    file: File,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of runs and of results.jsonl. Default: runs/NAME, with the results beside"
+            " the study, in NAME.jsonl.",
+        ),
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="With the study's table [smoke]: tiny runs.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, of one thread each.")] = 2,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Begin no run after so many minutes.")
+    ] = None,
+    only: Only = None,
+    pairs: Pairs = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the study and count its runs; run nothing.")
+    ] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print tables of the finished runs; run nothing.")
+    ] = False,
+    is_brief: Brief = False,
+    baseline: Baseline = None,
+    as_json: AsJson = False,
+    as_lines: Lines = False,
+) -> None:
+    """Run a study: arms in worlds, in pairs of equal seeds.
+
+    The same command goes on where an earlier one was stopped. Results are one line a run.
+    """
+    if not table:
+        refuse_idle(context, "without --table", "--json", "--brief", "--baseline")
+    if as_json:
+        refuse_idle(context, "with --json", "--brief")
+    _refuse_second_mode(context, as_lines, table, check)
+    if file.suffix == ".jsonl":
+        _refuse_no_results(file, with_table=table)
+        refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
+        _print_tables(read_results(file), None, baseline, is_brief=is_brief, as_json=as_json)
+        return
+    file = file if file.is_file() else by_name("study").get(str(file), file)
+    plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
+    beside = file.parent / (plan.study.results or f"{file.stem}.jsonl")
+    # Studies that share their results share warm-ups and buffers.
+    place = out or Path("runs") / (f"{file.stem}-smoke" if smoke else beside.stem)
+    results = beside if out is None and not smoke else place / RESULTS
+    if check:
+        _say_counts(plan, results)
+    elif table:
+        lines = _lines_of(plan, failed_runs(results, plan.runs), results)
+        _print_tables(lines, plan, baseline, is_brief=is_brief, as_json=as_json)
+    elif as_lines:
+        for line in _lines_of(plan, {}, results):
+            print(json.dumps(line, default=str))
+    else:
+        _run(plan, place, results, workers, minutes)
+
+
+def _refuse_second_mode(context: typer.Context, as_lines: bool, table: bool, check: bool) -> None:
+    """Refuses options of other modes beside --lines, --table or --check."""
+    modes = {"--lines": as_lines, "--table": table, "--check": check}
+    chosen = [name for name, is_on in modes.items() if is_on]
+    if chosen:
+        others = [name for name in modes if name != chosen[0]]
+        refuse_idle(context, f"with {chosen[0]}", "--minutes", "--workers", *others)
+
+
+def _lines_of(plan: Plan, failed: Mapping[Key, Line], results: Path) -> list[Line]:
+    """The runs that are there, in the order of the study, with the settings in which the runs of
+    this study differ: another one that shares the file has named others."""
+    found = {**failed, **known_runs(results, plan.runs)[0]}
+    return [
+        {**found[run.key], "settings": dict(run.shown)} for run in plan.runs if run.key in found
+    ]
+
+
+def _refuse_no_results(file: Path, *, with_table: bool) -> None:
+    if not file.is_file():
+        hint = nearest(str(file), map(str, file.parent.glob("*.jsonl")))
+        raise DataError(f"'{file}' does not exist; expected a study's file of results.{hint}")
+    if not with_table:
+        raise SettingError(
+            f"command line: '{file}': got a file of results; expected the file of a study (.toml)"
+            " to run, or --table to print the tables of these results."
+        )
+
+
+def _say_counts(plan: Plan, results: Path) -> None:
+    # Also a run that another study has made, or another arm of this one, is not made again.
+    made = {line.get("fingerprint") for line in read_results(results) if "error" not in line}
+    left = [run.fingerprint for run in plan.runs if run.fingerprint not in made]
+    num_different = len(set(left))
+    also = f", {num_different} of them different" if num_different < len(left) else ""
+    say(
+        f"{plan.path}: {counted(len(plan.runs), 'run')} in"
+        f" {counted(len({run.pair for run in plan.runs}), 'pair')};"
+        f" done: {len(plan.runs) - len(left)}, to be made: {len(left)}{also}"
+    )
+
+
+def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | None) -> None:
+    ran = run_study(
+        plan,
+        place,
+        results,
+        workers=workers,
+        minutes=minutes,
+        facts={"machine": machine(1)},
+        say=lambda text: say(text, to_stderr=True),
+    )
+    say(f"{results}: {ran.num_done} of {counted(ran.num_done + ran.num_left, 'run')} done")
+    if ran.num_left:
+        say("the same command goes on with the others")
+    if ran.stopped_by is not None:
+        raise Ended(ran.stopped_by)
+    if ran.failures:
+        raise typer.Exit(1)
+
+
+def _print_tables(
+    lines: Sequence[Line],
+    plan: Plan | None,
+    baseline: str | None,
+    *,
+    is_brief: bool,
+    as_json: bool,
+) -> None:
+    from treegraft.extras.lab.study.markdown import brief, markdown
+    from treegraft.extras.lab.study.tables import Question, Runs, as_data
+
+    if not lines:
+        raise DataError("no run is finished; expected at least one line of results.")
+    study = None if plan is None else plan.study
+    arms = list(dict.fromkeys(line["method"] for line in lines))
+    if baseline is not None and baseline not in arms:
+        raise SettingError(
+            f"command line: --baseline '{baseline}': no run of this arm is there; there are"
+            f" {quoted(arms)}.{nearest(baseline, arms)}"
+        )
+    question = Question(baseline=baseline or arms[0])
+    if study is not None:
+        question = Question(
+            baseline=baseline or study.baseline or next(iter(study.arms)),
+            primary=study.primaries,
+            goes_on=study.after_end == "last",
+            at={CALLS: study.at_calls, SECONDS: study.at_cpu_s},
+        )
+    runs = Runs(lines, [run.key for run in plan.runs] if plan is not None else ())
+    if as_json:
+        print(json.dumps(as_data(runs, question)))
+        return
+    if is_brief:
+        print(brief(runs, question, with_baseline=baseline is not None))
+        return
+    if study is not None and study.title:
+        print(f"{study.title}\n")
+    print(markdown(runs, question))

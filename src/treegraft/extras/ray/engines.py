@@ -1,0 +1,275 @@
+"""An engine as an actor: completions by request, weights in pieces of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from treegraft.assemble import assemble_engine
+from treegraft.core.errors import EngineError, TreegraftError
+from treegraft.core.interfaces import Engine, NoiseKey, WeightSource
+from treegraft.core.spans import carrier, joined, span
+from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, StopReason
+from treegraft.extras.ray.actors import Actor, error_reply, replying
+from treegraft.settings.config import Config
+
+PIECE_BYTES = 1 << 26
+"""Size from which a piece of published weights is complete, in bytes."""
+PATIENCE_S = 5.0
+"""How long a request waits for weights that have not come yet before it is sent back."""
+
+
+# ------------------------------------------------------------------ what travels
+
+
+def request_to_json(
+    prefix_ids: Sequence[int],
+    sampling: Sampling,
+    key: NoiseKey,
+    probe_tokens: int | None,
+    edition: int,
+) -> str:
+    """Returns a request for a completion by this edition of the weights or a later one."""
+    return json.dumps(
+        {
+            "prefix": list(prefix_ids),
+            "sampling": asdict(sampling),
+            "key": list(key),
+            "probe": probe_tokens,
+            "edition": edition,
+            "trace": carrier(),
+        }
+    )
+
+
+def _sampling_of(found: Mapping[str, Any]) -> Sampling:
+    return Sampling(
+        **{
+            **found,
+            "filters": Filters(**found["filters"]),
+            "stop": tuple(found["stop"]),
+            "final": tuple(found["final"]),
+        }
+    )
+
+
+def completion_of(found: Mapping[str, Any]) -> Completion:
+    """Returns the completion that an actor's answer holds."""
+    columns = ("token_ids", "sampling_logprobs", "entropies")
+    return Completion(
+        **{
+            **found,
+            **{name: tuple(found[name]) for name in columns},
+            "entropy_kind": EntropyKind(found["entropy_kind"]),
+            "finish": StopReason(found["finish"]),
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Published weights: what they are, and where Ray keeps their pieces."""
+
+    edition: int
+    """Number of the publish, from 1 on: a warm-up publishes one version several times, with other
+    weights each time."""
+    version: int
+    fingerprint: str
+    names: tuple[str, ...]
+    pieces: Sequence[Any]
+    """Handles of bytes, each a safetensors file; none where every engine has these weights from its
+    beginning."""
+
+    def header(self) -> str:
+        """Returns what they are, in JSON."""
+        return json.dumps(
+            {
+                "edition": self.edition,
+                "version": self.version,
+                "fingerprint": self.fingerprint,
+                "names": self.names,
+            }
+        )
+
+
+def pieces_of(source: WeightSource) -> Iterator[bytes]:
+    """Yields weights as safetensors files of about `PIECE_BYTES`; a tensor is in one piece."""
+    from safetensors.torch import save
+
+    held: dict[str, Any] = {}
+    size = 0
+    for name, tensor in source:
+        # Copied: tied weights share their memory, which the format does not know.
+        held[name] = tensor.detach().cpu().contiguous().clone()
+        size += held[name].nbytes
+        if size >= PIECE_BYTES:
+            yield save(held)
+            held, size = {}, 0
+    if held:
+        yield save(held)
+
+
+class _Pieces:
+    """Weights on their way as a `WeightSource`; each piece is fetched when its turn comes, so that
+    a machine never holds them twice."""
+
+    def __init__(self, header: Mapping[str, Any], pieces: Sequence[Any]) -> None:
+        self.names: Sequence[str] = header["names"]
+        self.fingerprint: str = header["fingerprint"]
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        import ray
+        from safetensors.torch import load
+
+        if not self._pieces:
+            raise EngineError("engine: it lacks the weights that every engine was to begin with")
+        for piece in self._pieces:
+            yield from load(ray.get(piece)).items()
+
+
+# ------------------------------------------------------------------ the actor
+
+
+class EngineActor(Actor):
+    """One engine with its own weights. It answers by an edition that has been published to it."""
+
+    def __init__(self, role: str, number: int, place: str) -> None:
+        super().__init__(role, number, place)
+        self._stack = AsyncExitStack()
+        self._engine: Engine | None = None
+        self._edition = 0
+        """Of the weights that it holds; 0 before the first publish, and while they change."""
+        self._is_whole = True
+        """False while weights are taken over, and after a publish that broke off."""
+        self._num_tokens, self._busy_s = 0, 0.0
+        self._publishing = asyncio.Lock()
+        self._published = asyncio.Event()
+
+    def more(self) -> dict[str, Any]:
+        """Returns the edition that it answers by, the tokens that it has sampled and the seconds
+        of the requests for them, and whether another actor has to take its place."""
+        is_broken = not self._is_whole and not self._publishing.locked()
+        return {
+            "is_open": self._engine is not None,
+            "edition": self._edition,
+            "sampled": [self._num_tokens, self._busy_s],
+            "is_broken": is_broken or (self._engine is not None and self._engine.death is not None),
+        }
+
+    @replying
+    async def open(self) -> dict[str, Any]:
+        """Reads the weights, and returns the engine's limits and checksum."""
+        if self._engine is None:
+            config = Config.model_validate_json(self.place.config)
+            opening = assemble_engine(_alone(config), model_path=self.place.model_path)
+            self._engine = await self._stack.enter_async_context(opening)
+        engine = self._engine
+        return {
+            "capacity": engine.capacity,
+            "max_context": engine.max_context,
+            "fingerprint": engine.fingerprint,
+        }
+
+    @replying
+    async def publish(self, header: str, pieces: list[Any]) -> str:
+        """Takes over weights once running completions are done; returns the checksum of what it
+        holds then."""
+        found = json.loads(header)
+        async with self._publishing:
+            engine = self._opened()
+            if self._edition != found["edition"]:
+                # What it holds until the end may be half of each.
+                self._edition, self._is_whole = 0, False
+                await engine.publish(_Pieces(found, pieces), found["version"])
+                self._is_whole = True
+                self._edition = found["edition"]
+                self._published.set()
+                self._published.clear()
+            return engine.fingerprint
+
+    async def complete(self, request: str) -> AsyncIterator[str]:
+        """Yields the entropies of the first tokens, where they are asked for, and the completion;
+        {"stale": edition} where it has not got the weights in time."""
+        asked = json.loads(request)
+        probes: asyncio.Queue[Sequence[float]] = asyncio.Queue()
+        try:
+            await self._reached(asked["edition"])
+            if self._edition < asked["edition"]:
+                yield json.dumps({"value": {"stale": self._edition}})
+                return
+            began = time.monotonic()
+            on_probe = probes.put_nowait if asked["probe"] else None
+            work = asyncio.create_task(self._completion(asked, on_probe))
+            probing = asyncio.create_task(probes.get())
+            try:
+                if asked["probe"]:
+                    await asyncio.wait((work, probing), return_when=asyncio.FIRST_COMPLETED)
+                    if probing.done() and not work.done():
+                        yield json.dumps({"value": {"probe": list(probing.result())}})
+                completion = await work
+                self._num_tokens += len(completion.token_ids)
+                self._busy_s += time.monotonic() - began
+                yield json.dumps({"value": asdict(completion)})
+            finally:
+                work.cancel()
+                probing.cancel()
+        except TreegraftError as error:
+            if self._opened().death is not None:
+                # Ray starts another one, which begins with sound weights.
+                os._exit(1)
+            yield error_reply(error)
+
+    async def _completion(
+        self, asked: Mapping[str, Any], on_probe: Callable[[Sequence[float]], None] | None
+    ) -> Completion:
+        with joined(asked["trace"], self.name), span("completion"):
+            return await self._opened().complete(
+                asked["prefix"],
+                _sampling_of(asked["sampling"]),
+                noise_key=tuple(asked["key"]),
+                probe_tokens=asked["probe"],
+                on_probe=on_probe,
+            )
+
+    async def _reached(self, edition: int) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + PATIENCE_S
+        while self._edition < edition and loop.time() < until:
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._published.wait()
+            except TimeoutError:
+                return
+
+    async def forget(self, prefix_ids: str) -> None:
+        """Drops what is cached below a prompt."""
+        if self._engine is not None:
+            self._engine.forget(json.loads(prefix_ids))
+
+    async def end(self) -> None:
+        """Ends the engine and its servers."""
+        await self._stack.aclose()
+
+    def _opened(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("engine: it is not open yet")
+        return self._engine
+
+
+def _alone(config: Config) -> Config:
+    """The settings of one engine of several: one server, on the GPUs that Ray has given to it."""
+    if config.engine.kind != "vllm":
+        return config
+    # Those of CUDA_VISIBLE_DEVICES together: a server may be spread over several.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    own = {"num_servers": 1, "gpus": [visible] if visible else []}
+    vllm = config.engine.vllm.model_copy(update=own)
+    engine = config.engine.model_copy(update={"vllm": vllm})
+    return config.model_copy(update={"engine": engine})

@@ -1,0 +1,233 @@
+"""The placement of a run: its engines and growers on a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.interfaces import Engine, WeightSource
+from treegraft.core.types import Completion
+from treegraft.extras.ray.actors import Actor, Place, start
+from treegraft.extras.ray.buffer import BufferReplica, States, num_states
+from treegraft.extras.ray.engines import EngineActor, request_to_json
+from treegraft.extras.ray.growers import ClusterGrower, GrowerActor
+from treegraft.extras.ray.plugin import cluster_settings
+from treegraft.extras.ray.pool import Pool
+from treegraft.extras.ray.ray import connected
+from treegraft.extras.ray.remote_engine import ClusterEngine
+from treegraft.extras.ray.supervisor import START_S, Keeper, Member
+from treegraft.extras.ray.tools import ToolWorker
+from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
+from treegraft.rollout.loop import Grower
+from treegraft.runs.checkpoint import PARTIAL
+from treegraft.settings.config import Config
+from treegraft.settings.load import config_json
+from treegraft.traces.run_buffer import may_retrieve
+
+
+def needs_of(config: Config) -> Mapping[str, float]:
+    """Returns what all actors of a run take up together, by Ray's names."""
+    settings = cluster_settings(config)
+    num_others = settings.num_engines + settings.growers
+    num_helpers = sum(count for _, count in _helpers(config).values())
+    return {"CPU": float(num_others + num_helpers), "GPU": float(settings.server_gpus)}
+
+
+def _helpers(config: Config) -> Mapping[str, tuple[type[Actor], int]]:
+    """The kinds of actors that a recipe needs beside engines and growers, and how many."""
+    settings = cluster_settings(config)
+    return {
+        "tools": (ToolWorker, settings.tool_workers if config.tools.use else 0),
+        "buffer": (BufferReplica, settings.buffer_replicas if may_retrieve(config) else 0),
+    }
+
+
+@contextmanager
+def ray_placement(config: Config) -> Iterator[RayPlacement]:
+    """Holds a connection to the cluster of a recipe, which has been checked.
+
+    Raises:
+        SettingError: no cluster that the run could use.
+    """
+    with connected(config, needs_of(config)):
+        yield RayPlacement()
+
+
+@contextmanager
+def lasting(checkpoint: Path) -> Iterator[Path]:
+    """Holds the model of a checkpoint in a folder of its own beside it: an actor that starts anew
+    reads it, when the run may have removed the checkpoint long ago."""
+    # A name that the next start removes, where this process is killed.
+    held = checkpoint.with_name(f".{checkpoint.name}.actors{PARTIAL}")
+    leave_out = shutil.ignore_patterns("optimiser*")
+    shutil.rmtree(held, ignore_errors=True)
+    try:
+        shutil.copytree(checkpoint, held, ignore=leave_out, copy_function=_linked)
+        yield held
+    finally:
+        shutil.rmtree(held, ignore_errors=True)
+
+
+def _linked(source: str, target: str) -> None:
+    """A second name for a file; a copy on a disk without such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+class RayPlacement:
+    """A `Placement` on the cluster that this process is connected to."""
+
+    command = "cluster"
+
+    def __init__(self) -> None:
+        self._keeper: Keeper | None = None
+        self._states: States | None = None
+        self._num_states = 0
+        """Of the buffer, see `num_states`; 0 without replicas."""
+
+    @asynccontextmanager
+    async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
+        """Holds the engines, and the growers beside them; see `Placement`."""
+        with nullcontext() if model_path is None else lasting(Path(model_path)) as path:
+            async with self._actors(config, path) as engine:
+                yield engine
+
+    @asynccontextmanager
+    async def _actors(self, config: Config, model_path: Path | None) -> AsyncIterator[Engine]:
+        place, settings = place_of(config, model_path), cluster_settings(config)
+        count = settings.num_engines
+        engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
+        keeper = self._keeper = engine.keeper
+        gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
+        engines = [
+            Member("engine", one, partial(start, EngineActor, "engine", one, place, gpus))
+            for one in range(count)
+        ]
+        growers = [
+            Member(
+                "grower",
+                one,
+                partial(start, GrowerActor, "grower", one, place, {"num_cpus": 1, "num_gpus": 0}),
+            )
+            for one in range(settings.growers)
+        ]
+        try:
+            await self._open_helpers(keeper, config, place)
+            await keeper.open(engines, growers)
+            yield engine
+        finally:
+            self._keeper = None
+            await keeper.close()
+            if self._states is not None:
+                self._states.close()
+
+    async def _open_helpers(self, keeper: Keeper, config: Config, place: Place) -> None:
+        cpu = {"num_cpus": 1, "num_gpus": 0}
+        made = {
+            role: [
+                Member(role, one, partial(start, kind, role, one, place, cpu))
+                for one in range(count)
+            ]
+            for role, (kind, count) in _helpers(config).items()
+        }
+        workers, replicas = ([one.handle for one in made[role]] for role in ("tools", "buffer"))
+        self._num_states = num_states(config) if replicas else 0
+        facts: list[Any] = []
+        if workers:
+            facts = await Pool(workers, "tool workers", START_S).ask("describe")
+        await keeper.help([*made["tools"], *made["buffer"]], json.dumps(facts))
+
+    def grower(self, *parts: Any, **more: Any) -> Grower:
+        """Returns a grower whose trees grow in the growers of the cluster; see `Placement`."""
+        assert self._keeper is not None, "growers are made while the engine is held"
+        return ClusterGrower(self._keeper, self._states, *parts, **more)
+
+    def show_in(self, folder: Path) -> None:
+        """Keeps the state of all roles in this run folder, and the states of its buffer."""
+        if self._num_states:
+            self._states = States(folder / "buffer" / "states", self._num_states)
+        if self._keeper is not None:
+            self._keeper.show_in(folder)
+
+
+class KeptEngine(ClusterEngine):
+    """Rank 0's engine: it publishes to those that stand on the cluster."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.engine, max_context=None)
+        self.keeper = Keeper(config, self)
+
+    @property
+    def death(self) -> BaseException | None:
+        """Why no completion can come any more; None while an engine is there or may come back."""
+        return self.keeper.death
+
+    async def publish(self, source: WeightSource, version: int) -> None:
+        """Gives all engines new weights; see `interfaces.Engine`."""
+        await self.keeper.publish(source, version)
+        due = self.keeper.due
+        assert due is not None
+        self.fingerprint = due.fingerprint
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns how often engines were asked, and how many answer and have died."""
+        keeper = self.keeper
+        metrics = super().take_metrics() | {
+            "time/engine_servers": float(len(self._route)),
+            "time/engine_restarts": float(keeper.num_restarts),
+            "time/engine_drained": float(keeper.num_drained),
+            "time/publish_bytes": float(keeper.num_bytes),
+        }
+        keeper.num_restarts = keeper.num_drained = keeper.num_bytes = 0
+        return metrics
+
+
+class KeptVllm(KeptEngine):
+    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
+    compared after each publish."""
+
+    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
+        """Returns the completion of each canary prompt by each engine that answers, by its name."""
+        return await self.keeper.each(self._canaries)
+
+    async def _canaries(self, number: int) -> Sequence[Completion]:
+        return [
+            await self.ask(
+                number,
+                request_to_json(ids, CANARY_SAMPLING, canary_key(one), None, self.edition),
+                None,
+            )
+            for one, ids in enumerate(PROMPTS)
+        ]
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Samples by other engines until the next publish, as long as one is left."""
+        for member in self.keeper.engines:
+            if str(member) == name:
+                self.keeper.drain(member, why)
+
+
+def place_of(config: Config, model_path: Path | str | None) -> Place:
+    """Returns what an actor needs to be like this process.
+
+    Args:
+        model_path: where weights and tokenizer are read; None for model.path.
+    """
+    from treegraft.policy.learn.ranks import code_checksum
+
+    return Place(
+        cwd=os.getcwd(),
+        path=tuple(sys.path),
+        code=code_checksum(),
+        config=config_json(config),
+        model_path=None if model_path is None else str(model_path),
+    )

@@ -1,0 +1,300 @@
+"""The connection to Ray, and all that is checked before any work."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import SettingError
+from treegraft.core.text import plain
+from treegraft.extras.ray.plugin import ClusterSettings, cluster_settings
+from treegraft.settings.config import Config
+
+TESTED = (2, 60)
+"""The version of Ray that the tests ran with; others of its first number are taken from it on."""
+ADDRESS = "TREEGRAFT_CLUSTER_ADDRESS"
+"""Environment variable of a learner's rank: the Ray cluster that it stands on."""
+NAMESPACE = "treegraft"
+LOOK_S = 120.0
+"""Longest wait for a node's answer before the run begins."""
+REACH_S = 5.0
+"""Longest wait for a node to take a connection."""
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_DEDUP_LOGS": "0",
+    # Ray's own choice in coming versions: a process without GPUs keeps the variable as it is.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def refuse_without_ray() -> None:
+    """Raises `SettingError` where Ray is missing or of another version."""
+    expected = f"{TESTED[0]}.{TESTED[1]} or later of {TESTED[0]}"
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise SettingError(
+            f"cluster: Ray is not installed in this environment; expected {expected}. Install it"
+            ' on every machine with pip install "treegraft[cluster]", or use `treegraft train`.'
+        ) from error
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < TESTED or numbers[0] != TESTED[0]:
+        raise SettingError(
+            f"cluster: got Ray {version}, expected {expected}. Install that on every machine with"
+            ' pip install "treegraft[cluster]".'
+        )
+
+
+def refuse_unfit(config: Config) -> None:
+    """Refuses settings that do not fit a cluster, or what [cluster] asks for.
+
+    Raises:
+        SettingError: the first of them.
+    """
+    from treegraft.policy.learn.ranks import layout_problem
+
+    if config.engine.kind == "vllm" and config.engine.vllm.servers:
+        raise SettingError(
+            f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"
+            " start servers of their own; expected none. Leave it out, or use `treegraft train`."
+        )
+    if config.publish.kind == "adapter":
+        raise SettingError(
+            'publish.kind: got "adapter" on a cluster, where whole weights are published; expected'
+            ' "auto", "shared" or "disk".'
+        )
+    settings, learn = cluster_settings(config), config.learn
+    if settings.server_gpus > settings.num_engines and settings.server_gpus % settings.num_engines:
+        raise SettingError(
+            f"cluster.engines: got {settings.engines} for cluster.server_gpus ="
+            f" {settings.server_gpus}, expected a divisor of it, so that each engine has as many."
+        )
+    num_ranks = settings.num_ranks
+    if settings.learner_gpus and num_ranks != settings.learner_gpus:
+        raise SettingError(
+            f"cluster.learner_ranks: got {num_ranks} beside cluster.learner_gpus ="
+            f" {settings.learner_gpus}, expected one rank on each GPU. Leave it out."
+        )
+    if learn.ranks not in ("auto", num_ranks):
+        raise SettingError(
+            f"learn.ranks: got {learn.ranks}, but [cluster] asks for {num_ranks}; expected both to"
+            ' be equal. Leave it at "auto", or set cluster.learner_gpus or cluster.learner_ranks.'
+        )
+    if problem := layout_problem(config, num_ranks):
+        raise SettingError(problem)
+
+
+@contextmanager
+def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
+    """Connects to the cluster of `cluster.address`, checks it, and leaves it at the end.
+
+    Args:
+        needs: what all actors of the run take up together, by Ray's names ("CPU", "GPU").
+
+    Raises:
+        SettingError: settings that do not fit a cluster, no cluster at that address, or one that
+            the run cannot use.
+    """
+    refuse_unfit(config)
+    refuse_without_ray()
+    os.environ.update(_QUIET)
+    address = os.environ.get(ADDRESS, cluster_settings(config).address)
+    if address == "local":
+        with _local(needs):
+            check(config, needs)
+            yield
+        return
+    import ray
+
+    try:
+        _join(address=address)
+    except (ConnectionError, ValueError, RuntimeError, AssertionError) as error:
+        raise SettingError(
+            f"cluster.address: no Ray cluster was reached at '{address}'"
+            f" ({plain(str(error), 300)}); expected the head of one that runs, with the same token."
+            ' Start it with `ray start --head`, correct the address, or leave it at "local".'
+        ) from error
+    try:
+        check(config, needs)
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _local(needs: Mapping[str, float]) -> Iterator[None]:
+    """A cluster of this machine alone, on its loopback interface, which ends with the block."""
+    # Before Ray is imported: it reads them once.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import ray
+
+    # Short: the path of a socket in it has at most 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="tg-ray-"))
+    try:
+        _join(
+            num_cpus=int(max(os.cpu_count() or 1, needs.get("CPU", 0))),
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _join(**options: Any) -> None:
+    """Connects this process, whose signals and output stay as they are."""
+    import ray
+
+    kept = signal.getsignal(signal.SIGTERM)
+    ray.init(
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        configure_logging=False,
+        logging_level=logging.WARNING,
+        **options,
+    )
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own would end this process without saving.
+        signal.signal(signal.SIGTERM, kept)
+    # Of each process that dies Ray prints pages, log_to_driver or not; the keeper says one line.
+    with contextlib.suppress(AttributeError):
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None
+
+
+def check(config: Config, needs: Mapping[str, float]) -> None:
+    """Refuses a cluster that has too little, or whose nodes differ from this one.
+
+    Raises:
+        SettingError: what is missing, and where.
+    """
+    import ray
+
+    _refuse_small(cluster_settings(config), needs, ray.cluster_resources())
+    runs = Path(config.run.dir).expanduser().absolute()
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".cluster-", dir=runs) as token:
+        token.write(secrets.token_bytes(16))
+        token.flush()
+        looks = {
+            node["NodeID"]: _look_from(node["NodeID"], token.name)
+            for node in ray.nodes()
+            if node["Alive"]
+        }
+        own = json.loads(look(token.name))
+        for node in ray.nodes():
+            if node["NodeID"] not in looks:
+                continue
+            where = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            try:
+                seen = json.loads(ray.get(looks[node["NodeID"]], timeout=LOOK_S))
+            except ray.exceptions.GetTimeoutError as error:
+                raise SettingError(
+                    f"cluster: {where} has not answered within {LOOK_S:.0f} s; expected a node with"
+                    " room for one process. Remove it from the cluster, or see Ray's log there."
+                ) from error
+            except ray.exceptions.RayError as error:
+                if not is_there(node):
+                    continue
+                raise SettingError(
+                    f"cluster: {where} cannot run Treegraft ({plain(str(error), 300)}); expected"
+                    " the same Python environment as here. Install it there."
+                ) from error
+            _refuse_other(where, seen, own, runs)
+
+
+def is_there(node: Mapping[str, Any]) -> bool:
+    """Returns whether a node, as `ray.nodes` describes it, takes a connection."""
+    try:
+        where = node["NodeManagerAddress"], node["NodeManagerPort"]
+        with socket.create_connection(where, REACH_S):
+            return True
+    except OSError:
+        return False
+
+
+def reachable(name: str) -> float:
+    """Returns how much of a resource the nodes have together that are there; for Ray a node that
+    is gone counts for up to half a minute more."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return sum(float(one["Resources"].get(name, 0.0)) for one in alive if is_there(one))
+
+
+def _look_from(node_id: str, token: str) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(look).options(num_cpus=0, scheduling_strategy=there).remote(token)
+
+
+def look(token: str) -> str:
+    """Returns what a node has of what every node must have alike, in JSON."""
+    from treegraft.policy.learn.ranks import code_checksum
+
+    path = Path(token)
+    return json.dumps(
+        {
+            "python": ".".join(map(str, sys.version_info[:2])),
+            "torch": importlib.metadata.version("torch"),
+            "transformers": importlib.metadata.version("transformers"),
+            "code": code_checksum(),
+            "token": path.read_bytes().hex() if path.exists() else "",
+        }
+    )
+
+
+def _refuse_small(
+    settings: ClusterSettings, needs: Mapping[str, float], has: Mapping[str, float]
+) -> None:
+    """Refuses a cluster with fewer CPUs or GPUs than the run takes up."""
+    advice = {
+        "CPU": "Lower cluster.growers or cluster.engines, or add nodes",
+        "GPU": "Lower cluster.learner_gpus or cluster.server_gpus, or add nodes",
+    }
+    for name, least in needs.items():
+        if has.get(name, 0.0) < least:
+            raise SettingError(
+                f"cluster: the cluster at '{settings.address}' has {has.get(name, 0.0):g} {name}s,"
+                f" expected at least {least:g} for what [cluster] asks for. {advice[name]}."
+            )
+
+
+def _refuse_other(where: str, seen: Mapping[str, str], own: Mapping[str, str], runs: Path) -> None:
+    """Refuses a node with other versions or code, or that does not see the run's folder."""
+    for name in ("python", "torch", "transformers"):
+        if seen[name] != own[name]:
+            raise SettingError(
+                f"cluster: {where} has {name} {seen[name]}, expected {own[name]} as here. Install"
+                " the same on every machine."
+            )
+    if seen["code"] != own["code"]:
+        raise SettingError(
+            f"cluster: the treegraft package of {where} differs from the one here (checksum"
+            f" {seen['code']}, expected {own['code']}). Install the same on every machine."
+        )
+    if seen["token"] != own["token"]:
+        raise SettingError(
+            f"cluster: {where} does not see the folder {runs} of this machine; expected run.dir on"
+            " a disk that all machines share, under the same path. Set run.dir to one."
+        )

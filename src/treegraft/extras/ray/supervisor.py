@@ -1,0 +1,548 @@
+"""Rank 0's view of the actors: it opens them, gives them what they should hold, deals out trees,
+and notices who has died."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from treegraft.core.errors import DeadlineExceeded, EngineError, TreegraftError
+from treegraft.core.files import write_atomically
+from treegraft.core.interfaces import WeightSource
+from treegraft.core.text import plain
+from treegraft.extras.ray.actors import value_of
+from treegraft.extras.ray.engines import Weights, pieces_of
+from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
+from treegraft.settings.config import Config
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+"""Time between two looks at an actor, in seconds."""
+STATE_S = 60.0
+"""An actor that says nothing for so long is ended, and started anew."""
+START_S = 600.0
+"""Longest wait for an actor at the beginning, loading included."""
+CLOSE_S = 30.0
+"""Longest wait for an actor's own end."""
+SHOW_S = 3.0
+"""Time between two writings of roles.json, in seconds."""
+SLOW_SHARE = 0.25
+"""An engine is slow where it samples less than this share of what the others do in the median, in
+all and for each second of a request."""
+SLOW_LOOKS = 3
+"""Looks in a row after which it is drained."""
+MAX_DEATHS = 3
+"""Growers that may die while a tree grows in them before the tree is blamed for it."""
+
+
+class State(StrEnum):
+    """What an actor can do."""
+
+    STARTING = "starting"
+    LIVE = "live"
+    DRAINED = "drained"
+    """An engine that is slow or off the learner's policy: it is not asked until the next publish,
+    unless no other is left."""
+    DOWN = "down"
+
+
+class Member:
+    """One actor, as rank 0 sees it."""
+
+    def __init__(self, role: str, number: int, make: Callable[[], Any]) -> None:
+        self.role, self.number, self.make = role, number, make
+        self.handle = make()
+        self.state, self.fault = State.STARTING, ""
+        self.since = time.time()
+        self.seen: dict[str, Any] = {}
+        """Its own last words on its state."""
+        self.opened: dict[str, Any] = {}
+        """What it said when it was opened."""
+        self.edition, self.route = 0, -1
+        """Of an engine: which weights it holds, see `Weights`. Of a grower: what it knows."""
+        self.num_starts = 0
+        self.num_trees = 0
+        self.sampled = (0.0, 0.0)
+        """Of an engine: tokens, and seconds of requests, at the last look at its speed."""
+        self.num_slow = 0
+        self.lost = asyncio.Event()
+        self.looking = asyncio.Lock()
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number}" + (
+            f" on {self.seen['host']}" if "host" in self.seen else ""
+        )
+
+
+class Keeper:
+    """The actors of a run, engines and growers."""
+
+    def __init__(self, config: Config, engine: ClusterEngine) -> None:
+        """Args:
+        engine: rank 0's own way to the engines; the keeper tells it which there are.
+        """
+        self.config, self.engine = config, engine
+        self.engines: list[Member] = []
+        self.growers: list[Member] = []
+        self.helpers: list[Member] = []
+        """Tool workers and buffer replicas."""
+        self.facts = "[]"
+        """What growers are told of the tools that workers hold."""
+        self.due: Weights | None = None
+        self._route = 0
+        self._told: tuple[Any, ...] = ()
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_live = time.monotonic()
+        self._folder: Path | None = None
+        self.num_restarts = self.num_drained = self.num_bytes = 0
+
+    # ------------------------------------------------------------------ the beginning and the end
+
+    async def help(self, helpers: Sequence[Member], facts: str) -> None:
+        """Waits until tool workers and buffer replicas can be used; before `open`.
+
+        Args:
+            facts: of `ToolWorker.describe`, in JSON.
+
+        Raises:
+            TreegraftError: one that cannot be opened, or not within START_S.
+        """
+        self.helpers, self.facts = list(helpers), facts
+        await asyncio.gather(*map(self._first, self.helpers))
+
+    async def open(self, engines: Sequence[Member], growers: Sequence[Member]) -> None:
+        """Waits until all actors can be used, and watches them from then on.
+
+        Raises:
+            TreegraftError: one that cannot be opened, or not within START_S.
+        """
+        self.engines, self.growers = list(engines), list(growers)
+        await asyncio.gather(*map(self._first, self.engines))
+        limits = [one.opened["max_context"] for one in self.engines]
+        known = [limit for limit in limits if limit is not None]
+        self.engine.max_context = min(known, default=None)
+        await asyncio.gather(*map(self._first, self.growers))
+        for member in self._all:
+            self._spawn(self._keep(member))
+        self._spawn(self._show())
+
+    async def _first(self, member: Member) -> None:
+        import ray
+
+        try:
+            async with asyncio.timeout(START_S):
+                await self._look(member)
+        except TimeoutError as error:
+            raise EngineError(
+                f"cluster: {member} was not ready within {START_S:.0f} s; expected room for it on"
+                " one machine. See `ray status`, and Ray's logs there."
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"cluster: {member} did not start: {_words(error)}") from error
+        self._go_live(member)
+
+    async def close(self) -> None:
+        """Ends all actors."""
+        import ray
+
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+        async def end(member: Member) -> None:
+            if member.state in (State.LIVE, State.DRAINED):
+                with suppress(ray.exceptions.RayError, TimeoutError, TreegraftError):
+                    async with asyncio.timeout(CLOSE_S):
+                        value_of(await member.handle.close.remote())
+            ray.kill(member.handle)
+
+        await asyncio.gather(*map(end, self._all))
+        if self._folder is not None:
+            (self._folder / "roles.json").unlink(missing_ok=True)
+
+    def _serving(self) -> tuple[list[Any], list[Any]]:
+        """Handles of the tool workers and of the buffer replicas, which may be other ones after a
+        failed start."""
+        tools, buffer = (
+            [one.handle for one in self.helpers if one.role == role] for role in ("tools", "buffer")
+        )
+        return tools, buffer
+
+    @property
+    def _all(self) -> Sequence[Member]:
+        return (*self.growers, *self.engines, *self.helpers)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours: what the task has watched is watched no more.
+            _log.error("cluster: the watch of an actor has ended", exc_info=error)
+
+    # ------------------------------------------------------------------ life and death
+
+    async def _keep(self, member: Member) -> None:
+        """Looks after one actor to the end of the run."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self._attend(member)
+
+    async def _attend(self, member: Member) -> None:
+        """Looks after one actor once: it is live then, or has to start anew."""
+        import ray
+
+        try:
+            await self._look(member)
+        except ray.exceptions.ActorDiedError as error:
+            self._lose(member, _words(error))
+            # It could not be made where Ray put it; elsewhere it may.
+            await asyncio.sleep(SHOW_S)
+            member.handle = member.make()
+        except ray.exceptions.RayError as error:
+            self._lose(member, _words(error))
+        except TreegraftError as error:
+            self._lose(member, str(error))
+            ray.kill(member.handle, no_restart=False)
+        else:
+            self._go_live(member)
+            if self._told != self._standing():
+                self._tell()
+
+    async def _look(self, member: Member) -> None:
+        """Asks an actor how it is, and gives it what it lacks."""
+        async with member.looking:
+            await self._served(member)
+
+    async def _served(self, member: Member) -> None:
+        # What is not there yet, or not again, waits for a machine with room.
+        is_there = member.state in (State.LIVE, State.DRAINED)
+        async with _within(STATE_S if is_there else None, "it said nothing"):
+            seen = json.loads(await member.handle.state.remote())
+        for text in seen.pop("said"):
+            _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
+        member.seen = seen
+        if seen.get("is_broken"):
+            raise EngineError("its engine has died")
+        if not seen["is_open"]:
+            self._lose(member, "it has been started anew")
+            known = (self.engine.max_context, self.facts, *self._serving())
+            limit = known if member in self.growers else ()
+            async with _within(START_S, "it was not ready"):
+                member.opened = value_of(await member.handle.open.remote(*limit)) or {}
+        if member in self.engines:
+            while self.due is not None and member.edition != self.due.edition:
+                await self._give(member, self.due)
+        elif member in self.growers and member.route != self._route:
+            route, engines = self._route, self._answering()
+            weights = (self.engine.edition, self.engine.policy_version)
+            numbers, handles = [one.number for one in engines], [one.handle for one in engines]
+            parts = (numbers, handles, *self._serving())
+            async with _within(STATE_S, "it did not take notice of the engines"):
+                value_of(await member.handle.take.remote(route, *weights, *parts))
+            member.route = route
+
+    async def _give(self, member: Member, due: Weights) -> None:
+        """Gives an engine the weights that are due."""
+        async with _within(self.config.engine.deadline_s, "it did not take the weights"):
+            held = value_of(await member.handle.publish.remote(due.header(), list(due.pieces)))
+        if held and due.fingerprint and held != due.fingerprint:
+            raise EngineError(f"its weights have checksum {held}, expected {due.fingerprint}")
+        member.edition = due.edition
+
+    def _go_live(self, member: Member) -> None:
+        if member.state in (State.LIVE, State.DRAINED):
+            return
+        if member.state is State.DOWN:
+            _log.warning("%s is back", member)
+        member.num_starts += 1
+        member.state, member.fault, member.since = State.LIVE, "", time.time()
+        member.lost.clear()
+        self._tell()
+
+    def _lose(self, member: Member, fault: str) -> None:
+        member.edition, member.route = 0, -1
+        member.fault, member.sampled, member.num_slow = fault, (0.0, 0.0), 0
+        if member.state not in (State.LIVE, State.DRAINED):
+            return
+        _log.warning("%s: %s; others do its work", member, fault)
+        self.num_restarts += 1
+        member.state, member.since = State.DOWN, time.time()
+        member.lost.set()
+        self._tell()
+
+    @property
+    def _edition(self) -> int:
+        """Of the weights that are due; 0 before the first publish."""
+        return 0 if self.due is None else self.due.edition
+
+    def _answering(self) -> list[Member]:
+        """The engines that hold the weights which are due, drained ones only for want of others."""
+        ready = [one for one in self.engines if one.edition == self._edition]
+        live = [one for one in ready if one.state is State.LIVE]
+        return live or [one for one in ready if one.state is State.DRAINED]
+
+    def _standing(self) -> tuple[Any, ...]:
+        """What growers have to know: the weights, and who answers by them."""
+        return (self._edition, *((one.number, one.num_starts) for one in self._answering()))
+
+    def drain(self, member: Member, why: str) -> None:
+        """Moves an engine's requests to the others until the next publish."""
+        member.state, member.fault, member.since = State.DRAINED, why, time.time()
+        self.num_drained += 1
+        _log.warning("%s; its requests go to other engines until the next publish", why)
+        self._tell()
+
+    def drain_slow(self) -> None:
+        """Looks at how much each engine has sampled since the last look, and drains those that are
+        much slower than the others."""
+        speeds: dict[Member, tuple[float, float]] = {}
+        for one in self.engines:
+            if one.state is State.LIVE and "sampled" in one.seen:
+                tokens, seconds = one.seen["sampled"]
+                new, spent = tokens - one.sampled[0], seconds - one.sampled[1]
+                one.sampled = (tokens, seconds)
+                if spent > 0:
+                    speeds[one] = (new, new / spent)
+        for one, (total, each) in speeds.items():
+            others = [speed for other, speed in speeds.items() if other is not one]
+            is_slow = bool(others) and all(
+                own < SLOW_SHARE * statistics.median(speed[kind] for speed in others)
+                for kind, own in enumerate((total, each))
+            )
+            one.num_slow = one.num_slow + 1 if is_slow else 0
+            if one.num_slow >= SLOW_LOOKS:
+                self.drain(one, f"{one} samples {each:.3g} tokens a second of a request")
+
+    def _tell(self) -> None:
+        """Lets growers and this process know which engines answer."""
+        answering = self._answering()
+        if answering:
+            self._last_live = time.monotonic()
+        self._route, self._told = self._route + 1, self._standing()
+        version = 0 if self.due is None else self.due.version
+        self.engine.take(self._edition, version, {one.number: one.handle for one in answering})
+        self._changed.set()
+        self._changed.clear()
+        for member in self.growers:
+            if member.state is State.LIVE:
+                self._spawn(self._tell_one(member))
+
+    async def _tell_one(self, member: Member) -> None:
+        import ray
+
+        with suppress(ray.exceptions.RayError, TreegraftError):
+            await self._look(member)
+
+    @property
+    def death(self) -> EngineError | None:
+        """Why no completion will come any more; None while an engine answers or may come back."""
+        deadline_s = self.config.engine.deadline_s
+        if self._answering() or time.monotonic() - self._last_live < deadline_s:
+            return None
+        reasons = "; ".join(f"{one}: {one.fault}" for one in self.engines)
+        return EngineError(f"engine: none has answered for engine.deadline_s: {reasons}")
+
+    # ------------------------------------------------------------------ weights
+
+    async def publish(self, source: WeightSource, version: int) -> None:
+        """Gives all engines new weights once their running completions are done.
+
+        Raises:
+            EngineError: no engine took them within engine.deadline_s.
+        """
+        former, fingerprint = self.due, source.fingerprint
+        if former is not None and fingerprint and former.fingerprint == fingerprint:
+            pieces = former.pieces
+        elif former is None and all(
+            one.opened["fingerprint"] == fingerprint for one in self.engines
+        ):
+            pieces = ()
+        else:
+            pieces = await asyncio.to_thread(self._stored, source)
+        self.due = Weights(self._edition + 1, version, fingerprint, tuple(source.names), pieces)
+        self._last_live = time.monotonic()
+        for member in self.engines:
+            if member.state is State.DRAINED:
+                member.state, member.num_slow = State.LIVE, 0
+        live = [one for one in self.engines if one.state is State.LIVE]
+        await asyncio.gather(*map(self._attend, live))
+        self._tell()
+        while not self._answering():
+            if (death := self.death) is not None:
+                raise EngineError(f"publish: no engine took version {version}. {death}")
+            await asyncio.sleep(WATCH_S)
+
+    async def each(self, ask: Callable[[int], Awaitable[T]]) -> dict[str, T]:
+        """Returns what each engine answers to a question, by its name; without those that do not
+        answer within engine.deadline_s, whose requests move."""
+        found: dict[str, T] = {}
+
+        async def one(member: Member) -> None:
+            try:
+                async with asyncio.timeout(self.config.engine.deadline_s):
+                    found[str(member)] = await ask(member.number)
+            except (Lost, TimeoutError, TreegraftError) as error:
+                self._lose(member, str(error) or "it did not answer within engine.deadline_s")
+
+        await asyncio.gather(*map(one, self._answering()))
+        return found
+
+    def _stored(self, source: WeightSource) -> list[Any]:
+        """Hands weights to Ray, which sends them once to each machine that asks for them."""
+        import ray
+
+        found = []
+        for piece in pieces_of(source):
+            found.append(ray.put(piece))
+            self.num_bytes += len(piece)
+        return found
+
+    # ------------------------------------------------------------------ trees
+
+    async def grow(self, order: str, name: str) -> dict[str, Any]:
+        """Returns the tree of an order, from whichever grower has the fewest.
+
+        Args:
+            name: of the tree, in errors.
+
+        Raises:
+            TreegraftError: what its grower has raised, or the tree's growers have died MAX_DEATHS
+                times.
+        """
+        import ray
+
+        faults: list[str] = []
+        while len(faults) < MAX_DEATHS:
+            member = await self._free_grower()
+            member.num_trees += 1
+            answer = member.handle.grow.remote(order)
+            asking = asyncio.ensure_future(_awaited(answer))
+            lost = asyncio.ensure_future(member.lost.wait())
+            try:
+                await asyncio.wait((asking, lost), return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done():
+                    # It may live on, but out of reach; the tree grows elsewhere.
+                    ray.cancel(answer)
+                    faults.append(f"{member}: {member.fault}")
+                    continue
+                found: dict[str, Any] = value_of(asking.result())
+                return found
+            except ray.exceptions.RayTaskError as error:
+                raise EngineError(
+                    f"rollout: tree {name} ended {member} with a fault: {_words(error)}"
+                ) from error
+            except ray.exceptions.RayError as error:
+                faults.append(f"{member}: {_words(error)}")
+                self._lose(member, _words(error))
+            except asyncio.CancelledError:
+                ray.cancel(answer)
+                raise
+            finally:
+                asking.cancel()
+                lost.cancel()
+                member.num_trees -= 1
+        raise EngineError(
+            f"rollout: {MAX_DEATHS} growers have died while tree {name} grew in them"
+            f" ({'; '.join(faults)}); expected none. A tool or reward of this task may take all"
+            " memory; correct it, and resume."
+        )
+
+    async def _free_grower(self) -> Member:
+        deadline_s = self.config.engine.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    live = [one for one in self.growers if one.state is State.LIVE]
+                    if live and self._answering():
+                        return min(live, key=lambda one: (one.num_trees, one.number))
+                    await self._changed.wait()
+        except TimeoutError as error:
+            reasons = [str(one) + ": " + one.fault for one in self.growers if one.fault]
+            raise EngineError(
+                f"rollout: no grower and engine were there for engine.deadline_s ="
+                f" {deadline_s:g} s: {'; '.join(reasons) or 'no engine'}"
+            ) from error
+
+    # ------------------------------------------------------------------ what others see
+
+    def show_in(self, folder: Path) -> None:
+        """Writes the state of all roles into this run folder from now on."""
+        self._folder = folder
+
+    async def _show(self) -> None:
+        while True:
+            self.drain_slow()
+            if self._folder is not None:
+                with suppress(OSError):
+                    write_atomically(self._folder / "roles.json", json.dumps(self.roles()))
+            await asyncio.sleep(SHOW_S)
+
+    def _version_of(self, member: Member) -> int | None:
+        """The version that an engine holds; None for one without the weights that are due."""
+        has_due = member in self.engines and member.edition == self._edition
+        return self.due.version if self.due is not None and has_due else None
+
+    def roles(self) -> dict[str, Any]:
+        """Returns what each actor is, where, and what it waits for."""
+        return {
+            "written": time.time(),
+            "roles": [
+                {
+                    "role": one.role,
+                    "number": one.number,
+                    "host": one.seen.get("host", ""),
+                    "pid": one.seen.get("pid"),
+                    "state": one.state,
+                    "since": one.since,
+                    "fault": one.fault,
+                    "starts": one.num_starts,
+                    "queue": one.num_trees if one in self.growers else None,
+                    "waits": one.seen.get("waits", {}),
+                    "version": self._version_of(one),
+                    "cpu_s": one.seen.get("cpu_s"),
+                    "memory_bytes": one.seen.get("memory_bytes"),
+                }
+                for one in self._all
+            ],
+        }
+
+
+@asynccontextmanager
+async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded where the block takes longer; None for no limit."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{fault} within {limit_s:g} s") from error
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+def _words(error: BaseException) -> str:
+    """An error in a line: the cause that Ray reports at its end, or its beginning."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    is_gone = type(error).__name__ in ("ActorUnavailableError", "ActorDiedError")
+    if is_gone and "creation task" not in lines[0]:
+        return "its process has ended or cannot be reached"
+    if not lines:
+        return type(error).__name__
+    said = lines[-1] if "creation task" in lines[0] else f"{type(error).__name__}: {lines[0]}"
+    return plain(said, 600)
