@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.train import train
 
-__version__ = "0.7.0"
+__version__ = "0.8.0.dev0"
 
 __all__ = [
     "Config",
