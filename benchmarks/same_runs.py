@@ -3,7 +3,8 @@ number.
 
     python -m benchmarks.same_runs --before 61c8e94 [--work-dir FOLDER] [--after SETTING]
 
-Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO and both together, once with the code
+Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO, both together, commit
+branching and Tree-GRPO, once with the code
 of this working tree and once with that of a commit, which is checked out into a worktree of its
 own. Both sides run in the same environment and each reads its own recipe. `time/*` is left out of
 the comparison; everything else has to be equal. Ends with exit code 1 where something differs.
@@ -27,6 +28,8 @@ METHODS = {
     "rapo": '["graft"]',
     "arpo": '["entropy"]',
     "both": '["entropy", "graft"]',
+    "commit": '["commit"]',
+    "tree_search": '["tree_search"]',
 }
 
 

@@ -37,8 +37,8 @@ from tests.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
-from treegraft.extras.lab.profile import Line, Recorder
 from treegraft.core.errors import DataError, EngineError, SettingError
+from treegraft.extras.lab.profile import Line, Recorder
 from treegraft.policy.kernels.engine import kernels_for
 from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.load import load_model

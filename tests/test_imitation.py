@@ -262,7 +262,7 @@ def test_a_buffer_is_imitated_then_trained_on(
         numbers.append(number)
         return await evaluate(parts, tasks, number, **options)
 
-    for module in ("treegraft.warmup", "treegraft.train"):
+    for module in ("treegraft.evals.warmup", "treegraft.evals.during"):
         monkeypatch.setattr(importlib.import_module(module), "evaluate", counted)
     warmup = {**WARMUP, "traces": "buffer", "min_reward": 0.5}
     buffer = {"path": "expert", "encoder": "hashing"}

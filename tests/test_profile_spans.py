@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app
+from treegraft.core.errors import DataError, SettingError
 from treegraft.extras.lab.profile_spans import (
     Interval,
     common,
@@ -23,7 +24,6 @@ from treegraft.extras.lab.profile_spans import (
     table,
     union,
 )
-from treegraft.core.errors import DataError, SettingError
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 20), st.integers(1, 8)).map(lambda one: (one[0], one[0] + one[1])),

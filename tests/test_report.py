@@ -23,8 +23,6 @@ pytest.importorskip(
 
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.types import Tree
-from treegraft.runs.record import RunFolder, write_trees
-from treegraft.view.metrics import clean_lines
 from treegraft.extras.lab.report.bands import accuracy_band, band, paired, spent, student, wilson
 from treegraft.extras.lab.report.command import FIGURES, write_report
 from treegraft.extras.lab.report.curves import cost_curve
@@ -40,6 +38,8 @@ from treegraft.extras.lab.report.records import (
     split_label,
 )
 from treegraft.extras.lab.report.trees import read_updates, spread
+from treegraft.runs.record import RunFolder, write_trees
+from treegraft.view.metrics import clean_lines
 from treegraft.view.runs import Run
 
 ACCURACY = "eval/accuracy_sampled"

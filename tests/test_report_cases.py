@@ -18,8 +18,8 @@ from tests.viewed import grown_tree, step, write_run
 
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Leaf, StartCause, Status, StepContent, Task, Tree
-from treegraft.runs.record import RunFolder, write_trees
 from treegraft.extras.lab.report.cases import Cases, compare, write_cases
+from treegraft.runs.record import RunFolder, write_trees
 
 __all__ = ["browser"]
 

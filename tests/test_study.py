@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from treegraft.cli import main as cli
 from treegraft.core.errors import DataError, SettingError, StorageError
 from treegraft.core.types import StepContent, ToolCall, Trace
+from treegraft.extras.lab.report.records import read_study as read_study_lines
 from treegraft.extras.lab.study.file import read_study
 from treegraft.extras.lab.study.markdown import brief, markdown
 from treegraft.extras.lab.study.plan import make_plan
@@ -44,7 +45,6 @@ from treegraft.extras.lab.study.work import _Sittings, carry_out
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.controls import shuffled, swapped
 from treegraft.traces.keys import split_steps
-from treegraft.extras.lab.report.records import read_study as read_study_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from tests.viewed import write_run
 
 from treegraft.core.errors import DataError
-from treegraft.view.compare import compare_runs
 from treegraft.extras.lab.report.records import read_run
+from treegraft.view.compare import compare_runs
 from treegraft.view.runs import open_runs
 from treegraft.view.server import build_app
 

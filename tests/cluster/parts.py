@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from treegraft.extras.ray.actors import Place, value_of
-from treegraft.extras.ray.ray import connected
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Task
+from treegraft.extras.ray.actors import Place, value_of
+from treegraft.extras.ray.ray import connected
 from treegraft.policy.learn.ranks import code_checksum
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json

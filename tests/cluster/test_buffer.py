@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from tests.cluster.parts import cluster, kill, needs_ray, place_of
 
-from treegraft.extras.ray.actors import start
-from treegraft.extras.ray.buffer import BufferReplica, ReplicaRetriever, States
-from treegraft.extras.ray.pool import Pool
 from treegraft.core.errors import DeadlineExceeded
 from treegraft.core.interfaces import Retrieved, Retriever
 from treegraft.core.types import StepContent, Task, ToolCall, Trace
+from treegraft.extras.ray.actors import start
+from treegraft.extras.ray.buffer import BufferReplica, ReplicaRetriever, States
+from treegraft.extras.ray.pool import Pool
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.traces.buffer import TraceBuffer

@@ -10,8 +10,8 @@ import pytest
 from tests.cluster.parts import needs_ray
 
 from treegraft import train
-from treegraft.extras.lab.profile_spans import spent
 from treegraft.core.types import GraftCause
+from treegraft.extras.lab.profile_spans import spent
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tests.cluster.parts import Counter, cluster, describe, kill, needs_ray, place_of
 
-from treegraft.extras.ray.actors import start
-from treegraft.extras.ray.pool import Pool
-from treegraft.extras.ray.tools import RemoteTool, ToolWorker, remote_tools
 from treegraft.core.errors import SettingError, ToolUnavailable
 from treegraft.core.interfaces import signature_of
 from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.extras.ray.actors import start
+from treegraft.extras.ray.pool import Pool
+from treegraft.extras.ray.tools import RemoteTool, ToolWorker, remote_tools
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.tools.build import build_tools

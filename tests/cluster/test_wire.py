@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from treegraft.extras.ray.actors import error_reply, replying, value_of
-from treegraft.extras.ray.remote_engine import ClusterEngine
-from treegraft.extras.ray.engines import PIECE_BYTES, completion_of, pieces_of, request_to_json
-from treegraft.extras.ray.supervisor import SLOW_LOOKS, Keeper, Member, State
-from treegraft.extras.ray.placement import lasting
 from treegraft.core.errors import DataError, DriftError, EngineError
 from treegraft.core.sessions import COUNTS
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason, Task, ToolCall
+from treegraft.extras.ray.actors import error_reply, replying, value_of
+from treegraft.extras.ray.engines import PIECE_BYTES, completion_of, pieces_of, request_to_json
+from treegraft.extras.ray.placement import lasting
+from treegraft.extras.ray.remote_engine import ClusterEngine
+from treegraft.extras.ray.supervisor import SLOW_LOOKS, Keeper, Member, State
 from treegraft.runs.checkpoint import prune_checkpoints, tidy
 from treegraft.settings.config import Config
 from treegraft.settings.tools import ToolsSettings

@@ -1,5 +1,4 @@
-"""Work in a thread beside the event loop; idle OpenMP threads released, so that those at work keep
-spinning.
+"""Idle OpenMP threads, released so that those at work keep spinning.
 
 Each thread that ever ran a parallel region of GNU's OpenMP keeps a team of its own. As soon as the
 teams of a process have more threads than the machine has cores, all of them stop spinning between
@@ -9,16 +8,9 @@ takes half as long again (LOG.md). So a thread that is done for a while gives it
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import ctypes
 import functools
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
-
-Result = TypeVar("Result")
 
 _SOFT = 1
 """omp_pause_soft: threads end, settings stay."""
@@ -45,21 +37,3 @@ def _pause() -> Callable[[int], int] | None:
     if function is not None:
         function.argtypes, function.restype = (ctypes.c_int,), ctypes.c_int
     return function
-
-
-async def in_thread(work: Callable[[], Result], name: str) -> Result:
-    """Returns the result of the work, done in a thread of that name. Where the wait is cancelled,
-    the thread works on, and the process need not wait for it to end."""
-    outcome: Future[Result] = Future()
-    # From here on a cancelled wait leaves the outcome alone.
-    outcome.set_running_or_notify_cancel()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            outcome.set_result(context.run(work))
-        except BaseException as error:  # handed over to the caller, whatever it is
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(outcome)

@@ -97,27 +97,6 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     return metrics
 
 
-def staleness_metrics(trees: Sequence[Tree], version: int) -> dict[str, float]:
-    """Returns rollout/staleness_* of the steps that the policy sampled, where weights of `version`
-    learn from them."""
-    sampled = [step for tree in trees for step in tree.steps if any(step.sampled_mask)]
-    ages = [version - step.policy_version for step in sampled]
-    return {
-        "rollout/staleness_mean": _mean(ages),
-        "rollout/staleness_max": float(max(ages, default=0)),
-    }
-
-
-def has_version(trees: Sequence[Tree], version: int) -> bool:
-    """Returns whether the policy of that version sampled any step of the trees."""
-    return any(
-        step.policy_version == version
-        for tree in trees
-        for step in tree.steps
-        if any(step.sampled_mask)
-    )
-
-
 def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
     """The graft/* metrics; none where nothing was grafted."""
     causes = [

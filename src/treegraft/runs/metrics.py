@@ -28,9 +28,6 @@ METRICS: Mapping[str, str] = {
     " or more than run.tasks_per_update",
     "rollout/second_stage_frac": "share of trees that grew on after their first leaves were scored"
     " (explore.num_first)",
-    "rollout/staleness_mean": "mean number of policy versions by which sampled steps are older than"
-    " the weights that learn from them (rollout.max_staleness)",
-    "rollout/staleness_max": "largest such number of a step",
     "rollout/num_trajectories": "trajectories grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
     "rollout/num_tool_calls": "executed tool calls",
@@ -129,10 +126,7 @@ METRICS: Mapping[str, str] = {
     "eval/gain_sampled": "the same of eval/accuracy_sampled",
     "eval/gain_sampled_low": "lower end of its 95 % paired bootstrap interval",
     "eval/gain_sampled_high": "upper end of its 95 % paired bootstrap interval",
-    "time/rollout_s": "seconds to grow all trees, scores included; with rollout.max_staleness only"
-    " those that were waited for",
-    "time/overlap_s": "seconds in which this update's trees grew while something else was done,"
-    " such as learning from earlier ones (rollout.max_staleness)",
+    "time/rollout_s": "seconds to grow all trees, scores included",
     "time/warmup_s": "seconds of the warm-up, without evaluations",
     "time/warmup_cpu_s": "CPU seconds of all threads of this process in the same",
     "time/learn_s": "seconds to learn",

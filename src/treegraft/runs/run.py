@@ -71,10 +71,8 @@ class Run:
         self.state, self.path = start.state, start.path
         self.display: Display = LastingDisplay(display)
         self.stop = Stop()
-        self.more_beside: Callable[[], dict[str, str]] = dict
-        """Gives the checksums of what else a resume depends on, see `runs.beside`."""
-        self.replayed: Callable[[], Sequence[Path]] = tuple
-        """Gives the files of the trees that a resume replays."""
+        self._more_beside: Callable[[], dict[str, str]] = dict
+        self._replayed: Callable[[], Sequence[Path]] = tuple
         self._imitated: dict[str, str] = {}
         self._beside = Beside(start.path)
         self._writer = BackgroundWriter()
@@ -267,6 +265,15 @@ class Run:
         self.display.finished(self.path, checkpoint, metrics)
         return RunResult(run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics)
 
+    def depends_on(self, checksums: Callable[[], dict[str, str]]) -> None:
+        """Has checkpoints hold the checksums of what else a resume depends on, see
+        `runs.beside`."""
+        self._more_beside = checksums
+
+    def replays(self, files: Callable[[], Sequence[Path]]) -> None:
+        """Has checkpoints hold the checksums of the files of trees that a resume replays."""
+        self._replayed = files
+
     # ------------------------------------------------------------------ after a warm-up step
 
     def warmed_up(
@@ -400,7 +407,7 @@ class Run:
         self.written()
         # A resume cuts the metrics to this length.
         state = replace(self.state, metrics_size=self.folder.metrics_size())
-        beside = self._beside.checksums(state, self.replayed()) | self.more_beside()
+        beside = self._beside.checksums(state, self._replayed()) | self._more_beside()
         if state.warmup_steps < self.config.warmup.num_steps:
             beside |= self._imitated
         self.state = replace(state, beside=beside)

@@ -76,10 +76,6 @@ class RolloutSettings(Settings):
     loss.graft_coef would still learn from."""
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
-    max_staleness: int = setting(0, ge=0, ignored_by_eval=True)
-    """Policy versions by which a step may be older than the weights that learn from it. From 1 on,
-    trees of coming updates grow while earlier ones are learned, and a resumed run is no longer
-    equal bit for bit; 0 samples and learns in turn."""
 
 
 class ReplaySettings(Settings):

@@ -1,4 +1,4 @@
-"""Settings of replay and overlap that do not fit each other."""
+"""Settings of replay and of encoders that do not fit others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from treegraft.settings.table import Contradiction
 
 
 def sampling_wrong(config: Config) -> Iterator[Contradiction]:
-    """Yields the faults of [replay] and rollout.max_staleness."""
+    """Yields the faults of [replay]."""
     yield from _replay_wrong(config)
-    yield from _overlap_wrong(config)
 
 
 def unknown_encoder(name: str, encoder: str) -> Iterator[Contradiction]:
@@ -49,31 +48,4 @@ def _replay_wrong(config: Config) -> Iterator[Contradiction]:
             "replay.fresh_frac: replayed groups were sampled by an older policy, which needs the"
             " ratio to it; set loss.engine_ratio_cap (1e9 for RolloutReplay's loss, which has no"
             ' cap), or loss.old_logprobs = "engine".',
-        )
-
-
-def _overlap_wrong(config: Config) -> Iterator[Contradiction]:
-    name = "rollout.max_staleness"
-    if not config.rollout.max_staleness:
-        return
-    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
-        yield Contradiction(
-            (name, "loss.engine_ratio_cap"),
-            f"{name}: got {config.rollout.max_staleness}, but trees of an older policy need the"
-            " ratio to it; set loss.engine_ratio_cap (about 2), or"
-            ' loss.old_logprobs = "engine".',
-        )
-    if config.replay.fresh_frac < 1:
-        yield Contradiction(
-            (name, "replay.fresh_frac"),
-            f"{name}: got {config.rollout.max_staleness}, but with replay.fresh_frac ="
-            f" {config.replay.fresh_frac} what an update samples depends on what the one before has"
-            " learned; set one of them to its default.",
-        )
-    if config.sampler.kind != "epochs":
-        yield Contradiction(
-            (name, "sampler.kind"),
-            f"{name}: got {config.rollout.max_staleness}, but with sampler.kind ="
-            f" '{config.sampler.kind}' which tasks an update deals depends on what the one before"
-            " has earned; set one of them to its default.",
         )

@@ -43,7 +43,9 @@ from treegraft.settings.config import Config
 from treegraft.traces.run_buffer import RunBuffer
 
 story: Any = importlib.import_module("treegraft.train")
-warmup: Any = importlib.import_module("treegraft.warmup")
+launch: Any = importlib.import_module("treegraft.launch")
+during: Any = importlib.import_module("treegraft.evals.during")
+warmup: Any = importlib.import_module("treegraft.evals.warmup")
 """The module; the package's attribute of this name is the function."""
 INTERVAL_S = 0.002
 """Between two looks."""
@@ -225,8 +227,8 @@ def _wrapped(recorder: Recorder) -> Iterator[None]:
         (Learner, "with_exact_entropies", LEARNING),
         (story, "credit_by_entropy", LEARNING),
         (warmup, "warm_up", "warm-up"),
-        (story, "save_checkpoint", "checkpoint"),
-        (story, "evaluate", "evaluation"),
+        (launch, "save_checkpoint", "checkpoint"),
+        (during, "evaluate", "evaluation"),
         (Publisher, "publish", "publish"),
         (Run, "record", "record"),
         (RunFolder, "append_metrics", "record"),

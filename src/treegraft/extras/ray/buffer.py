@@ -34,7 +34,7 @@ from treegraft.traces.store import TraceFile, trace_from_row, trace_row
 def num_states(config: Config) -> int:
     """Returns how many states have files, and are held open by a replica: trees of so many updates
     may grow at once, and those of the next one begin."""
-    return 2 + config.rollout.max_staleness
+    return 2
 
 
 class States:

@@ -1,0 +1,258 @@
+"""How a run is begun: by one process or by all that torchrun has started, and made ready for its
+first update."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treegraft.assemble import TrainingParts, assemble_training
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.interfaces import Display, TaskSampler
+from treegraft.core.types import Tree
+from treegraft.evals.during import is_evaluation_due
+from treegraft.evals.preflight import Preflight
+from treegraft.evals.warmup import demonstrations_of, evaluate_warmup, warm_up_from
+from treegraft.policy.checkpoint import save_checkpoint
+from treegraft.policy.learn.launch import joined
+from treegraft.policy.learn.lessons import Given, LessonBook
+from treegraft.policy.publish import Publisher
+from treegraft.rollout.limits import training_limits
+from treegraft.rollout.loop import Grower
+from treegraft.rollout.placement import Placement
+from treegraft.runs.checkpoint import TrainState
+from treegraft.runs.display import show_texts, shown
+from treegraft.runs.replay import Replay
+from treegraft.runs.run import Clock, Run, RunResult
+from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
+from treegraft.settings.config import Config
+from treegraft.settings.load import config_json, load_config
+from treegraft.tasks.build import build_tasks
+from treegraft.tasks.sampler import build_sampler
+from treegraft.traces.demonstrations import lesson_book
+from treegraft.traces.retrieve import unusable
+from treegraft.traces.run_buffer import RunBuffer
+
+if TYPE_CHECKING:
+    from treegraft.policy.learn.ranks import Ranks
+
+Work = Callable[[Run, "Ranks | None"], Coroutine[Any, Any, RunResult]]
+"""The work of a run, with the processes that learn together; None for this one alone."""
+
+
+def launched(
+    work: Work,
+    config: Source,
+    *,
+    command: str,
+    recipe: str | None,
+    resume: Path | None,
+    accepts_changes: bool,
+    display: Display | bool | None,
+) -> RunResult:
+    """Returns the result of a run's work; in other ranks than 0, what rank 0 says of it.
+
+    Args:
+        command: the command that goes on with the run, such as "train".
+        config, recipe, resume, accepts_changes, display: as of `treegraft.train`.
+
+    Raises:
+        TreegraftError: bad input, before any work starts where that can be known.
+    """
+    if config is not None:
+        own = load_config(config)
+    else:
+        own = Config() if resume is None else own_config(resume)
+    with joined(own) as ranks:
+        if ranks is not None and ranks.rank > 0:
+            return _followed(ranks, own)
+        start = _start(config, recipe, resume, accepts_changes)
+        with shown(display) as progress:
+            run = Run(start, progress, command)
+            if command != "sft" and start.is_finished and start.checkpoint is not None:
+                result = run.already_finished(start.checkpoint)
+            else:
+                result = run.carry_out(work(run, ranks))
+        if ranks is not None:
+            ranks.result = {
+                "run_dir": str(result.run_dir),
+                "checkpoint_dir": str(result.checkpoint_dir),
+                "metrics": dict(result.metrics),
+            }
+        return result
+
+
+def _followed(ranks: Ranks, config: Config) -> RunResult:
+    """The run as another rank than 0 sees it."""
+    from treegraft.policy.learn.leader import serve_rank
+    from treegraft.policy.load import limit_threads
+
+    limit_threads(config.run.num_threads)
+    result = serve_rank(ranks, config)
+    if result is None:
+        # Rank 0 says why.
+        raise SystemExit(0)
+    return RunResult(
+        run_dir=Path(result["run_dir"]),
+        checkpoint_dir=Path(result["checkpoint_dir"]),
+        metrics=result["metrics"],
+    )
+
+
+def _start(config: Source, recipe: str | None, resume: Path | None, accepts: bool) -> Start:
+    if resume is not None:
+        return resumed_start(Path(resume), config, accepts_changes=accepts)
+    if accepts:
+        raise SettingError(
+            "accepts_changes: got True for a new run; expected a run to resume. Leave it out."
+        )
+    return new_start(config, recipe)
+
+
+@dataclass
+class Training:
+    """What lives as long as a training: its run, its parts, and what carries over from one update
+    to the next."""
+
+    run: Run
+    parts: TrainingParts
+    sampler: TaskSampler
+    publisher: Publisher
+    buffer: RunBuffer
+    book: LessonBook | None
+    """The lessons; None without."""
+    grower: Grower = field(init=False)
+    replay: Replay = field(init=False)
+    clock: Clock = field(init=False)
+    """Of the update under way."""
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Holds what grows trees, for all updates that are left."""
+        run, parts, config = self.run, self.parts, self.run.config
+        opened = (parts.scorer, parts.format, parts.environments)
+        async with self.buffer.opened(run.state.update, *opened):
+            if self.buffer.is_own_alone:
+                # What later updates had added is gone only now.
+                self.book = lesson_book(config, self.buffer, parts)
+            self.replay = Replay(config, run.folder, run.state.update)
+            if doubt := unusable(self.buffer.buffer, config, parts.train_tasks):
+                run.display.warn(doubt)
+            run.replays(self.replay.files)
+            limits = training_limits(config)
+            self.grower = parts.grower(parts.explorer, limits, self.buffer.retriever)
+            yield
+
+    async def remaining(self) -> AsyncIterator[int]:
+        """Gives the numbers of the updates that are left, each once the one before is kept."""
+        while self.run.state.update < self.run.config.run.num_updates:
+            self.clock = Clock()
+            yield self.run.state.update + 1
+
+    def lessons(self, number: int, trees: Sequence[Tree]) -> Given:
+        """Returns the stored successes to imitate beside the trees of an update; none without a
+        book."""
+        if self.book is None:
+            return Given([], (0, 0), {})
+        earlier = self.sampler.drawn(self.num_drawn)
+        return self.book.choose(trees, earlier, number, self.run.state.lesson_value or (0.0, 0.0))
+
+    @property
+    def num_drawn(self) -> int:
+        """The training tasks drawn so far."""
+        state, size = self.run.state, self.run.config.run.tasks_per_update
+        return state.update * size if state.num_drawn is None else state.num_drawn
+
+
+@asynccontextmanager
+async def prepared(
+    run: Run, ranks: Ranks | None, placement: Placement | None, *, only_warms_up: bool
+) -> AsyncIterator[Training]:
+    """Holds a training whose buffer is filled, whose warm-up is done and whose engine has the
+    present weights.
+
+    Raises:
+        TreegraftError: bad input; before the run folder is made where that can be known.
+    """
+    config, state = run.config, run.state
+    run.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
+    source = build_tasks(config.tasks, config.run.seed)
+    if config.run.num_updates and not only_warms_up and not source.train_tasks():
+        raise DataError(
+            "the training tasks are empty; expected at least one row. See tasks.num_train and"
+            " [tasks.dataset]."
+        )
+    # All parts are made before the run folder, so bad input leaves nothing behind.
+    async with assemble_training(
+        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks, placement=placement
+    ) as parts:
+        parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
+        await parts.try_environment()
+        sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
+        sampler.restore(state.sampler or {})
+        publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
+        buffer = RunBuffer(config, source, run.path, run.start)
+        run.depends_on(buffer.checksums)
+        training = Training(run, parts, sampler, publisher, buffer, None)
+        warms_up = state.warmup_steps < config.warmup.num_steps
+        needs_buffer = not only_warms_up or (warms_up and buffer.is_imitated)
+        demonstrations = await demonstrations_of(run, parts, buffer) if warms_up else None
+        if not only_warms_up:
+            # Before the warm-up: a buffer without successes is bad input.
+            training.book = lesson_book(config, buffer, parts)
+        if needs_buffer:
+            await buffer.check_expert(parts.environments)
+        show_texts(run.display, parts.tokenizer)
+        with run.opened(_checkpoint_writer(config, parts), source.report()):
+            parts.keep_logs(run.path / "servers")
+            await _tell_beforehand(run, parts)
+            if buffer.is_due and needs_buffer:
+                run.display.phase("buffer", 0, 1, config.buffer.path)
+                # Before the warm-up: an expert whose steps earn nothing shows here.
+                await buffer.build(parts.scorer, parts.format, parts.environments)
+                if training.book is None and not only_warms_up:
+                    training.book = lesson_book(config, buffer, parts)
+            if warms_up:
+                demonstrations = demonstrations or await demonstrations_of(run, parts, buffer)
+                assert demonstrations is not None
+                await warm_up_from(demonstrations, run, parts, publisher)
+            # An evaluation before the first update is that at the end of the warm-up.
+            if only_warms_up or not is_evaluation_due(run, parts):
+                await evaluate_warmup(run, parts, publisher)
+            # Also after a resume: the engine of this process does not know its version yet.
+            await publisher.publish(run.state.update)
+            if not only_warms_up and config.loss.kl_coef:
+                # The policy before the first update, also after a resume.
+                parts.learner.keep_reference(run.path / "reference", is_new=run.state.update == 0)
+            # Counts of demonstrations belong to no update.
+            parts.toolbox.take_metrics()
+            yield training
+
+
+async def _tell_beforehand(run: Run, parts: TrainingParts) -> None:
+    """Shows what the user should know before any work."""
+    for text in parts.notes:
+        run.display.note(text)
+    if run.start.checkpoint is None:
+        for one in await Preflight(parts).findings():
+            if one.is_doubtful or not one.is_good:
+                run.display.warn(str(one))
+
+
+def _checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, TrainState], None]:
+    """The function that writes a checkpoint of the learner with a run's state."""
+
+    def write(folder: Path, state: TrainState) -> None:
+        save_checkpoint(
+            folder,
+            learner=parts.learner,
+            tokenizer=parts.tokenizer,
+            state=state,
+            config_json=config_json(config),
+            keep_adapter=not config.model.lora.merge,
+        )
+
+    return write
