@@ -174,7 +174,7 @@ def token_objective(
     """One token's term, case by case."""
     low, high = 1 - loss.clip_low, 1 + loss.clip_high
     if loss.objective == "cispo":
-        return min(max(float(ratio), low), high) * advantage * logprob
+        return min(max(float(ratio.detach()), low), high) * advantage * logprob
     if loss.objective == "gppo" and advantage < 0 and ratio < low:
         return low * advantage * (1 + loss.kept_low * (logprob - logprob.detach()))
     if loss.objective == "gppo" and advantage > 0 and ratio > high:

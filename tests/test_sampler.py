@@ -329,11 +329,6 @@ def test_what_your_own_sampler_keeps_is_json() -> None:
         ({"kind": "hard"}, {}, "sampler.kind: got 'hard', expected one of epochs, difficulty"),
         ({**SHOWN, "num_references": 4}, {}, "without sampler.encoder they tell nothing"),
         ({**SHOWN, "encoder": "minilmm"}, {}, "sampler.encoder: got 'minilmm', expected"),
-        (
-            SHOWN,
-            {"rollout": {"max_staleness": 1}, "loss": {"engine_ratio_cap": 2.0}},
-            "rollout.max_staleness: got 1, but with sampler.kind = 'difficulty'",
-        ),
     ],
 )
 def test_settings_that_do_not_fit(sampler: Any, more: dict[str, Any], part: str) -> None:

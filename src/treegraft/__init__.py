@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from treegraft.core.lazy import homes, loader
+from treegraft.core.moved import find_moved
 
 if TYPE_CHECKING:
     from treegraft.algo.arpo import branch_probability, entropy_change, shared_advantages
@@ -117,6 +118,7 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+find_moved()
 
 
 __getattr__ = loader("treegraft", _HOMES)

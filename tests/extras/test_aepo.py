@@ -18,7 +18,8 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
 from treegraft.explore.build import build_explorer
-from treegraft.extras.methods.aepo import BalancedBranching, BalancedSettings
+from treegraft.extras.methods.aepo import BalancedSettings
+from treegraft.extras.methods.aepo_explorer import BalancedBranching
 from treegraft.extras.methods.aepo_math import (
     coin_probability,
     damping,

@@ -16,7 +16,8 @@ from tests.trees import Part, build_tree
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import SettingError
 from treegraft.core.types import BranchCause, Start, Status, Tree
-from treegraft.extras.methods.appo import EntropyPeaks, PeaksSettings, plugin
+from treegraft.extras.methods.appo import PeaksSettings, plugin
+from treegraft.extras.methods.appo_explorer import EntropyPeaks
 from treegraft.extras.methods.appo_math import advantages_apart, future_weights, peaks
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_trees

@@ -16,12 +16,13 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.extras.methods.gigpo import plugin, state_advantages
+from treegraft.extras.methods.gigpo_math import state_advantages
+from treegraft.extras.methods.gigpo_math import states as own_states
 
 
 def states(weight: float, discount: float) -> States:
     credit = SimpleNamespace(state_weight=weight, discount=discount, eps=1e-6)
-    return partial(plugin.attributions["states"], credit=credit, scale="none")
+    return partial(own_states, credit=credit, scale="none")
 
 
 def observed(tree: Tree, seen: dict[str, str]) -> Tree:

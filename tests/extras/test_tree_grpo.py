@@ -8,7 +8,8 @@ import pytest
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.extras.methods.tree_search import forest_advantages, plugin
+from treegraft.extras.methods.tree_grpo_credit import forest_advantages
+from treegraft.extras.methods.tree_search import plugin
 
 
 def test_tree_grpo_by_hand() -> None:

@@ -26,7 +26,7 @@ from treegraft.algo.rapo import (
     path_retrieval_reward,
     path_retrieved_frac,
 )
-from treegraft.core.plugin import OutcomeKind
+from treegraft.core.plugin import OutcomeKind, loaded
 from treegraft.core.types import (
     LEARNING_RULES,
     ROOT_ID,
@@ -142,7 +142,7 @@ def assign_credit(
     ]
     found = replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
     finish = advantage.finish if isinstance(advantage, OutcomeKind) else None
-    return found if finish is None else cast(Tree, finish(found))
+    return found if finish is None else cast(Tree, loaded(finish)(found))
 
 
 def attributed(
@@ -151,7 +151,8 @@ def attributed(
     advantages: Floats,
     attribution: Literal["soft", "hard"] | States,
 ) -> Sequence[float | None]:
-    """Returns [steps] `Step.advantage`, None where a trajectory's own stands; see `assign_credit`.
+    """Returns [steps] `Step.advantage`, None where a trajectory's own stands: ARPO's soft and hard
+    attribution (arXiv 2507.19849), or a plugin's; see `assign_credit`.
 
     Raises:
         ValueError: an unknown name.
@@ -239,7 +240,8 @@ def outcome_advantages(
     stored: Literal["joint", "own"] = "joint",
     is_apart: bool = True,
 ) -> Floats:
-    """Returns [members] the advantages of outcomes; see `assign_credit`.
+    """Returns [members] the advantages of outcomes, by GRPO (arXiv 2402.03300), one of its kin, or
+    a plugin; see `assign_credit`.
 
     Raises:
         ValueError: a name that is unknown, or compares a whole batch.
@@ -252,7 +254,7 @@ def outcome_advantages(
             found[group] = outcome_advantages(ours, advantage, eps, stored=stored)
         return found
     if isinstance(advantage, OutcomeKind):
-        compared: Floats = advantage.compare(members, eps)
+        compared: Floats = loaded(advantage.compare)(members, eps)
         return compared
     rewards = [path.leaf.reward or 0.0 for path in members]
     if advantage not in _SCALES:
@@ -267,7 +269,8 @@ def outcome_advantages(
 
 
 def scale_of(advantage: str) -> Scale:
-    """Returns how rewards are scaled where outcomes are compared by this name."""
+    """Returns how rewards are scaled where outcomes are compared by this name: GRPO's deviation
+    (arXiv 2402.03300) for names of plugins."""
     return _SCALES.get(advantage, "std")
 
 

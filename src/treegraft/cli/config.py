@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,13 +16,15 @@ from rich.text import Text
 from treegraft.cli.options import AsJson, complete_recipe, complete_setting, refuse_idle
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
-from treegraft.settings.config import Config, tables_and_settings
-from treegraft.settings.load import SettingRow, config_json, describe, load_config
-from treegraft.settings.unknown import suggestion
+
+if TYPE_CHECKING:
+    from treegraft.settings.load import SettingRow
 
 
 def _complete(incomplete: str) -> list[str]:
     """Recipes, tables and settings, for the shell."""
+    from treegraft.settings.config import tables_and_settings
+
     tables = [name for name, entry in tables_and_settings().items() if entry.table is not None]
     fitting = [name for name in tables if name.startswith(incomplete)]
     return [*complete_recipe(incomplete), *fitting, *complete_setting(incomplete)]
@@ -48,6 +50,9 @@ def show_config(
 
     A * marks values that differ from the default.
     """
+    from treegraft.settings.config import Config
+    from treegraft.settings.load import config_json, describe, load_config
+
     if as_json:
         refuse_idle(context, "with --json", "--toml")
     recipe, overrides, chosen = _sorted_out(words or [])
@@ -72,6 +77,8 @@ def show_config(
 
 def _sorted_out(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
     """Returns the recipe, the overrides, and the tables and settings to print."""
+    from treegraft.settings.config import tables_and_settings
+
     recipe, overrides, chosen = None, [], []
     for number, word in enumerate(words):
         name = word.rstrip(".")
@@ -93,6 +100,8 @@ def _sorted_out(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]
 
 
 def _refuse_unknown(word: str) -> None:
+    from treegraft.settings.unknown import suggestion
+
     if not Path(word).is_file():
         raise SettingError(
             f"command line: '{word}' is neither a recipe nor a table or setting."

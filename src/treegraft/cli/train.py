@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +136,6 @@ def run_command(work: Callable[[RunAsked], None]) -> Callable[..., None]:
     """Returns a command that begins runs or goes on with them, with the arguments and options of
     `treegraft train`; it is described as `work` is."""
 
-    @functools.wraps(work)
     def command(
         context: typer.Context,
         recipe: RecipeOrResume = None,
@@ -149,8 +146,7 @@ def run_command(work: Callable[[RunAsked], None]) -> Callable[..., None]:
     ) -> None:
         work(_asked(context, recipe, overrides, resume, accept_changes, smoke))
 
-    # Typer reads the options from it, not from `work`.
-    command.__signature__ = inspect.signature(command, follow_wrapped=False)  # type: ignore[attr-defined]
+    command.__name__, command.__doc__ = work.__name__, work.__doc__
     return command
 
 

@@ -56,8 +56,9 @@ class ExplorerKind:
     """An explorer by its name in `explore.explorers`: how it is made, and the facts about it that
     settings and checks go by."""
 
-    make: Callable[[Any, ExplorerFacts], Any] = _unmade
-    """Called with the table [explore] and the facts of a run; returns an `Explorer`."""
+    make: Callable[[Any, ExplorerFacts], Any] | str = _unmade
+    """Called with the table [explore] and the facts of a run; returns an `Explorer`. Or its import
+    path."""
     title: str | Callable[[Any], str] = ""
     """The method's name in the field, for model cards; or a function of the table [explore]."""
     leads: bool = False
@@ -95,10 +96,12 @@ class ExplorerKind:
 class OutcomeKind:
     """A way to compare outcomes, by its name in `credit.advantage`."""
 
-    compare: Callable[..., Any]
-    """Called with the trajectories of one group and `eps`; returns [trajectories] advantages."""
-    finish: Callable[[Any], Any] | None = None
-    """Takes the credited tree and returns the one that is learned from; None for the same."""
+    compare: Callable[..., Any] | str
+    """Called with the trajectories of one group and `eps`; returns [trajectories] advantages. Or
+    its import path."""
+    finish: Callable[[Any], Any] | str | None = None
+    """Takes the credited tree and returns the one that is learned from, or its import path; None
+    for the same."""
     attributions: tuple[str, ...] = ()
     """The only values of credit.attribution that go with it; empty for all."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Explorer
-from treegraft.core.plugin import ExplorerFacts
+from treegraft.core.plugin import ExplorerFacts, loaded
 from treegraft.core.plugins import make, pick
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
@@ -38,12 +38,13 @@ def _one_explorer(name: str, settings: ExploreSettings, facts: ExplorerFacts) ->
     known = _makers(settings)
     found = pick(name, known, "explore.explorers")
     if name in known:
-        return known[name](settings, facts)
+        built_in: Explorer = loaded(known[name])(settings, facts)
+        return built_in
     explorer: Explorer = make(found, Explorer, name, "explore.explorers")
     return explorer
 
 
-def _makers(settings: ExploreSettings) -> Mapping[str, Maker]:
+def _makers(settings: ExploreSettings) -> Mapping[str, Maker | str]:
     plugged = {name: kind.make for name, kind in explorer_kinds(settings.explorers).items()}
     return {**plugged, **MAKERS}
 

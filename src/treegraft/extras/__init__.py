@@ -19,3 +19,10 @@ BUILT_IN = (
     "treegraft.extras.ray.plugin",
 )
 """The modules of our own plugins, in the order in which they are loaded."""
+
+MOVED = {
+    "treegraft.study": "treegraft.extras.lab.study",
+    "treegraft.tasks.sokoban": "treegraft.extras.environments.sokoban.tasks",
+    "treegraft.tasks.verifiers": "treegraft.extras.environments.verifiers.tasks",
+}
+"""Modules of 0.7 that recipes and pages named, and where they are now; gone with 0.9."""

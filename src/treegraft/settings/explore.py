@@ -101,6 +101,7 @@ def _size_of_rise_counts(config: Settings) -> str:
 
 
 def half_the_leaves(config: Settings) -> int:
+    """Returns half of explore.num_leaves, at least 1."""
     return max(1, int(value_of(config, "explore.num_leaves")) // 2)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from treegraft.core.errors import nearest
-from treegraft.settings.config import Config
 from treegraft.settings.table import Contradiction
+
+if TYPE_CHECKING:
+    from treegraft.settings.config import Config
 
 
 def sampling_wrong(config: Config) -> Iterator[Contradiction]:

@@ -150,3 +150,9 @@ def peaks(entropies: Sequence[Sequence[float]]) -> list[float]:
         (max(step) - mean) / spread if step and spread else 0.0 if step else float("-inf")
         for step in entropies
     ]
+
+
+def compared(members: Sequence[Trajectory], eps: float) -> Floats:
+    """Returns [members] `advantages_apart` of their rewards."""
+    rewards = [path.leaf.reward or 0.0 for path in members]
+    return advantages_apart(rewards, [is_branch(path) for path in members], eps=eps)

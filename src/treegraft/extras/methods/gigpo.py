@@ -1,60 +1,8 @@
-"""GiGPO's mathematics: steps taken in the same state are compared with each other."""
+"""GiGPO: its settings, and what it brings."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
-
-from treegraft import Trajectory, group_advantages
-from treegraft.parts import Floats, Plugin, Scale, Settings, setting, when
-
-
-def discounted_returns(reward: float, num_steps: int, discount: float) -> list[float]:
-    """Returns [steps] R_t = γ^(T - t) · R for an outcome reward R that comes with the last step.
-
-    Source: Feng et al., GiGPO, arXiv 2505.10978, eq. 6, where no step but the last is rewarded.
-    """
-    return [reward * discount ** (num_steps - 1 - t) for t in range(num_steps)]
-
-
-def state_advantages(
-    members: Sequence[Trajectory], *, discount: float, scale: Scale = "std", eps: float = 1e-6
-) -> dict[tuple[int, str], float]:
-    """Returns A_S for each (trajectory, step of the policy) of a group, by index and step id.
-
-    A_S(i, t) = (R_t - mean R over the anchor group) / (std + eps)
-
-    The anchor group holds all steps of the group's trajectories that were taken in the same state
-    (Feng et al., GiGPO, arXiv 2505.10978, eq. 5 to 7). A state is what the agent was shown last:
-    the results of the step before it, compared exactly; the first steps of all trajectories share
-    theirs. A step that several trajectories share counts once for each of them, as if they had been
-    sampled apart. Alone in its state, a step has 0.
-
-    Args:
-        members: the scored trajectories of one task.
-        discount: γ, 0..1; below 1 it prefers the shorter of two ways to the same reward.
-        scale: as for the outcome ("std", or "none" for the released default).
-    """
-    anchors: dict[tuple[str, ...], list[tuple[int, str, float]]] = defaultdict(list)
-    for index, path in enumerate(members):
-        seen: tuple[str, ...] = ()
-        shown = []
-        for step in path.steps[1:]:
-            if any(step.sampled_mask):
-                shown.append((seen, step.id))
-            seen = tuple(one.text for one in step.content.observations)
-        returns = discounted_returns(path.leaf.reward or 0.0, len(shown), discount)
-        for (state, name), value in zip(shown, returns, strict=True):
-            anchors[state].append((index, name, value))
-    found: dict[tuple[int, str], float] = {}
-    for instances in anchors.values():
-        values: Floats = group_advantages(
-            [value for _, _, value in instances], scale=scale, eps=eps
-        )
-        for (index, name, _), value in zip(instances, values, strict=True):
-            found[index, name] = float(value)
-    return found
+from treegraft.parts import Plugin, Settings, setting, when
 
 
 class _CreditFields(Settings):
@@ -65,15 +13,8 @@ class _CreditFields(Settings):
     it."""
 
 
-def _states(
-    members: Sequence[Trajectory], *, credit: Any, scale: Scale
-) -> dict[tuple[int, str], float]:
-    found = state_advantages(members, discount=credit.discount, scale=scale, eps=credit.eps)
-    return {place: credit.state_weight * value for place, value in found.items()}
-
-
 plugin = Plugin(
     name="gigpo",
-    attributions={"states": _states},
+    attributions={"states": "treegraft.extras.methods.gigpo_math:states"},
     settings={"credit": _CreditFields},
 )

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from treegraft import Trajectory, Tree, group_advantages
+from treegraft import Tree
 from treegraft.parts import (
     BranchCause,
     Expand,
     ExplorerKind,
-    Floats,
     Independent,
     OutcomeKind,
     Plugin,
@@ -85,38 +82,6 @@ class TreeSearch(Independent):
         ][:missing]
 
 
-def forest_advantages(
-    rewards: Sequence[float], starts: Sequence[int] | Sequence[str], *, eps: float = 1e-6
-) -> Floats:
-    """Returns [leaves] Tree-GRPO's advantages: a leaf against those of its own first-level rollout,
-    plus against all leaves of its task.
-
-    A_i = (r_i - mean_start) / (std_start + eps) + (r_i - mean_task) / (std_task + eps)
-
-    Source: Ji et al., Tree-GRPO, arXiv 2509.21240, sec. 3.3; the paper's trees of a prompt are the
-    first-level rollouts of one tree here. A leaf that is alone below its start has 0 for the first
-    term; the released code lets its raw reward through.
-
-    Args:
-        starts: [leaves] the first-level rollout that each leaf lies below.
-    """
-    values, owners = np.asarray(rewards, dtype=np.float64), np.asarray(starts)
-    advantages = group_advantages(values, eps=eps)
-    for start in np.unique(owners):
-        advantages[owners == start] += group_advantages(values[owners == start], eps=eps)
-    return advantages
-
-
-def _compared(members: Sequence[Trajectory], eps: float) -> Floats:
-    rewards = [path.leaf.reward or 0.0 for path in members]
-    return forest_advantages(rewards, [_own_start(path) for path in members], eps=eps)
-
-
-def _own_start(path: Trajectory) -> str:
-    """The first step of its own rollout, also where that began below stored steps."""
-    return next(step.id for step in path.steps if step.parent == path.start_id)
-
-
 plugin = Plugin(
     name="tree_search",
     explorers={
@@ -129,6 +94,8 @@ plugin = Plugin(
             branches=True,
         )
     },
-    outcomes={"tree_grpo": OutcomeKind(compare=_compared)},
+    outcomes={
+        "tree_grpo": OutcomeKind(compare="treegraft.extras.methods.tree_grpo_credit:compared")
+    },
     settings={"explore": _Tables},
 )
