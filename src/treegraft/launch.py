@@ -4,14 +4,16 @@ first update."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treegraft.assemble import TrainingParts, assemble_training
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.interfaces import Display, TaskSampler
+from treegraft.core.plugin import PlacementKind, offered
+from treegraft.core.plugins import load_object
 from treegraft.core.types import Tree
 from treegraft.evals.during import is_evaluation_due
 from treegraft.evals.preflight import Preflight
@@ -39,8 +41,9 @@ from treegraft.traces.run_buffer import RunBuffer
 if TYPE_CHECKING:
     from treegraft.policy.learn.ranks import Ranks
 
-Work = Callable[[Run, "Ranks | None"], Coroutine[Any, Any, RunResult]]
-"""The work of a run, with the processes that learn together; None for this one alone."""
+Work = Callable[[Run, "Ranks | None", Placement | None], Coroutine[Any, Any, RunResult]]
+"""The work of a run, with the processes that learn together and where engines and growers stand;
+None for this process alone."""
 
 
 def launched(
@@ -52,12 +55,13 @@ def launched(
     resume: Path | None,
     accepts_changes: bool,
     display: Display | bool | None,
+    placement: str | None = None,
 ) -> RunResult:
     """Returns the result of a run's work; in other ranks than 0, what rank 0 says of it.
 
     Args:
         command: the command that goes on with the run, such as "train".
-        config, recipe, resume, accepts_changes, display: as of `treegraft.train`.
+        config, recipe, resume, accepts_changes, display, placement: as of `treegraft.train`.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
@@ -70,12 +74,14 @@ def launched(
         if ranks is not None and ranks.rank > 0:
             return _followed(ranks, own)
         start = _start(config, recipe, resume, accepts_changes)
+        kind = None if placement is None else _placement(placement)
         with shown(display) as progress:
-            run = Run(start, progress, command)
+            run = Run(start, progress, command if kind is None else kind.command)
             if command != "sft" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:
-                result = run.carry_out(work(run, ranks))
+                with nullcontext() if kind is None else load_object(kind.path)(own) as place:
+                    result = run.carry_out(work(run, ranks, place))
         if ranks is not None:
             ranks.result = {
                 "run_dir": str(result.run_dir),
@@ -83,6 +89,16 @@ def launched(
                 "metrics": dict(result.metrics),
             }
         return result
+
+
+def _placement(name: str) -> PlacementKind:
+    known: dict[str, PlacementKind] = offered("placements")
+    if name not in known:
+        raise SettingError(
+            f"placement: got '{name}', expected None for this process, or one that a plugin brings:"
+            f" {', '.join(known) or 'there is none'}.{nearest(name, known)}"
+        )
+    return known[name]
 
 
 def _followed(ranks: Ranks, config: Config) -> RunResult:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ExplorerFacts,
         ExplorerKind,
         OutcomeKind,
+        PlacementKind,
         Plugin,
         TrackerKind,
     )
@@ -136,6 +137,7 @@ __all__ = [
     "OpenTasks",
     "OutcomeKind",
     "PathView",
+    "PlacementKind",
     "Plugin",
     "RestartCause",
     "Retry",
@@ -177,7 +179,9 @@ _HOMES = homes(
         "core.errors": "nearest",
         "core.interfaces": "NoiseKey Signature Tool",
         "core.keyed": "keyed_choice keyed_int keyed_unit",
-        "core.plugin": "Command ExplorerFacts ExplorerKind OutcomeKind Plugin TrackerKind",
+        "core.plugin": (
+            "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
+        ),
         "core.text": "describe",
         "core.types": (
             "LEARNING_RULES ROOT_ID Below Branch BranchCause Expand GraftCause PathView "

@@ -56,7 +56,7 @@ def train(
     resume: Path | None = None,
     accepts_changes: bool = False,
     display: Display | bool | None = None,
-    placement: Placement | None = None,
+    placement: str | None = None,
 ) -> RunResult:
     """Trains an agent and returns where the results are.
 
@@ -69,7 +69,7 @@ def train(
             have changed since that checkpoint; the run is then another than it would have been.
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
-        placement: where engines and growers stand; None for this process.
+        placement: where engines and growers stand, such as "ray"; None for this process.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
@@ -77,13 +77,14 @@ def train(
             SIGHUP or SIGUSR1.
     """
     return launched(
-        partial(story, placement=placement),
+        story,
         config,
-        command="train" if placement is None else placement.command,
+        command="train",
         recipe=recipe,
         resume=resume,
         accepts_changes=accepts_changes,
         display=display,
+        placement=placement,
     )
 
 
@@ -111,8 +112,8 @@ def sft(
 async def story(
     run: Run,
     ranks: Ranks | None = None,
-    *,
     placement: Placement | None = None,
+    *,
     only_warms_up: bool = False,
 ) -> RunResult:
     """Returns the result of a whole run; `ranks` learn together, None for this process alone."""

@@ -119,6 +119,17 @@ class TrackerKind:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacementKind:
+    """A place for engines and growers, by its name in `train(placement=)`."""
+
+    path: str
+    """Import path of a function from the configuration to a context manager that holds the
+    `Placement`."""
+    command: str
+    """The command that goes on with its runs, such as "cluster"."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """A command of `treegraft`, loaded when it is called."""
 
@@ -170,10 +181,10 @@ class Plugin:
     """Makers of samplers, called with tasks, seed and the table [sampler]; or import paths."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
     """Each a `TrackerKind`."""
-    placements: Mapping[str, Any] = field(default_factory=dict)
-    """Makers of placements, called with the configuration; or import paths."""
+    placements: Mapping[str, PlacementKind] = field(default_factory=dict)
     warnings: Mapping[str, Any] = field(default_factory=dict)
-    """Warnings about a run by name, each a `HealthRule`; or import paths."""
+    """Warnings about a run by name, each a `Rule`, whose limit is the setting of that name in
+    [health]; or import paths."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Keys of metrics, and what each means."""
     commands: Mapping[str, Command] = field(default_factory=dict)

@@ -7,6 +7,7 @@ BUILT_IN = (
     "treegraft.extras.methods.axpo",
     "treegraft.extras.methods.commit",
     "treegraft.extras.methods.dots.plugin",
+    "treegraft.extras.methods.eapo",
     "treegraft.extras.methods.gigpo",
     "treegraft.extras.methods.prefix",
     "treegraft.extras.methods.tree_search",

@@ -18,9 +18,6 @@ from treegraft.settings.config import Config
 class Placement(Protocol):
     """Engines and growers of a run in other processes, on one machine or on many."""
 
-    command: str
-    """The command that goes on with its runs, such as "cluster"."""
-
     def engine(
         self, config: Config, model_path: Path | str | None
     ) -> AbstractAsyncContextManager[Engine]:

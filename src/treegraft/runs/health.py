@@ -8,9 +8,11 @@ warnings.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from treegraft.core.plugin import loaded, offered
 from treegraft.runs.health_rules import RULES, History, MetricsLine, Rule, number
 from treegraft.settings.health import HealthSettings
 
@@ -23,6 +25,12 @@ terminal reports a warning when it begins and when it ends. The lines of its upd
 `metrics.jsonl` have it as `health/NAME`, and the viewer marks them. Limits are settings of the
 table `[health]`; the limit `"off"` turns a warning off.
 """
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """Returns the rules of all warnings, those of plugins behind ours."""
+    return (*RULES, *(loaded(one) for one in offered("warnings").values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ def recorded(line: MetricsLine) -> list[HealthWarning]:
     keys = sorted(key for key in line if key.startswith(PREFIX))
     return [
         HealthWarning(rule, key.removeprefix(begin).removeprefix("_"), value)
-        for rule in (RULES if keys else ())
+        for rule in (rules() if keys else ())
         for begin in (f"{PREFIX}{rule.name}",)
         for key in keys
         if f"{key}_".startswith(f"{begin}_") and (value := number(line, key)) is not None
@@ -91,7 +99,7 @@ class Monitor:
         self._history.begin(line)
         found = [
             HealthWarning(rule, subject, value)
-            for rule in RULES
+            for rule in rules()
             if (limit := getattr(self._settings, rule.name)) != "off"
             for subject, value in sorted(rule.check(self._history, line, limit).items())
         ]

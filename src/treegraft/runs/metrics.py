@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from treegraft.core.errors import nearest
+from treegraft.core.plugin import offered
 
 METRICS: Mapping[str, str] = {
     "update": "number of the update, from 1; 0 is the state before the first",
@@ -175,11 +176,17 @@ METRICS: Mapping[str, str] = {
 
 
 @functools.cache
+def known_metrics() -> Mapping[str, str]:
+    """Returns every metric key with its meaning, those of plugins behind ours."""
+    return {**METRICS, **offered("metrics")}
+
+
+@functools.cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Pattern and key in the table."""
     # Longer patterns first, so that the most specific one wins: "eval/accuracy_sampled_{category}"
     # before "eval/accuracy_{category}".
-    keys = sorted((key for key in METRICS if "{" in key), key=len, reverse=True)
+    keys = sorted((key for key in known_metrics() if "{" in key), key=len, reverse=True)
     compiled = []
     for key in keys:
         before, after = map(re.escape, re.split(r"\{\w+\}", key))
@@ -192,7 +199,7 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
 def find_entry(key: str) -> tuple[str, str] | None:
     """Returns the key of the table that a metric's key belongs to, and the name that stands in it
     for {name}, "" for none; None for a key that the table does not know."""
-    if key in METRICS:
+    if key in known_metrics():
         return key, ""
     found = ((known, pattern.fullmatch(key)) for pattern, known in _patterns())
     return next(((known, match[1]) for known, match in found if match), None)
@@ -201,7 +208,7 @@ def find_entry(key: str) -> tuple[str, str] | None:
 def find_meaning(key: str) -> str | None:
     """Returns the meaning of a metric, None for a key that the table does not know."""
     entry = find_entry(key)
-    return None if entry is None else METRICS[entry[0]]
+    return None if entry is None else known_metrics()[entry[0]]
 
 
 def meaning(key: str) -> str:
@@ -210,7 +217,8 @@ def meaning(key: str) -> str:
     found = find_meaning(key)
     if found is None:
         raise KeyError(
-            f"unknown metric '{key}'.{nearest(key, METRICS)} Its meaning belongs in metrics.py."
+            f"unknown metric '{key}'.{nearest(key, known_metrics())} Its meaning belongs in"
+            " metrics.py."
         )
     return found
 

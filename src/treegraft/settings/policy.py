@@ -215,7 +215,7 @@ class PublishSettings(Settings):
 
 
 class EngineSettings(Settings):
-    kind: str = setting("native", built_in=("native", "vllm"))
+    kind: str = setting("native", built_in=("native", "vllm"), plugins="engines")
     """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
     """Paths that go on at once, on each server; more wait for a free row."""

@@ -98,9 +98,10 @@ def _boxes_in_tags(config: Settings) -> bool:
 
 
 class FormatSettings(Settings):
-    kind: Literal["tags", "chat"] = "tags"
+    kind: str = setting("tags", built_in=("tags", "chat"), plugins="formats")
     """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
-    calls and results as the model's own chat template writes them."""
+    calls and results as the model's own chat template writes them; a name that a plugin brings, or
+    an import path."""
     chat_template: str | None = setting(None, idle_unless=when("format.kind", "chat"))
     """Chat template: None takes the model's own or, where that cannot show tools, one of ours that
     fits; "own" insists on the model's; "chatml", "llama3", "gemma" and "plain" are ours; else a
@@ -134,6 +135,7 @@ class RewardSettings(Settings):
     funcs: list[str] = setting(
         ["hierarchical"],
         built_in=("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
+        plugins="rewards",
         min_length=1,
     )
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import typer
@@ -14,7 +13,7 @@ import typer
 from treegraft.cli.train import RunAsked, run_command
 from treegraft.core.interfaces import Display
 from treegraft.extras.ray.job import Job
-from treegraft.extras.ray.placement import needs_of, place_of, ray_placement
+from treegraft.extras.ray.placement import needs_of, place_of
 from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.ray import ADDRESS, connected
 from treegraft.runs.start import new_start
@@ -47,19 +46,14 @@ def run_on_cluster(
     is_rank = ADDRESS in os.environ
     has_job = cluster_settings(config).learner_gpus > 0 or cluster_settings(config).num_ranks > 1
     if is_rank or not has_job:
-        run = partial(
-            train,
+        train(
             config,
             recipe=recipe,
             resume=resume,
             accepts_changes=accepts_changes,
             display=display,
+            placement="ray",
         )
-        if is_rank and os.environ.get("RANK") != "0":
-            run()
-            return 0
-        with ray_placement(config) as placement:
-            run(placement=placement)
         return 0
     if resume is None:
         # Ranks that start again have to find the folder.

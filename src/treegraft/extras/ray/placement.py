@@ -86,8 +86,6 @@ def _linked(source: str, target: str) -> None:
 class RayPlacement:
     """A `Placement` on the cluster that this process is connected to."""
 
-    command = "cluster"
-
     def __init__(self) -> None:
         self._keeper: Keeper | None = None
         self._states: States | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treegraft.parts import Command, Plugin, Settings, setting
+from treegraft.parts import Command, PlacementKind, Plugin, Settings, setting
 
 
 class ClusterSettings(Settings):
@@ -58,7 +58,9 @@ class _Tables(Settings):
 
 plugin = Plugin(
     name="ray",
-    placements={"ray": "treegraft.extras.ray.placement:ray_placement"},
+    placements={
+        "ray": PlacementKind(path="treegraft.extras.ray.placement:ray_placement", command="cluster")
+    },
     commands={
         "cluster": Command(
             path="treegraft.extras.ray.command:cluster",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from treegraft.core.interfaces import Engine, Tokenizer
+from treegraft.core.plugin import loaded, offered
 from treegraft.core.plugins import make, pick
 from treegraft.settings.config import Config
 
@@ -59,7 +60,7 @@ def _build_engine(
 
         return build_engine(config, model, tokenizer, model_path)
     engine: Engine = make(
-        pick(kind, {"native": None, "vllm": None}, "engine.kind"),
+        loaded(pick(kind, {"native": None, "vllm": None, **offered("engines")}, "engine.kind")),
         Engine,
         kind,
         "engine.kind",

@@ -1,0 +1,306 @@
+"""The seam of plugins: the core without extensions, a package outside the repository, and plugins
+that cannot be taken. Each in a process of its own, as plugins are loaded once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.tiny import tiny
+
+from treegraft.core.errors import SettingError
+from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, plugins
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MINE = '''
+"""A package of somebody else's, written against the public face alone."""
+
+from treegraft import Trajectory
+from treegraft.parts import (
+    Branch, BranchCause, Command, Contradiction, ExplorerKind, Independent, OutcomeKind, Plugin,
+    Settings, Start, TrackerKind, has, setting,
+)
+
+
+class EchoSettings(Settings):
+    num_starts: int = setting(2, ge=1)
+    """First-level rollouts."""
+    num: int = setting(1, ge=1)
+    """Branches after each result."""
+
+
+class Tables(Settings):
+    echo: EchoSettings = setting(EchoSettings(), idle_unless=has("explore.explorers", "echo"))
+    """Branches after every result."""
+
+
+class Echo(Independent):
+    probe_tokens = 0
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def starts(self, max_leaves):
+        return Start(min(self.settings.num_starts, max_leaves))
+
+    def after_probe(self, path, probe):
+        cause = BranchCause(entropy_change=0.0, probability=1.0, rule="echo")
+        return Branch(self.settings.num, cause)
+
+
+def short(*, trajectories, **_):
+    return [1.0 - len(path.token_ids) / 1000 for path in trajectories]
+
+
+def centred(members, eps):
+    rewards = [path.reward for path in members]
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+class Tracker:
+    def __init__(self, run_dir):
+        self.path = run_dir / "mine.txt"
+
+    def log(self, update, metrics):
+        with self.path.open("a") as file:
+            file.write(f"{update}\\n")
+
+    def close(self):
+        pass
+
+
+class Corridor:
+    """A corridor of three rooms."""
+
+    capability = "none"
+
+    def reset(self, **row):
+        self.place = 0
+
+    def step(self) -> str:
+        """Goes one room on."""
+        self.place += 1
+        return f"room {self.place}"
+
+
+def corridor(settings):
+    from treegraft.parts import ClassEnvironments
+
+    return ClassEnvironments(Corridor, "corridor", settings)
+
+
+def hello(name: str = "you") -> None:
+    """Say hello."""
+    print(f"hello {name}")
+
+
+def wrong(config):
+    if "echo" in config.explore.explorers and config.explore.echo.num > 3:
+        yield Contradiction(("explore.echo.num",), "explore.echo.num: expected at most 3.")
+
+
+plugin = Plugin(
+    name="mine",
+    explorers={
+        "echo": ExplorerKind(
+            make=lambda explore, facts: Echo(explore.echo),
+            leads=True,
+            leaves="explore.echo.num_starts",
+            opens_at_once=True,
+            branches=True,
+        )
+    },
+    outcomes={"centred": OutcomeKind(compare=centred)},
+    rewards={"short": short},
+    environments={"corridor": "mine:corridor"},
+    trackers={"lines": TrackerKind(path="mine:Tracker", module="json", install="mine")},
+    commands={"hello": Command(path="mine:hello", help="Say hello.")},
+    settings={"explore": Tables},
+    checks=(wrong,),
+)
+'''
+
+
+def install(folder: Path, source: str, name: str = "mine") -> Path:
+    """Lays a package into a folder as pip does, with its entry point."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[treegraft.plugins]\n{name} = {name}\n")
+    return folder
+
+
+def run(code: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([*map(str, folders), str(ROOT / "src"), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        timeout=300,
+    )
+
+
+def treegraft(arguments: list[str], *folders: Path, **environment: str) -> tuple[int, str]:
+    code = f"import sys; sys.argv = ['treegraft', *{arguments!r}]\n"
+    code += "from treegraft.__main__ import main; main()"
+    done = run(code, *folders, **environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------- the core alone
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("treegraft.extras"):
+            raise ModuleNotFoundError(f"no {name} here", name="treegraft.extras")
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_the_core_trains_without_extensions(tmp_path: Path) -> None:
+    settings = tiny(run={"dir": str(tmp_path), "name": "alone", "num_updates": 1})
+    code = f"""{BLOCKED}
+from treegraft import train
+from treegraft.core.plugin import plugins
+from treegraft.settings.config import known_settings
+assert not plugins().members and not plugins().problems
+train({settings!r}, display=False)
+print(len(known_settings()))
+assert not [name for name in sys.modules if name.startswith("treegraft.extras")]
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) <= 260
+    assert (tmp_path / "alone" / "trees" / "update-000001.jsonl").exists()
+
+
+def test_a_method_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    code = f"""{BLOCKED}
+from treegraft import load_config
+load_config("demo", ['explorers=["axpo"]'])
+"""
+    said = run(code).stderr
+    assert "explore.explorers: got 'axpo', expected one of independent, entropy, graft" in said
+
+
+# ---------------------------------------------------------------------- a package from outside
+
+
+def test_a_package_outside_the_repository_extends_a_run(tmp_path: Path) -> None:
+    """An explorer with settings and a check, a way to compare outcomes, a reward and a tracker."""
+    folder = install(tmp_path / "site", MINE)
+    changes = {
+        "run": {"dir": str(tmp_path), "name": "extended", "num_updates": 2},
+        "explore": {"explorers": ["echo"], "echo": {"num": 2}, "num_leaves": 4},
+        "reward": {"funcs": ["hierarchical", "short"]},
+        "credit": {"advantage": "centred"},
+        "track": {"trackers": ["lines"]},
+    }
+    code = f"from treegraft import train\ntrain({tiny(**changes)!r}, display=False)"
+    done = run(code, folder)
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "extended"
+    assert (run_dir / "mine.txt").read_text().split() == ["0", "1", "2"]
+    trees = "".join(path.read_text() for path in (run_dir / "trees").glob("update-*.jsonl"))
+    assert '"echo"' in trees
+    saved = json.loads((run_dir / "config.json").read_text())
+    assert saved["explore"]["echo"] == {"num_starts": 2, "num": 2}
+    # It is gone: its recipes are refused by name, and nothing else is lost.
+    code = f"from treegraft import load_config\nload_config({str(run_dir / 'config.json')!r})"
+    assert "unknown setting 'explore.echo" in run(code).stderr
+
+
+def test_its_names_are_known_to_commands_errors_and_settings(tmp_path: Path) -> None:
+    folder = install(tmp_path / "site", MINE)
+    code, out = treegraft(["--help"], folder)
+    assert code == 0 and "hello" in out and "Say hello." in out
+    assert treegraft(["hello", "--name", "tree"], folder) == (0, "hello tree\n")
+    code, out = treegraft(["config", "demo", 'explorers=["ech"]'], folder)
+    assert code == 2 and "Did you mean 'echo'?" in out
+    code, out = treegraft(["config", "demo", 'explorers=["echo"]', "explore.echo.num=4"], folder)
+    assert code == 2 and "explore.echo.num: expected at most 3." in out
+    code, out = treegraft(["config", "demo", "explore.echo.num=2"], folder)
+    assert code == 2 and "would have no effect" in out
+    code, out = treegraft(["config", "explore.echo"], folder)
+    assert code == 0 and "Branches after each result." in out
+    code, out = treegraft(["config", "demo", 'explorers=["echo"]'], folder, TREEGRAFT_PLUGINS="off")
+    assert code == 2 and "got 'echo'" in out
+
+
+def test_its_environment_is_opened_by_name(tmp_path: Path) -> None:
+    folder = install(tmp_path / "site", MINE)
+    code = """
+from treegraft import load_config
+from treegraft.tools.build import open_environments
+config = load_config("demo", ["environment.kind=corridor"])
+print([tool.name for tool in open_environments(config.environment).tools])
+"""
+    assert run(code, folder).stdout.strip() == "['step']"
+
+
+# ---------------------------------------------------------------------- plugins that are refused
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nowhere_to_be_found", "it needs 'nowhere_to_be_found', which is not installed"),
+        ("1 / 0", "importing 'mine' failed: ZeroDivisionError: division by zero"),
+        ("plugin = 3", "has no object 'plugin' that is a treegraft.parts.Plugin, but int"),
+        (
+            "from treegraft.parts import Plugin\nplugin = Plugin(name='mine', interface=99)",
+            f"written for version 99 of the plugin interface, and this is version {INTERFACE}",
+        ),
+        (
+            "from treegraft.parts import Plugin\n"
+            "plugin = Plugin(name='mine', rewards={'f1': 'a:b'})",
+            "it brings 'f1' as one of its rewards, a name that 'treegraft' has taken",
+        ),
+        (
+            "from treegraft.parts import ExplorerKind, Plugin\n"
+            "plugin = Plugin(name='mine', explorers={'axpo': ExplorerKind()})",
+            "it brings 'axpo' as one of its explorers, a name that 'axpo' has taken",
+        ),
+        (
+            "from treegraft.parts import Plugin, Settings, setting\n"
+            "class Tables(Settings):\n    lr: float = setting(1.0)\n"
+            "plugin = Plugin(name='mine', settings={'learn': Tables})",
+            "'learn.lr' of mine is there already",
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_taken_is_one_sentence(
+    source: str, said: str, tmp_path: Path
+) -> None:
+    folder = install(tmp_path / "site", source)
+    code, out = treegraft(["config", "demo"], folder)
+    words = " ".join(out.split())
+    assert code == 2 and said in words and "mine" in words and "Traceback" not in out
+    # The others are whole, and without it there is work.
+    assert treegraft(["--help"], folder)[0] == 0
+    assert treegraft(["config", "demo"], folder, TREEGRAFT_PLUGINS="off")[0] == 0
+
+
+def test_our_own_are_whole_and_take_no_name_of_the_core() -> None:
+    assert plugins().problems == ()
+    for kind, names in CORE_NAMES.items():
+        assert not {*names} & {*plugins().offered(kind)}
+
+
+def test_an_import_path_that_leads_nowhere_is_told_when_it_is_used() -> None:
+    from treegraft.core.plugin import loaded
+
+    assert loaded(Plugin) is Plugin
+    with pytest.raises(SettingError, match="no module 'nowhere'"):
+        loaded("nowhere:thing")
