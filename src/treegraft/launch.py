@@ -173,14 +173,8 @@ class Training:
         book."""
         if self.book is None:
             return Given([], (0, 0), {})
-        earlier = self.sampler.drawn(self.num_drawn)
+        earlier = self.sampler.drawn(self.run.state.num_drawn)
         return self.book.choose(trees, earlier, number, self.run.state.lesson_value or (0.0, 0.0))
-
-    @property
-    def num_drawn(self) -> int:
-        """The training tasks drawn so far."""
-        state, size = self.run.state, self.run.config.run.tasks_per_update
-        return state.update * size if state.num_drawn is None else state.num_drawn
 
 
 @asynccontextmanager

@@ -147,7 +147,7 @@ async def sample(training: Training, number: int) -> Sampled:
         run.display.phase("rollout", done, num_tasks, str(grower.watch))
 
     work = sample_update(
-        *(config, training.sampler, grower, number, training.num_drawn),
+        *(config, training.sampler, grower, number, run.state.num_drawn),
         size=config.run.tasks_per_update - training.replay.num_due,
         num_at_once=training.parts.num_trees_at_once(config.explore.num_leaves),
         on_progress=show,
@@ -194,7 +194,7 @@ def keep(training: Training, number: int, grown: Sampled, learned: Learned) -> N
         if every > 0 and number % every == 0:
             has_own = config.loss.old_logprobs == "learner"
             shown_late = symptoms(parts.learner, learned.trees.kept, has_own_scores=has_own)
-    num_drawn = training.num_drawn + grown.num_drawn
+    num_drawn = run.state.num_drawn + grown.num_drawn
     # After learning, so that traces of this update are never retrieved within it.
     added = training.buffer.grow(trees, number)
     if training.book is not None and training.buffer.is_own_alone:

@@ -30,7 +30,8 @@ from treegraft.core.types import Status, Tree
 from treegraft.evals.suites import EvalSet
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_json import parse_tree, tree_to_json
-from treegraft.settings.config import renamed_now, settings_with, values_of_old
+from treegraft.settings.config import settings_with
+from treegraft.settings.load import without_removed
 
 FORMAT_VERSION = 1
 
@@ -68,7 +69,7 @@ class EvalFolder:
         # Hidden files, such as a lock, are no evaluation.
         if path.is_dir() and any(not one.name.startswith(".") for one in path.iterdir()):
             found = folder.asked()
-            before, held = values_of_old(found["asked"], asked), found["sets"]
+            before, held = found["asked"], found["sets"]
             changed += [
                 f"{name} was {before.get(name)!r} and is now {asked.get(name)!r}"
                 for name in sorted(before.keys() | asked.keys())
@@ -126,7 +127,7 @@ class EvalFolder:
             no_matter = settings_with("ignored_by_eval", "same_answers")
             asked = {
                 name: value
-                for name, value in renamed_now(data["asked"]).items()
+                for name, value in without_removed(data["asked"]).items()
                 if not name.startswith(no_matter)
             }
             sets = {

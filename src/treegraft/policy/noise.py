@@ -1,24 +1,18 @@
 """Gumbel noise that is a function of key, position and entry, the same on every device.
 
-`philox` is counter-based: every entry is computed by itself, in integer operations, wherever the
-logits are. `mt19937` is the noise of runs before 0.7: torch's generator on the CPU, seeded anew for
-every token.
+Philox is counter-based: every entry is computed by itself, in integer operations, wherever the
+logits are.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from treegraft.core.interfaces import NoiseKey
 from treegraft.core.keyed import keyed_int
-
-NoiseKind = Literal["philox", "mt19937"]
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -72,30 +66,7 @@ def philox_gumbels(draws: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def noise_words(noise_key: NoiseKey) -> tuple[int, int]:
-    """Returns the lower and the upper word of the key of `philox`, 32 bits each."""
+    """Returns the lower and the upper word of the key of Philox, 32 bits each."""
     # Hashed once per completion, not per token.
     bits = keyed_int(*noise_key)
     return bits & MASK, bits >> 32
-
-
-def keyed_seed(noise_key: NoiseKey, position: int) -> int:
-    """Returns the 63-bit seed of `mt19937`, which depends on the key and the position alone.
-
-    Python's own `hash` differs between processes, so the key's text is hashed.
-    """
-    digest = hashlib.blake2b(repr((tuple(noise_key), position)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def mt19937_gumbels(seeds: Sequence[int | None], size: int) -> Tensor:
-    """Returns [rows, size] float32 variates -log(-log u) on the CPU, and 0 for rows without a
-    seed."""
-    # Ones become 0 below.
-    noise = torch.ones(len(seeds), size)
-    generator = torch.Generator()
-    for row, seed in zip(noise, seeds, strict=True):
-        if seed is not None:
-            generator.manual_seed(seed)
-            torch.rand(size, generator=generator, out=row)
-            row.log_().neg_()
-    return noise.log_().neg_()

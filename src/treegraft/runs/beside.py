@@ -96,11 +96,6 @@ def refuse_changes(
             f" {state.metrics_size}; the file was changed or removed by hand."
             f" {ways_out(run_dir, checkpoint, can_accept=False)}"
         )
-    if state.beside is None:
-        return [
-            f"{checkpoint.name} was written by version 0.6 or older, which kept no checksums of"
-            " metrics, evaluations and buffer; they are taken as they are"
-        ]
     replayed = [run_dir / name for name in state.beside if name.startswith(_REPLAYED)]
     changed = _changes(state.beside, Beside(run_dir).checksums(state, replayed))
     if changed and not accepts:

@@ -16,7 +16,7 @@ from treegraft.core.errors import CheckpointError
 from treegraft.core.files import file_checksum, parse_json
 
 FORMAT_VERSION = 2
-"""Of state.json. 1 is that of 0.6: without `TrainState.beside`, without a checksum of its own."""
+"""Of state.json; 1 is that of 0.6."""
 PARTIAL, ASIDE = ".partial", ".aside"
 """Endings of folders that are half written or half removed, and of one that is being replaced."""
 
@@ -43,17 +43,16 @@ class TrainState:
     """Updates in a row whose gap was too large."""
     first_canary_gap: float | None = None
     """learn/canary_gap of the first publish; None before it, and for engines without canaries."""
-    num_drawn: int | None = None
-    """Training tasks drawn so far; None in checkpoints of before sampling in rounds, where it is
-    the updates' share."""
+    num_drawn: int = 0
+    """Training tasks drawn so far."""
     lesson_value: tuple[float, float] | None = None
     """Sum of the agent's mean rewards and weight of the tasks, decayed, see `policy.learn.lessons`;
     None before the first update with lessons."""
     sampler: Mapping[str, Any] | None = None
     """What the sampler of tasks has learned, see `interfaces.TaskSampler`; None for nothing."""
-    beside: Mapping[str, str] | None = None
+    beside: Mapping[str, str] = field(default_factory=dict)
     """Checksums of what lies beside the checkpoint and a resume depends on, by path in the run
-    folder, see `runs.beside`; None in checkpoints of 0.6."""
+    folder, see `runs.beside`."""
 
     def __post_init__(self) -> None:
         if min(self.update, self.warmup_steps, self.metrics_size, self.num_breaches) < 0:
@@ -102,19 +101,21 @@ def read_state(folder: Path) -> TrainState:
         data = parse_json(path.read_bytes())
         own = data.pop("checksum", None)
         version = data["format_version"]
-        if version not in (1, FORMAT_VERSION) or isinstance(version, str | bool):
+        if version != FORMAT_VERSION or isinstance(version, str | bool):
             raise CheckpointError(
-                f"checkpoint '{folder}': got format version {version!r}, expected {FORMAT_VERSION}"
-                " or 1; another version of Treegraft wrote it. Resume it with that one, or start"
-                " from its weights with model.path."
+                f"checkpoint '{folder}': got format version {version!r}, expected {FORMAT_VERSION};"
+                " another version of Treegraft wrote it (1: 0.6 or older). Resume it with that one,"
+                " or start from its weights with model.path."
             )
-        if version > 1 and own != _own_checksum(data):
+        if own != _own_checksum(data):
             raise CheckpointError(
                 f"checkpoint '{folder}' is damaged: treegraft/state.json is different from what was"
                 f" written.{_way_out(folder)}"
             )
         del data["format_version"]
         checksums = data.pop("checksums")
+        # 0.7 wrote null before the first update.
+        data["num_drawn"] = data.get("num_drawn") or 0
         state = _STATE.validate_json(json.dumps(data), strict=True)
         missing = [name for name in checksums if not (folder / name).is_file()]
         damaged = [

@@ -293,7 +293,7 @@ class Run:
             CheckpointError: it is not that of the checkpoint to go on from.
         """
         start, name = self.start, "demonstrations"
-        noted = (start.state.beside or {}).get(name, checksum)
+        noted = start.state.beside.get(name, checksum)
         if noted != checksum and start.checkpoint is not None and not start.accepts_changes:
             raise CheckpointError(
                 f"run folder '{self.path}': the demonstrations in '{path}' have changed since"

@@ -17,7 +17,7 @@ from treegraft.runs.beside import refuse_changes, refuse_other_settings
 from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
 from treegraft.settings.config import Config, settings_with
-from treegraft.settings.load import config_json, differences, going_on, load_config
+from treegraft.settings.load import config_json, differences, load_config
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
@@ -134,7 +134,6 @@ def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = Fals
     if settings.run.name is None:
         run = settings.run.model_copy(update={"name": own.run.name})
         settings = settings.model_copy(update={"run": run})
-    settings = going_on(settings, own)
     may_change = settings_with("resumable")
     refused = [one for one in differences(own, settings) if not one.startswith(may_change)]
     if refused:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from treegraft.core.errors import SettingError
 from treegraft.core.plugin import plugins
@@ -249,36 +249,3 @@ def settings_with(*facts: Fact) -> tuple[str, ...]:
         for name, found in tables_and_settings().items()
         if any(getattr(found.facts, fact) for fact in facts)
     )
-
-
-@functools.cache
-def renamed() -> Mapping[str, str]:
-    """Returns the former dotted names of settings, and their present ones."""
-    return {
-        found.facts.renamed_from: name
-        for name, found in known_settings().items()
-        if found.facts.renamed_from
-    }
-
-
-@functools.cache
-def values_before() -> Mapping[str, Any]:
-    """Returns the values that settings have in the files of runs made before there were these
-    settings, by dotted names."""
-    return {
-        name: found.facts.value_before
-        for name, found in known_settings().items()
-        if found.facts.value_before is not None
-    }
-
-
-def renamed_now(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings by the dotted names of their time as they are called now."""
-    return {renamed().get(name, name): value for name, value in settings.items()}
-
-
-def values_of_old(settings: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings with the values that those which they do not name, but `now` does, had
-    before there were these settings."""
-    missing = {name: value for name, value in values_before().items() if name in now}
-    return {**missing, **settings}

@@ -25,10 +25,8 @@ from treegraft.settings.config import (
     PLUGIN_PROBLEMS,
     Config,
     known_settings,
-    renamed,
     settings_with,
     tables_and_settings,
-    values_before,
 )
 from treegraft.settings.contradictions import contradictions
 from treegraft.settings.explore import default_told, idle_told
@@ -204,17 +202,48 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
     if smoke:
         raise SettingError(f"{path}: --smoke: expected a recipe; a run's config.json has none.")
     data = read_tables(path)
-    # JSON was written by `config_json`, perhaps of an earlier version; a recipe's author is told.
-    for old, new in renamed().items():
-        table, _, last = old.partition(".")
-        if isinstance(data.get(table), dict) and last in data[table]:
-            _put(data, new, data[table].pop(last))
-    # Not in a recipe, which may leave any setting to its default.
-    for name, value in values_before().items() if path.name == "config.json" else ():
-        is_ours = isinstance(data.get(name.partition(".")[0]), dict)
-        if is_ours and not _is_given(data, name):
-            _put(data, name, value)
+    if path.name == "config.json":
+        _refuse_older(data, path)
     return data
+
+
+REMOVED: Mapping[str, Any] = {"engine.noise": "philox", "rollout.max_staleness": 0}
+"""Settings that 0.7 had and this version has not, each with the value at which it changed
+nothing."""
+
+
+def _refuse_older(data: Mapping[str, Any], path: Path) -> None:
+    """Refuses the settings of a run of 0.6, whose engine had these in one table."""
+    engine = data.get("engine")
+    if isinstance(engine, dict) and {"cache_gb", "pack_weights"} & engine.keys():
+        raise SettingError(
+            f"{path}: it was written by Treegraft 0.6 or older, and this version reads what 0.7"
+            " wrote; go on with that run in Treegraft 0.7."
+        )
+
+
+def _drop_removed(data: dict[str, Any], origin: str) -> None:
+    """Takes settings out that are gone, where they changed nothing.
+
+    Raises:
+        SettingError: one had another value.
+    """
+    for name, harmless in REMOVED.items():
+        table, _, last = name.partition(".")
+        place = data.get(table)
+        if not isinstance(place, dict) or last not in place:
+            continue
+        if place[last] != harmless:
+            raise SettingError(
+                f"{origin}: setting '{name}' is gone since 0.8: got {shown(place[last])}, and only"
+                f" {shown(harmless)} would change nothing. Leave it out, or use Treegraft 0.7."
+            )
+        del place[last]
+
+
+def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by dotted names without those that are gone."""
+    return {name: value for name, value in settings.items() if name not in REMOVED}
 
 
 def _type_fault(
@@ -331,6 +360,7 @@ def load_config(
         origin, data = "settings", json.loads(json.dumps(source, default=str))
     else:
         origin, data = str(source), _read(Path(source), smoke=smoke)
+    _drop_removed(data, origin)
     names = _apply(data, overrides)
     typed = tuple(f"{name}." for name in names)
 
@@ -351,14 +381,6 @@ def load_config(
     if faults:
         raise SettingError("\n".join(faults), settings=[n for one in found for n in one.settings])
     return config
-
-
-def going_on(config: Config, own: Config) -> Config:
-    """Returns the settings by which a run with the settings `own` goes on: those of `config`, and
-    its own where `config` does not name a setting that an earlier version did not have."""
-    given = config.model_dump(mode="json", exclude_unset=True)
-    unnamed = [name for name in values_before() if not _is_given(given, name)]
-    return load_config(config, [f"{name}={value_of(own, name)}" for name in unnamed])
 
 
 def _blamed(settings: Sequence[str], typed: Sequence[str], origin: str) -> str:

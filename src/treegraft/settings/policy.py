@@ -159,16 +159,16 @@ CPU_CACHE_GB = 4.0
 class NativeSettings(Settings):
     # Evicted keys are computed again, to the same numbers.
     cache_gb: Literal["auto"] | Annotated[float, Field(gt=0)] = setting(
-        "auto", renamed_from="engine.cache_gb", resumable=True, same_answers=True
+        "auto", resumable=True, same_answers=True
     )
     """Memory for keys and values, in 10^9 bytes; "auto" takes 4 on a CPU and 40 % of a GPU's free
     memory. What no running path needs is dropped first, the oldest before the rest."""
-    max_prefill_tokens: int = setting(512, ge=16, renamed_from="engine.max_prefill_tokens")
+    max_prefill_tokens: int = setting(512, ge=16)
     """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut
     there."""
-    pack_weights: bool = setting(True, renamed_from="engine.pack_weights")
+    pack_weights: bool = setting(True)
     """On a CPU: a second copy of the linear layers' weights, laid out for faster products."""
-    compile_kernels: bool = setting(True, renamed_from="engine.compile_kernels")
+    compile_kernels: bool = setting(True)
     """On a CPU: attention and the operations between the products by our own kernels, compiled once
     per machine with its C compiler."""
 
@@ -221,10 +221,6 @@ class EngineSettings(Settings):
     """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest wait for one completion, in seconds."""
-    noise: Literal["philox", "mt19937"] = setting("philox", value_before="mt19937", labels_run=True)
-    """Generator of the noise that tokens are drawn with: "philox" (counter-based, the same on every
-    device), or "mt19937", that of runs before 0.7. Runs with different noise draw other
-    tokens."""
     native: NativeSettings = setting(NativeSettings(), idle_unless=when("engine.kind", "native"))
     """Memory and arithmetic of the native engine."""
     vllm: VllmSettings = setting(VllmSettings(), idle_unless=when("engine.kind", "vllm"))

@@ -113,11 +113,6 @@ class Facts:
     """Names of ours that it takes, besides import paths; empty for a setting without such names."""
     plugins: str = ""
     """What plugins bring for it by name, one of `core.plugin.KINDS`; empty for nothing."""
-    renamed_from: str = ""
-    """Former name, "table.setting": read silently in the files of runs, corrected in recipes."""
-    value_before: Any = None
-    """Its value in the files of runs that were made before there was this setting; None for the
-    default."""
     idle_unless: tuple[Callable[[Any], str], ...] = ()
     """Each a `Condition`, or a function of the whole configuration that returns why the setting has
     no effect, "" where it has one. Typed on the command line without effect it is an error; in a

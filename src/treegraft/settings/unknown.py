@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from treegraft.settings.config import known_settings, renamed, tables_and_settings
+from treegraft.settings.config import known_settings, tables_and_settings
 from treegraft.settings.names import find_answer, find_last_part
 
 NEAR = 0.8
@@ -42,8 +42,6 @@ def suggestion(name: str, value: Any = None) -> str:
     # Hydra's marks for settings that are added, forced or removed.
     name = name.lstrip("+~")
     table, _, last = name.rpartition(".")
-    if name in renamed():
-        return f" It is '{renamed()[name]}' now."
     # One letter off in the table's name; the setting's own name may be another framework's too.
     same_last = [leaf for leaf in known_settings() if table and leaf.endswith(f".{last}")]
     if close := difflib.get_close_matches(name, same_last, n=1, cutoff=0.92):

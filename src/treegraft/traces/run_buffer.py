@@ -210,13 +210,7 @@ class RunBuffer:
         start = self._start
         if start is None or start.checkpoint is None or own.exists() or not self._is_own:
             return
-        # Checkpoints of 0.6 have no checksums; they have buffer.json from the first update on.
-        is_noted = (
-            (self._run_dir / "buffer.json").exists()
-            if start.state.beside is None
-            else BESIDE in start.state.beside
-        )
-        if is_noted and not start.accepts_changes:
+        if BESIDE in start.state.beside and not start.accepts_changes:
             raise CheckpointError(
                 f"run folder '{self._run_dir}': its Step-Trace Buffer {OWN_FILE} is missing, which"
                 f" {start.checkpoint.name} was trained with."

@@ -25,7 +25,7 @@ from treegraft.core.errors import DataError, SettingError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
-from treegraft.settings.config import Config, known_settings, renamed
+from treegraft.settings.config import Config, known_settings
 from treegraft.settings.load import describe
 from treegraft.settings.table import flatten
 from treegraft.view.buffer import BufferView
@@ -224,7 +224,7 @@ class Api:
         return {
             "name": run.name,
             # Dotted names, as a recipe and the command line have them; former ones by their new.
-            "settings": {renamed().get(name, name): one for name, one in flatten(config).items()},
+            "settings": flatten(config),
             "files": files,
             "has_texts": self._tokens(run.name).is_there,
             **run.state(),

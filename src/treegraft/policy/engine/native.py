@@ -433,10 +433,7 @@ class NativeEngine:
                 # By the position in the completion, not by the pass: neither company nor a
                 # repeated request changes a token.
                 keys[row], positions[row] = request.noise_key, len(request.sampled)
-        kind = self.settings.noise
-        columns = sample_tokens(
-            logits, temperatures, keys, positions, self._forward.kernels, kind=kind
-        )
+        columns = sample_tokens(logits, temperatures, keys, positions, self._forward.kernels)
         self._draw_filtered(requests, logits, keys, columns)
         # One copy from the device: a double holds a token's number as well as it holds a float.
         found = torch.stack([column.double() for column in columns], dim=1)[: len(requests)]
@@ -456,8 +453,7 @@ class NativeEngine:
                 continue
             path = [*request.prefix_ids, *request.sampled]
             left = filtered(logits[row], sampling.temperature, sampling.filters, path)
-            position, kind = len(request.sampled), self.settings.noise
-            drawn = sample_tokens(left[None], [1.0], [keys[row]], [position], kind=kind)
+            drawn = sample_tokens(left[None], [1.0], [keys[row]], [len(request.sampled)])
             for column, value in zip(columns, drawn, strict=True):
                 column[row] = value[0]
 

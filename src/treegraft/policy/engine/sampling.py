@@ -12,13 +12,7 @@ from torch.nn import functional
 from treegraft.core.interfaces import NoiseKey
 from treegraft.policy.engine.transfer import moved
 from treegraft.policy.kernels.engine import DRAWN, Kernels
-from treegraft.policy.noise import (
-    NoiseKind,
-    keyed_seed,
-    mt19937_gumbels,
-    noise_words,
-    philox_gumbels,
-)
+from treegraft.policy.noise import noise_words, philox_gumbels
 
 ROWS = 16
 """Rows that are drawn for together without kernels, few enough for their float32 copies to fit in a
@@ -32,8 +26,6 @@ def sample_tokens(
     noise_keys: Sequence[NoiseKey | None],
     positions: Sequence[int],
     kernels: Kernels | None = None,
-    *,
-    kind: NoiseKind = "philox",
 ) -> Columns:
     """Returns one token per row with its log-probability and the entropy of its distribution.
 
@@ -65,13 +57,8 @@ def sample_tokens(
     # Noise for the blocks and for one block's tokens, not for the whole vocabulary: drawing it took
     # longer than everything else here.
     num_entries = size if is_whole else -(-size // DRAWN) + DRAWN
-    if kind == "mt19937":
-        pairs = zip(noise_keys, positions, strict=True)
-        seeds = [None if key is None else keyed_seed(key, position) for key, position in pairs]
-        noise = mt19937_gumbels(seeds, num_entries).to(device)
-    else:
-        draw = philox_gumbels if kernels is None else kernels.gumbels
-        noise = draw(draws, num_entries)
+    draw = philox_gumbels if kernels is None else kernels.gumbels
+    noise = draw(draws, num_entries)
     if is_whole:
         return _sample_at_once(logits / scale[:, None], noise)
     is_greedy = draws[:, 2] < 0 if any(key is None for key in noise_keys) else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.runs.record import runs_beside
-from treegraft.settings.config import renamed, settings_with
+from treegraft.settings.config import settings_with
 from treegraft.settings.table import flatten
 from treegraft.view.runs import Run
 
@@ -119,7 +119,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
         label=label,
         seed=settings.get("run.seed"),
         settings={
-            renamed().get(name, name): value
+            name: value
             for name, value in settings.items()
             if name not in settings_with("labels_run")
         },

@@ -32,7 +32,6 @@ from treegraft.policy.engine.vllm.loading import Due
 from treegraft.policy.engine.vllm.plain import plain_entries, plain_parameters
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
-from treegraft.policy.noise import NoiseKind
 from treegraft.settings.policy import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -157,8 +156,8 @@ class VllmEngine:
         on_probe: Callable[[Sequence[float]], None] | None = None,
     ) -> _Draft:
         probe = None if on_probe is None or probe_tokens is None else (probe_tokens, on_probe)
-        noise = None if self._fleet.is_plain else self.settings.noise
-        return _Draft(self._stops, self._end_ids, sampling, limit, noise, probe)
+        is_plain = self._fleet.is_plain
+        return _Draft(self._stops, self._end_ids, sampling, limit, is_plain, probe)
 
     def _limit(self, prefix_ids: Sequence[int], sampling: Sampling) -> int:
         if not prefix_ids:
@@ -321,14 +320,14 @@ class _Draft:
         end_ids: frozenset[int],
         sampling: Sampling,
         limit: int,
-        noise: NoiseKind | None,
+        is_plain: bool,
         probe: tuple[int, Callable[[Sequence[float]], None]] | None,
     ) -> None:
         """Args:
-        noise: of our own draw; None where servers draw by theirs.
+        is_plain: servers draw by their own noise.
         probe: tokens after which a function is called with their entropies.
         """
-        self._noise, self._probe = noise, probe
+        self._is_plain, self._probe = is_plain, probe
         self._stops, self._end_ids, self._sampling, self._limit = stops, end_ids, sampling, limit
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -363,13 +362,12 @@ class _Draft:
     def _drawing(self, key: NoiseKey) -> dict[str, Any]:
         """The parameters that say how tokens are drawn and what is reported of them."""
         sampling, count = self._sampling, len(self.ids)
-        if self._noise is None:
+        if self._is_plain:
             return plain_parameters(sampling, key, count)
         draw: dict[str, Any] = {
             "key": list(key),
             "offset": count,
             "temperature": sampling.temperature,
-            "noise": self._noise,
         }
         if sampling.filters != NO_FILTERS:
             draw["filters"] = asdict(sampling.filters)
@@ -382,7 +380,7 @@ class _Draft:
         Raises:
             EngineError: a reply without tokens or without their two entries.
         """
-        is_plain = self._noise is None
+        is_plain = self._is_plain
         read = plain_entries if is_plain else entries_of
         try:
             choice = reply["choices"][0]
@@ -415,7 +413,7 @@ class _Draft:
             token_ids=tuple(self.ids),
             sampling_logprobs=tuple(self.logprobs),
             entropies=tuple(self.entropies),
-            entropy_kind=EntropyKind.TOP_K if self._noise is None else EntropyKind.EXACT,
+            entropy_kind=EntropyKind.TOP_K if self._is_plain else EntropyKind.EXACT,
             finish=self.finish,
             policy_version=version,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from treegraft.policy.engine.vllm.protocol import (
     draws_of_sampling,
     marked_rows,
 )
-from treegraft.policy.noise import NoiseKind
 from treegraft.policy.weights import bit_sum, fingerprint_of
 
 
@@ -42,7 +41,6 @@ class Order:
     offset: int
     """Position of the request's first token in its completion."""
     temperature: float
-    noise: NoiseKind
     filters: Filters
     prompt: list[int]
     output: list[int]
@@ -91,18 +89,11 @@ class Draw(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed here
         process_dict_updates(self._orders, batch_update, order_of)
 
     def _drawn(self, logits: Tensor, orders: Sequence[Order]) -> Columns:
-        # All requests of a run have one kind of noise.
-        kinds = {one.noise for one in orders}
-        if len(kinds) > 1:
-            parts = [self._drawn(logits[n : n + 1], [one]) for n, one in enumerate(orders)]
-            tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-            return tokens, logprobs, entropies
         return sample_tokens(
             logits,
             [one.temperature for one in orders],
             [one.noise_key for one in orders],
             [one.position for one in orders],
-            kind=kinds.pop(),
         )
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -117,9 +108,7 @@ class Draw(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed here
             if order.filters != NO_FILTERS:
                 path = [*order.prompt, *order.output]
                 left = filtered(own[row], order.temperature, order.filters, path)
-                drawn = sample_tokens(
-                    *(left[None], [1.0], [order.noise_key], [order.position]), kind=order.noise
-                )
+                drawn = sample_tokens(left[None], [1.0], [order.noise_key], [order.position])
                 for column, value in zip((tokens, logprobs, entropies), drawn, strict=True):
                     column[row] = value[0]
         marked = marked_rows(own, (tokens, logprobs, entropies))
@@ -130,13 +119,10 @@ class Draw(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed here
 
 
 def _read(order: dict[str, Any], prompt: list[int], output: list[int]) -> Order:
-    if order["noise"] not in get_args(NoiseKind):
-        raise ValueError(order["noise"])
     return Order(
         key=tuple(order["key"]),
         offset=int(order["offset"]),
         temperature=float(order["temperature"]),
-        noise=order["noise"],
         filters=Filters(**order.get("filters", {})),
         prompt=prompt,
         output=output,

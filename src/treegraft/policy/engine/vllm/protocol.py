@@ -14,7 +14,7 @@ from treegraft.policy.engine.sampling import Columns, sample_tokens
 PLUGIN_VERSION = 1
 """Grows with every change of what client and plugin say to each other."""
 DRAW = "treegraft"
-"""Name of our part of a request's extra arguments: {"key", "offset", "temperature", "noise",
+"""Name of our part of a request's extra arguments: {"key", "offset", "temperature",
 "filters"}."""
 PLUGIN = "treegraft.policy.engine.vllm.plugin"
 """Module of the plugin; not imported on this side, since it needs vllm."""
