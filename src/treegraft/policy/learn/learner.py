@@ -234,14 +234,14 @@ class Learner:
     def _plan(
         self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool = False
     ) -> Plan:
-        limit, num_groups = self.settings.max_pack_tokens, self._team.num_groups
-        return plan_passes(trees, indices, limit, num_groups, takes_lessons=takes_lessons)
+        limit, num_ranks = self.settings.max_pack_tokens, self._team.size
+        return plan_passes(trees, indices, limit, num_ranks, takes_lessons=takes_lessons)
 
     def _batches(
         self, plan: Plan, *, takes_lessons: bool = False
     ) -> Iterator[tuple[Pack, TreeBatch]]:
         """The passes of this process; an empty pack has a batch all the same."""
-        for pack in plan.own(self._team.group):
+        for pack in plan.own(self._team.rank):
             if pack:
                 trees = [part.tree for part in pack]
                 yield pack, pack_trees(trees, device=self.device, takes_lessons=takes_lessons)
@@ -279,7 +279,7 @@ class Learner:
         packs = imitation_packs(trees, self.settings.max_pack_tokens)
         whole = [tuple(Part(0, tree) for tree in pack) for pack in packs]
         sizes = [sum(map(num_tree_tokens, pack)) for pack in packs]
-        plan = Plan(tuple(whole), deal(sizes, self._team.num_groups))
+        plan = Plan(tuple(whole), deal(sizes, self._team.size))
         return (batch for _, batch in self._batches(plan))
 
     # ------------------------------------------------------------------ one update

@@ -30,22 +30,18 @@ Pack = tuple[Part, ...]
 class Team(Protocol):
     """The processes that learn together. Each makes the same plan, and its own passes."""
 
-    @property
-    def group(self) -> int:
-        """Which group of ranks this process is of; the ranks of a group share each pass."""
-
-    @property
-    def num_groups(self) -> int: ...
+    rank: int
+    size: int
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns each group's values, 1-D on the CPU, in the order of groups; of the same type,
-        of any length."""
+        """Returns each rank's values, 1-D on the CPU, in the order of ranks; of the same type, of
+        any length."""
 
 
 class Alone:
     """One process that makes every pass."""
 
-    group, num_groups = 0, 1
+    rank, size = 0, 1
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Returns the values."""
@@ -57,22 +53,22 @@ class Plan:
     """The passes of one optimiser step or measurement, a function of the trees alone."""
 
     packs: tuple[Pack, ...]
-    groups: tuple[int, ...]
-    """The group of ranks that makes each."""
+    ranks: tuple[int, ...]
+    """The rank that makes each."""
 
-    def own(self, group: int) -> list[Pack]:
-        """Returns the packs of a group, and an empty one for each pass that only others make."""
-        own = [pack for pack, maker in zip(self.packs, self.groups, strict=True) if maker == group]
-        most = max((self.groups.count(maker) for maker in set(self.groups)), default=0)
+    def own(self, rank: int) -> list[Pack]:
+        """Returns the packs of a rank, and an empty one for each pass that only others make."""
+        own = [pack for pack, maker in zip(self.packs, self.ranks, strict=True) if maker == rank]
+        most = max((self.ranks.count(maker) for maker in set(self.ranks)), default=0)
         return own + [()] * (most - len(own))
 
 
-def deal(costs: Sequence[float], num_groups: int) -> tuple[int, ...]:
+def deal(costs: Sequence[float], num_ranks: int) -> tuple[int, ...]:
     """Returns who makes each pass: the most expensive first, each to whom has the least so far;
     equals by number."""
-    loads, owners = [0.0] * num_groups, [0] * len(costs)
+    loads, owners = [0.0] * num_ranks, [0] * len(costs)
     for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
-        owners[n] = min(range(num_groups), key=lambda group: (loads[group], group))
+        owners[n] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
         loads[owners[n]] += costs[n]
     return tuple(owners)
 
@@ -81,7 +77,7 @@ def plan_passes(
     trees: Sequence[Tree],
     indices: Sequence[int],
     limit: int,
-    num_groups: int,
+    num_ranks: int,
     *,
     takes_lessons: bool = False,
 ) -> Plan:
@@ -98,7 +94,7 @@ def plan_passes(
     ]
     groups = plan_packs(sizes, limit)
     packs = tuple(tuple(parts[n] for n in group) for group in groups)
-    return Plan(packs, deal([sum(sizes[n] for n in group) for group in groups], num_groups))
+    return Plan(packs, deal([sum(sizes[n] for n in group) for group in groups], num_ranks))
 
 
 def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
@@ -111,10 +107,10 @@ def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
     columns = team.gather(flat)
     places = [0] * len(columns)
     found = []
-    for pack, group in zip(plan.packs, plan.groups, strict=True):
+    for pack, rank in zip(plan.packs, plan.ranks, strict=True):
         count = sum(sum(step.sampled_mask) for part in pack for step in part.tree.steps)
-        found.append(columns[group][places[group] : places[group] + count])
-        places[group] += count
+        found.append(columns[rank][places[rank] : places[rank] + count])
+        places[rank] += count
     return found
 
 
@@ -153,8 +149,8 @@ def with_steps(tree: Tree, steps: Mapping[str, Step]) -> Tree:
 
 
 def combined(team: Team, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-    """Returns `combine` of each group's value, which JSON can hold."""
-    if team.num_groups == 1:
+    """Returns `combine` of each rank's value, which JSON can hold."""
+    if team.size == 1:
         return combine([value])
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return combine([json.loads(bytes(one.tolist())) for one in team.gather(text)])
