@@ -41,7 +41,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.explore import retrieving
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
-from treegraft.tools.build import MakeTools, build_tools, open_environments, words_of
+from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
@@ -220,7 +220,7 @@ async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
         TreegraftError: a part that cannot be made.
     """
     async with AsyncExitStack() as stack:
-        scenario = _Scenario(config, None, build_tools)
+        scenario = _Scenario(config, None)
         model, tokenizer = scenario.load_model(None, has_weights=False)
         yield scenario.setup(stack, model, tokenizer, is_ours=False)
 
@@ -233,7 +233,7 @@ async def assemble_judge(
     are written already. Raises `TreegraftError` for a part that cannot be made."""
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
-            scenario = _Scenario(config, None, build_tools)
+            scenario = _Scenario(config, None)
             model, tokenizer = scenario.load_model(model_path, has_weights=True)
             is_ours = (Path(model_path) / "treegraft").is_dir()
             setup = scenario.setup(stack, model, tokenizer, is_ours=is_ours)
@@ -247,7 +247,6 @@ async def assemble(
     model_path: Path | str | None = None,
     source: TaskSource | None = None,
     engine: Engine | None = None,
-    make_tools: MakeTools = build_tools,
 ) -> AsyncIterator[Parts]:
     """Holds the parts of an evaluation; nothing is trained.
 
@@ -255,14 +254,13 @@ async def assemble(
         model_path: load model and tokenizer from here instead of model.path (a checkpoint).
         source: tasks made already; None builds them.
         engine: made already, and closed by its owner; None builds it.
-        make_tools: in place of `build_tools`.
 
     Raises:
         TreegraftError: a part that cannot be made, before any work starts.
     """
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
-            scenario = _Scenario(config, source, make_tools)
+            scenario = _Scenario(config, source)
             place = model_path or config.model.path
             has_weights = engine is None and needs_weights(config, place)
             model, tokenizer = scenario.load_model(model_path, has_weights=has_weights)
@@ -284,7 +282,7 @@ async def assemble_engine(
     """
     place = model_path or config.model.path
     # The vocabulary of a tiny model is that of tasks and tools.
-    scenario = _Scenario(config, None, build_tools)
+    scenario = _Scenario(config, None)
     model, tokenizer = scenario.load_model(model_path, has_weights=needs_weights(config, place))
     async with opened_engine(config, model, tokenizer, place) as engine:
         yield engine
@@ -318,7 +316,7 @@ async def assemble_training(
             from treegraft.policy.load import with_adapters
 
             credit_rule = find_credit_rule(config)
-            scenario = _Scenario(config, source, build_tools)
+            scenario = _Scenario(config, source)
             # Adapters are restored with the optimiser's state, onto the model that they adapt.
             model_path = None if config.model.lora.rank else checkpoint
             source_path = model_path or config.model.path
@@ -392,14 +390,14 @@ class _Scenario:
     """The parts that need no model: tasks, rewards, environment and tools. Made and checked first,
     so that contradictions are refused before weights are loaded."""
 
-    def __init__(self, config: Config, source: TaskSource | None, make_tools: MakeTools) -> None:
+    def __init__(self, config: Config, source: TaskSource | None) -> None:
         self.config = config
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
         self.rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
         self.kind = open_environments(config.environment)
         _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
-        self.tools = make_tools(config.tools, own_tools)
+        self.tools = build_tools(config.tools, own_tools)
         # Only its kind matters here; the tokenizer, whose size it takes, comes later.
         _refuse_branching(build_explorer(config.explore, vocab_size=2), self.tools)
         check_tools(config.explore, [tool.name for tool in self.tools])

@@ -15,13 +15,30 @@ if TYPE_CHECKING:
         Floats,
         Scale,
     )
+    from treegraft.assemble import (
+        assemble_engine,
+    )
+    from treegraft.cli.train import (
+        RunAsked,
+        run_command,
+    )
+    from treegraft.core import (
+        errors,
+        interrupt,
+        spans,
+    )
     from treegraft.core.errors import (
         nearest,
     )
+    from treegraft.core.files import (
+        code_checksum,
+    )
     from treegraft.core.interfaces import (
+        Engine,
         NoiseKey,
         Signature,
         Tool,
+        WeightSource,
     )
     from treegraft.core.keyed import (
         keyed_choice,
@@ -39,6 +56,7 @@ if TYPE_CHECKING:
     )
     from treegraft.core.text import (
         describe,
+        plain,
     )
     from treegraft.core.types import (
         LEARNING_RULES,
@@ -46,6 +64,7 @@ if TYPE_CHECKING:
         Below,
         Branch,
         BranchCause,
+        Completion,
         Expand,
         GraftCause,
         Leaf,
@@ -53,6 +72,7 @@ if TYPE_CHECKING:
         RestartCause,
         Retry,
         RetryCause,
+        Sampling,
         Start,
         Stored,
         StoredCause,
@@ -64,6 +84,15 @@ if TYPE_CHECKING:
     )
     from treegraft.explore.independent import (
         Independent,
+    )
+    from treegraft.policy.learn.launch import (
+        open_store,
+    )
+    from treegraft.runs.checkpoint import (
+        PARTIAL,
+    )
+    from treegraft.runs.start import (
+        new_start,
     )
     from treegraft.runs.tracked import (
         Tracked,
@@ -109,18 +138,25 @@ if TYPE_CHECKING:
     from treegraft.tools.search.encoders import (
         build_encoder,
     )
+    from treegraft.traces.remote import (
+        RemoteTrees,
+        TreeHost,
+    )
 
 __all__ = [
     "LEARNING_RULES",
     "OVER",
+    "PARTIAL",
     "ROOT_ID",
     "Below",
     "Branch",
     "BranchCause",
     "ClassEnvironments",
     "Command",
+    "Completion",
     "Condition",
     "Contradiction",
+    "Engine",
     "EntropyBranching",
     "EntropySettings",
     "EnvironmentSettings",
@@ -139,9 +175,12 @@ __all__ = [
     "PathView",
     "PlacementKind",
     "Plugin",
+    "RemoteTrees",
     "RestartCause",
     "Retry",
     "RetryCause",
+    "RunAsked",
+    "Sampling",
     "Scale",
     "Settings",
     "Signature",
@@ -152,21 +191,32 @@ __all__ = [
     "ToolCall",
     "Tracked",
     "TrackerKind",
+    "TreeHost",
+    "WeightSource",
     "arguments_from",
+    "assemble_engine",
     "build_encoder",
     "capability_without_fork",
+    "code_checksum",
     "describe",
+    "errors",
     "flatten",
     "has",
     "ids_to",
+    "interrupt",
     "keyed_choice",
     "keyed_int",
     "keyed_unit",
     "nearest",
+    "new_start",
+    "open_store",
     "options_of",
+    "plain",
     "row_of",
+    "run_command",
     "setting",
     "signature_from",
+    "spans",
     "tag_of",
     "unknown_encoder",
     "value_of",
@@ -176,23 +226,31 @@ __all__ = [
 _HOMES = homes(
     {
         "algo.groups": "Floats Scale",
+        "assemble": "assemble_engine",
+        "cli.train": "RunAsked run_command",
+        "core": "errors interrupt spans",
         "core.errors": "nearest",
-        "core.interfaces": "NoiseKey Signature Tool",
+        "core.files": "code_checksum",
+        "core.interfaces": "Engine NoiseKey Signature Tool WeightSource",
         "core.keyed": "keyed_choice keyed_int keyed_unit",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
         ),
-        "core.text": "describe",
+        "core.text": "describe plain",
         "core.types": (
-            "LEARNING_RULES ROOT_ID Below Branch BranchCause Expand GraftCause PathView "
-            "RestartCause Retry RetryCause Start Leaf Stored StoredCause ToolCall ids_to"
+            "LEARNING_RULES ROOT_ID Below Branch BranchCause Completion Expand GraftCause "
+            "Leaf PathView RestartCause Retry RetryCause Sampling Start Stored StoredCause "
+            "ToolCall ids_to"
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
+        "policy.learn.launch": "open_store",
+        "runs.checkpoint": "PARTIAL",
+        "runs.start": "new_start",
         "runs.tracked": "Tracked",
         "settings.explore": "EntropySettings",
         "settings.sampling": "unknown_encoder",
-        "settings.table": ("Condition Contradiction Settings flatten has setting value_of when"),
+        "settings.table": "Condition Contradiction Settings flatten has setting value_of when",
         "settings.tools": "EnvironmentSettings",
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
@@ -201,6 +259,7 @@ _HOMES = homes(
         ),
         "tools.json_tools": "arguments_from signature_from tag_of",
         "tools.search.encoders": "build_encoder",
+        "traces.remote": "RemoteTrees TreeHost",
     }
 )
 __getattr__ = loader("treegraft.parts", _HOMES)

@@ -83,7 +83,6 @@ class Disturbed:
     def __init__(self, folder: Path, address: str, **tables: Mapping[str, Any]) -> None:
         self.run, self.folder = folder / "cluster", folder
         table = {"address": address, "engines": 2, "growers": 2, **tables.pop("cluster", {})}
-        table |= {"tool_workers": 0}
         run = {"dir": str(folder), "name": "cluster", **tables.pop("run", {})}
         recipe = tiny(run=run, cluster=table, **tables)
         path = write_recipe(folder / "cluster.json", recipe)

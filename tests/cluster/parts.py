@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from treegraft.core.errors import ToolError, ToolUnavailable
+from treegraft.core.files import code_checksum
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Task
-from treegraft.extras.ray.actors import Place, value_of
+from treegraft.extras.ray.actors import Place
 from treegraft.extras.ray.ray import connected
-from treegraft.policy.learn.ranks import code_checksum
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
 
@@ -59,20 +58,6 @@ class Odd:
         """Nothing to release."""
 
 
-class Counter(Odd):
-    """A tool with a state."""
-
-    name = "counter"
-    capability = Capability.NONE
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    async def __call__(self, body: str, task: Task) -> str:
-        self.count += 1
-        return str(self.count)
-
-
 def place_of(config: Config) -> Place:
     """Returns what actors of these settings need."""
     return Place(
@@ -88,18 +73,3 @@ def cluster(config: Config, num_cpus: float = 4.0) -> Iterator[None]:
     """Holds a cluster of this machine alone."""
     with connected(config, {"CPU": num_cpus}):
         yield
-
-
-def describe(worker: Any) -> list[dict[str, Any]]:
-    """Returns what a tool worker says of its tools."""
-    import ray
-
-    found: list[dict[str, Any]] = value_of(ray.get(worker.describe.remote(), timeout=60))
-    return found
-
-
-def kill(actor: Any) -> None:
-    """Ends an actor for good."""
-    import ray
-
-    ray.kill(actor)

@@ -173,8 +173,8 @@ def test_settings_of_a_cluster_elsewhere(
         ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner_ranks: got 2 beside"),
         ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "got 4, but .* asks for 2"),
         (
-            {"learn": {"sequence_parallel": 2}, "cluster": {"learner_ranks": 3}},
-            "learn.sequence_parallel: got 2 with 3 ranks",
+            {"learn": {"replicate": 2}, "cluster": {"learner_ranks": 3}},
+            "learn.replicate: got 2 with 3 ranks",
         ),
     ],
 )

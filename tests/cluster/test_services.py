@@ -1,4 +1,4 @@
-"""A run whose tools and buffer stand on a cluster, against the same run in one process."""
+"""Grafts and tool calls of a run on a cluster, against the same run in one process."""
 
 from __future__ import annotations
 
@@ -45,17 +45,13 @@ def trees_of(run_dir: Path) -> list[Any]:
 
 
 def test_grafts_and_calls_are_those_of_one_process(tmp_path: Path) -> None:
-    from treegraft.extras.ray.placement import ray_placement
-
     def config(name: str) -> Any:
         own = (f"run.dir={tmp_path}", f"run.name={name}")
-        more = ("cluster.growers=2", "cluster.buffer_replicas=2", "cluster.tool_workers=1")
         spans = ("track.spans=file",) if name == "spread" else ()
-        return load_config("demo", [*SMALL, *own, *more, *spans])
+        return load_config("demo", [*SMALL, *own, "cluster.growers=2", *spans])
 
     train(config("alone"), display=False)
-    with ray_placement(config("spread")) as placement:
-        train(config("spread"), display=False, placement=placement)
+    train(config("spread"), display=False, placement="ray")
     found = trees_of(tmp_path / "spread")
     assert found == trees_of(tmp_path / "alone") and len(found) == 12
     causes = [cause for steps, _ in found for _, _, cause, _ in steps]
@@ -83,7 +79,7 @@ def assert_spans_hang_together(run: Path) -> None:
 
     tree = ["grow", "tree", "rollout", "update"]
     places = {(one["name"], *above(one)) for one in found.values()}
-    assert {("completion", "engine", *tree), ("answer", "retrieval", *tree)} <= places
+    assert {("completion", "engine", *tree), ("retrieval", *tree)} <= places
     parts = {(one.process, one.what): one for one in spent(run).parts}
     assert {name for name, what in parts if what == "grow"} == {"grower 0", "grower 1"}
     assert 0 < parts["engine 0", "completion"].share < 1

@@ -36,7 +36,7 @@ RANK_S = float(os.environ.get("TREEGRAFT_SOAK_RANK_S", "300"))
 START_S = 600.0
 """Longest wait for a run to stand, or to stand again."""
 SEED = 20261123
-NUM_ACTORS = 8
+NUM_ACTORS = 4
 """Two of each role."""
 GROWTH_MB = 64.0
 """By how much the largest process of a role may be larger in the last third than in the first."""
@@ -177,7 +177,7 @@ def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
     faulthandler.dump_traceback_later(120 * MINUTES + 3600, file=sys.__stderr__, exit=True)
     spread = (
         *("cluster.learner_ranks=2", "cluster.engines=2", "cluster.growers=2", "run.name=run"),
-        *("cluster.tool_workers=2", "cluster.buffer_replicas=2", "cluster.max_restarts=1000"),
+        "cluster.max_restarts=1000",
     )
     said: list[str] = []
     with command(tmp_path, *RECIPE, *spread, "run.num_updates=100000") as (pid, lines):

@@ -130,7 +130,7 @@ def test_a_request_moves_from_an_engine_without_the_weights() -> None:
     told: list[Sequence[float]] = []
 
     async def ask() -> tuple[Completion, dict[str, float]]:
-        engine = ClusterEngine(Config().engine, max_context=None)
+        engine = ClusterEngine(Config(), max_context=None)
         engine.take(3, 3, {0: old, 1: new})
         done = await engine.complete(
             [1, 2],
@@ -160,7 +160,7 @@ def test_an_engine_that_refuses_is_not_asked_again() -> None:
     refusing = Answers({"error": "EngineError", "text": "the prefix is empty"})
 
     async def ask() -> None:
-        engine = ClusterEngine(Config().engine, max_context=None)
+        engine = ClusterEngine(Config(), max_context=None)
         engine.take(0, 0, {0: refusing})
         await engine.complete([], Sampling(max_new_tokens=4), noise_key=(0, "a"))
 
@@ -174,7 +174,7 @@ def test_the_slow_engine_is_drained() -> None:
 
     async def watch() -> tuple[list[State], list[int]]:
         config = Config()
-        keeper = Keeper(config, ClusterEngine(config.engine, max_context=None))
+        keeper = Keeper(config, ClusterEngine(config, max_context=None))
         keeper.engines = [_member(number) for number in range(3)]
         for look in range(1, SLOW_LOOKS + 1):
             for member, tokens in zip(keeper.engines, (100, 100, 20), strict=True):
@@ -234,7 +234,7 @@ def test_each_publish_reaches_an_engine_however_long_it_takes(
 
     async def publish() -> tuple[State, int, int]:
         config = Config()
-        keeper = Keeper(config, ClusterEngine(config.engine, max_context=None))
+        keeper = Keeper(config, ClusterEngine(config, max_context=None))
         member = _member(0, handle)
         member.opened = {"fingerprint": "at the beginning"}
         keeper.engines = [member]

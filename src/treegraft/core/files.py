@@ -132,3 +132,13 @@ def drop_cut_line(path: Path) -> None:
     data = path.read_bytes() if path.exists() else b""
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def code_checksum() -> str:
+    """Returns a checksum of this package's Python files."""
+    digest = hashlib.blake2b(digest_size=8)
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

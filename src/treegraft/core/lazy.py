@@ -22,6 +22,9 @@ def loader(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     def load(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
-        return getattr(importlib.import_module(places[name]), name)
+        home = importlib.import_module(places[name])
+        # Of a package it may be a module, which nobody has imported yet.
+        found = getattr(home, name, None)
+        return importlib.import_module(f"{places[name]}.{name}") if found is None else found
 
     return load

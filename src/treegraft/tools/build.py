@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from treegraft.tools.search.tool import SearchBackend
 
 
-MakeTools = Callable[[ToolsSettings, Sequence[Tool]], list[Tool]]
-"""Makes the tools of a recipe, given those of its tasks and environments; see `build_tools`."""
-
-
 def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     """Returns the tasks' own tools, then those of `settings.use` in its order, then those of MCP
     servers.

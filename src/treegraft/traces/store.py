@@ -78,7 +78,7 @@ class TraceFile:
         Raises DataError: no file and `create` is off, not a file of ours, of a newer format,
         damaged, or not to be opened."""
         self.path, self._is_frozen = path, is_frozen
-        if not create and not path.exists():
+        if (is_frozen or not create) and not path.exists():
             raise DataError(
                 f"buffer '{path}': there is no such file; build one with: treegraft buffer build"
                 " RECIPE"

@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.core import errors, spans
-from treegraft.core.errors import TreegraftError
-from treegraft.core.text import plain
+from treegraft import TreegraftError
+from treegraft.parts import code_checksum, errors, plain, spans
 
 MAX_LOGGED = 100
 """Warnings that an actor keeps until it is asked for them; later ones are left out."""
@@ -58,8 +57,6 @@ class Actor:
         logging.getLogger("treegraft").addHandler(_Collector(self._said))
 
     def _refuse_other_code(self) -> None:
-        from treegraft.policy.learn.ranks import code_checksum
-
         where = f"{self.name} on {socket.gethostname()}"
         if (own := code_checksum()) != self.place.code:
             raise RuntimeError(

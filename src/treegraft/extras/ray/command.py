@@ -7,18 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from treegraft.cli.train import RunAsked, run_command
-from treegraft.core.interfaces import Display
+from treegraft import Config, train
 from treegraft.extras.ray.job import Job
 from treegraft.extras.ray.placement import needs_of, place_of
 from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.ray import ADDRESS, connected
-from treegraft.runs.start import new_start
-from treegraft.settings.config import Config
-from treegraft.train import train
+from treegraft.parts import RunAsked, new_start, run_command
 
 
 def run_on_cluster(
@@ -29,12 +27,12 @@ def run_on_cluster(
     accepts_changes: bool,
     begin: Sequence[str],
     again: Sequence[str],
-    display: Display | bool | None = None,
+    display: Any = None,
 ) -> int:
     """Returns the exit code of a run, which has ended.
 
     Args:
-        recipe, resume, accepts_changes: as of `train`.
+        recipe, resume, accepts_changes, display: as of `train`.
         begin: arguments of `treegraft` that ask for this run, for its ranks.
         again: overrides and options with which ranks that start again go on with it.
 

@@ -9,15 +9,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
-from treegraft.assemble import assemble_engine
-from treegraft.core.errors import EngineError, TreegraftError
-from treegraft.core.interfaces import Engine, NoiseKey, WeightSource
-from treegraft.core.spans import carrier, joined, span
-from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, StopReason
+from pydantic import TypeAdapter
+
+from treegraft import Config, TreegraftError
 from treegraft.extras.ray.actors import Actor, error_reply, replying
-from treegraft.settings.config import Config
+from treegraft.parts import (
+    Completion,
+    Engine,
+    NoiseKey,
+    Sampling,
+    WeightSource,
+    assemble_engine,
+    errors,
+    spans,
+)
 
 PIECE_BYTES = 1 << 26
 """Size from which a piece of published weights is complete, in bytes."""
@@ -43,33 +50,17 @@ def request_to_json(
             "key": list(key),
             "probe": probe_tokens,
             "edition": edition,
-            "trace": carrier(),
+            "trace": spans.carrier(),
         }
     )
 
 
-def _sampling_of(found: Mapping[str, Any]) -> Sampling:
-    return Sampling(
-        **{
-            **found,
-            "filters": Filters(**found["filters"]),
-            "stop": tuple(found["stop"]),
-            "final": tuple(found["final"]),
-        }
-    )
+_SAMPLING, _COMPLETION = TypeAdapter(Sampling), TypeAdapter(Completion)
 
 
 def completion_of(found: Mapping[str, Any]) -> Completion:
     """Returns the completion that an actor's answer holds."""
-    columns = ("token_ids", "sampling_logprobs", "entropies")
-    return Completion(
-        **{
-            **found,
-            **{name: tuple(found[name]) for name in columns},
-            "entropy_kind": EntropyKind(found["entropy_kind"]),
-            "finish": StopReason(found["finish"]),
-        }
-    )
+    return _COMPLETION.validate_python(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +120,9 @@ class _Pieces:
         from safetensors.torch import load
 
         if not self._pieces:
-            raise EngineError("engine: it lacks the weights that every engine was to begin with")
+            raise errors.EngineError(
+                "engine: it lacks the weights that every engine was to begin with"
+            )
         for piece in self._pieces:
             yield from load(ray.get(piece)).items()
 
@@ -194,6 +187,20 @@ class EngineActor(Actor):
                 self._published.clear()
             return engine.fingerprint
 
+    @replying
+    async def canaries(self, edition: int) -> list[dict[str, Any]]:
+        """Returns what its server samples for the canary prompts by these weights."""
+        engine = self._opened()
+        if self._edition != edition:
+            raise errors.EngineError(
+                f"engine: it holds edition {self._edition}, expected {edition}"
+            )
+        asking: Mapping[str, Sequence[Completion]] = await cast(Any, engine).canaries()
+        found = next(iter(asking.values()), None)
+        if found is None:
+            raise errors.EngineError("engine: its server did not answer")
+        return [asdict(one) for one in found]
+
     async def complete(self, request: str) -> AsyncIterator[str]:
         """Yields the entropies of the first tokens, where they are asked for, and the completion;
         {"stale": edition} where it has not got the weights in time."""
@@ -229,10 +236,10 @@ class EngineActor(Actor):
     async def _completion(
         self, asked: Mapping[str, Any], on_probe: Callable[[Sequence[float]], None] | None
     ) -> Completion:
-        with joined(asked["trace"], self.name), span("completion"):
+        with spans.joined(asked["trace"], self.name), spans.span("completion"):
             return await self._opened().complete(
                 asked["prefix"],
-                _sampling_of(asked["sampling"]),
+                _SAMPLING.validate_python(asked["sampling"]),
                 noise_key=tuple(asked["key"]),
                 probe_tokens=asked["probe"],
                 on_probe=on_probe,
@@ -259,7 +266,7 @@ class EngineActor(Actor):
 
     def _opened(self) -> Engine:
         if self._engine is None:
-            raise EngineError("engine: it is not open yet")
+            raise errors.EngineError("engine: it is not open yet")
         return self._engine
 
 

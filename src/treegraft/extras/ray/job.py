@@ -1,8 +1,7 @@
 """The learner's ranks as a job: placed together, started as torchrun would, watched, and started
 again from the last checkpoint where one of them is lost.
 
-Rank 0 is the process that owns engines, growers, tool workers and buffer replicas, which end with
-it.
+Rank 0 is the process that owns engines and growers, which end with it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import time
@@ -20,14 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import RankError
-from treegraft.core.interrupt import Ended, Stop, run_to_end
-from treegraft.core.text import plain
+from treegraft import Config
 from treegraft.extras.ray.actors import Place, value_of
 from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.rank import RankActor
 from treegraft.extras.ray.ray import ADDRESS, reachable
-from treegraft.settings.config import Config
+from treegraft.parts import errors, interrupt, plain
 
 GRACE_S = 20.0
 """Time for the other ranks to say why they end, after one was lost."""
@@ -76,7 +72,7 @@ class Job:
         """
         self._config, self._place, self._run_dir = config, place, run_dir
         self._begin, self._again, self._others, self._say = begin, again, others, say
-        self._stop = Stop()
+        self._stop = interrupt.Stop()
 
     def carry_out(self) -> int:
         """Returns rank 0's exit code.
@@ -86,7 +82,7 @@ class Job:
                 not save when they were asked to stop.
             Ended: after a signal, with everything saved.
         """
-        return run_to_end(self._carry_out(), on_interrupt=self._stop.ask)
+        return interrupt.run_to_end(self._carry_out(), on_interrupt=self._stop.ask)
 
     async def _carry_out(self) -> int:
         settings, num_restarts = cluster_settings(self._config), 0
@@ -102,7 +98,7 @@ class Job:
                 if not ends.lost:
                     return ends.codes.get(0, 1)
                 if num_restarts >= settings.max_restarts:
-                    raise RankError(
+                    raise errors.RankError(
                         f"cluster: {ends.lost}, and the job was started again {num_restarts} times"
                         " already (cluster.max_restarts). Its last checkpoint is safe; once the"
                         f" cause is removed, go on with: treegraft cluster --resume {self._run_dir}"
@@ -120,9 +116,9 @@ class Job:
             return 0
         # It was sent SIGTERM, which ends it at once before there is anything to save.
         if ends is None or code in (128 + signal.SIGTERM, -signal.SIGTERM):
-            raise Ended(self._stop.number)
+            raise interrupt.Ended(self._stop.number)
         how = ends.lost or ("no end" if code is None else f"rank 0 ended with code {code}")
-        raise RankError(
+        raise errors.RankError(
             f"cluster: the job was asked to stop, but its ranks did not save ({how}). Its last"
             f" checkpoint is safe; go on with: treegraft cluster --resume {self._run_dir}"
         )
@@ -135,7 +131,7 @@ class Job:
         Fewer than asked for only where some were there and learn.ranks leaves it open.
         """
         settings, learn = cluster_settings(self._config), self._config.learn
-        wanted, unit = settings.num_ranks, math.lcm(learn.sequence_parallel, learn.replicate)
+        wanted, unit = settings.num_ranks, learn.replicate
         name = "GPU" if settings.learner_gpus else "CPU"
         least = unit if is_again and learn.ranks == "auto" else wanted
         began, told = time.monotonic(), float("-inf")
@@ -147,7 +143,7 @@ class Job:
                     self._say(f"there is room for {fits} of {wanted} ranks; they go on")
                 return fits
             if time.monotonic() - began > ROOM_S:
-                raise RankError(
+                raise errors.RankError(
                     f"cluster: no room for {least} ranks within {ROOM_S:.0f} s; expected as many"
                     f" {name}s beside those of the other roles. Add machines, then go on with:"
                     f" treegraft cluster --resume {self._run_dir}"
@@ -254,7 +250,9 @@ def environments(met: Sequence[Mapping[str, Any]], port: int) -> list[dict[str, 
 class _Watch:
     """The ranks of one attempt, to their ends."""
 
-    def __init__(self, ranks: Sequence[Any], stop: Stop, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, ranks: Sequence[Any], stop: interrupt.Stop, say: Callable[[str], None]
+    ) -> None:
         self._ranks, self._stop, self._say = list(ranks), stop, say
         self._codes: dict[int, int] = {}
         self._lost = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -12,41 +11,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.interfaces import Engine, WeightSource
-from treegraft.core.types import Completion
-from treegraft.extras.ray.actors import Actor, Place, start
-from treegraft.extras.ray.buffer import BufferReplica, States, num_states
-from treegraft.extras.ray.engines import EngineActor, request_to_json
-from treegraft.extras.ray.growers import ClusterGrower, GrowerActor
+from treegraft import Config
+from treegraft.extras.ray.actors import Place, start, value_of
+from treegraft.extras.ray.engines import EngineActor, completion_of
+from treegraft.extras.ray.growers import GrowerActor
 from treegraft.extras.ray.plugin import cluster_settings
-from treegraft.extras.ray.pool import Pool
 from treegraft.extras.ray.ray import connected
-from treegraft.extras.ray.remote_engine import ClusterEngine
-from treegraft.extras.ray.supervisor import START_S, Keeper, Member
-from treegraft.extras.ray.tools import ToolWorker
-from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
-from treegraft.rollout.loop import Grower
-from treegraft.runs.checkpoint import PARTIAL
-from treegraft.settings.config import Config
-from treegraft.settings.load import config_json
-from treegraft.traces.run_buffer import may_retrieve
+from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
+from treegraft.extras.ray.supervisor import Keeper, Member
+from treegraft.parts import (
+    PARTIAL,
+    Completion,
+    Engine,
+    RemoteTrees,
+    WeightSource,
+    code_checksum,
+)
 
 
 def needs_of(config: Config) -> Mapping[str, float]:
     """Returns what all actors of a run take up together, by Ray's names."""
     settings = cluster_settings(config)
-    num_others = settings.num_engines + settings.growers
-    num_helpers = sum(count for _, count in _helpers(config).values())
-    return {"CPU": float(num_others + num_helpers), "GPU": float(settings.server_gpus)}
-
-
-def _helpers(config: Config) -> Mapping[str, tuple[type[Actor], int]]:
-    """The kinds of actors that a recipe needs beside engines and growers, and how many."""
-    settings = cluster_settings(config)
-    return {
-        "tools": (ToolWorker, settings.tool_workers if config.tools.use else 0),
-        "buffer": (BufferReplica, settings.buffer_replicas if may_retrieve(config) else 0),
-    }
+    num_actors = settings.num_engines + settings.growers
+    return {"CPU": float(num_actors), "GPU": float(settings.server_gpus)}
 
 
 @contextmanager
@@ -88,9 +75,7 @@ class RayPlacement:
 
     def __init__(self) -> None:
         self._keeper: Keeper | None = None
-        self._states: States | None = None
-        self._num_states = 0
-        """Of the buffer, see `num_states`; 0 without replicas."""
+        self._trees: RemoteTrees | None = None
 
     @asynccontextmanager
     async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
@@ -105,6 +90,7 @@ class RayPlacement:
         count = settings.num_engines
         engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
         keeper = self._keeper = engine.keeper
+        trees = self._trees = RemoteTrees(config, keeper.grown)
         gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
         engines = [
             Member("engine", one, partial(start, EngineActor, "engine", one, place, gpus))
@@ -119,40 +105,22 @@ class RayPlacement:
             for one in range(settings.growers)
         ]
         try:
-            await self._open_helpers(keeper, config, place)
             await keeper.open(engines, growers)
             yield engine
         finally:
-            self._keeper = None
+            self._keeper = self._trees = None
             await keeper.close()
-            if self._states is not None:
-                self._states.close()
+            trees.close()
 
-    async def _open_helpers(self, keeper: Keeper, config: Config, place: Place) -> None:
-        cpu = {"num_cpus": 1, "num_gpus": 0}
-        made = {
-            role: [
-                Member(role, one, partial(start, kind, role, one, place, cpu))
-                for one in range(count)
-            ]
-            for role, (kind, count) in _helpers(config).items()
-        }
-        workers, replicas = ([one.handle for one in made[role]] for role in ("tools", "buffer"))
-        self._num_states = num_states(config) if replicas else 0
-        facts: list[Any] = []
-        if workers:
-            facts = await Pool(workers, "tool workers", START_S).ask("describe")
-        await keeper.help([*made["tools"], *made["buffer"]], json.dumps(facts))
-
-    def grower(self, *parts: Any, **more: Any) -> Grower:
+    def grower(self, *parts: Any, **more: Any) -> Any:
         """Returns a grower whose trees grow in the growers of the cluster; see `Placement`."""
-        assert self._keeper is not None, "growers are made while the engine is held"
-        return ClusterGrower(self._keeper, self._states, *parts, **more)
+        assert self._trees is not None, "growers are made while the engine is held"
+        return self._trees.grower(*parts, **more)
 
     def show_in(self, folder: Path) -> None:
         """Keeps the state of all roles in this run folder, and the states of its buffer."""
-        if self._num_states:
-            self._states = States(folder / "buffer" / "states", self._num_states)
+        if self._trees is not None:
+            self._trees.show_in(folder)
         if self._keeper is not None:
             self._keeper.show_in(folder)
 
@@ -161,7 +129,7 @@ class KeptEngine(ClusterEngine):
     """Rank 0's engine: it publishes to those that stand on the cluster."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config.engine, max_context=None)
+        super().__init__(config, max_context=None)
         self.keeper = Keeper(config, self)
 
     @property
@@ -198,14 +166,15 @@ class KeptVllm(KeptEngine):
         return await self.keeper.each(self._canaries)
 
     async def _canaries(self, number: int) -> Sequence[Completion]:
-        return [
-            await self.ask(
-                number,
-                request_to_json(ids, CANARY_SAMPLING, canary_key(one), None, self.edition),
-                None,
-            )
-            for one, ids in enumerate(PROMPTS)
-        ]
+        from ray.exceptions import RayError
+
+        if number not in self._route:
+            raise Lost(f"engine {number} does not answer now")
+        try:
+            found = value_of(await self._route[number].canaries.remote(self.edition))
+        except RayError as error:
+            raise Lost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        return [completion_of(one) for one in found]
 
     def set_aside(self, name: str, why: str) -> None:
         """Samples by other engines until the next publish, as long as one is left."""
@@ -220,12 +189,10 @@ def place_of(config: Config, model_path: Path | str | None) -> Place:
     Args:
         model_path: where weights and tokenizer are read; None for model.path.
     """
-    from treegraft.policy.learn.ranks import code_checksum
-
     return Place(
         cwd=os.getcwd(),
         path=tuple(sys.path),
         code=code_checksum(),
-        config=config_json(config),
+        config=config.model_dump_json(),
         model_path=None if model_path is None else str(model_path),
     )

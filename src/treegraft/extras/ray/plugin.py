@@ -27,11 +27,6 @@ class ClusterSettings(Settings):
     """Engines, each with weights of its own; None takes one for each of server_gpus, or one."""
     growers: int = setting(1, ge=1)
     """Processes that grow trees: they write prompts, run tools and score, each with whole trees."""
-    tool_workers: int = setting(1, ge=0)
-    """Processes that hold the stateless tools of tools.use, such as sandboxes and search indexes; 0
-    leaves them to the growers."""
-    buffer_replicas: int = setting(1, ge=1)
-    """Processes that search the Step-Trace Buffer for all growers."""
 
     @property
     def num_ranks(self) -> int:

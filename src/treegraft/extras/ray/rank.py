@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treegraft.extras.ray.actors import Actor, replying
-from treegraft.policy.learn.launch import open_store
+from treegraft.parts import open_store
 
 LOOK_S = 1.0
 """Longest time after which `look` returns."""

@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import SettingError
-from treegraft.core.text import plain
+from treegraft import Config, SettingError
 from treegraft.extras.ray.plugin import ClusterSettings, cluster_settings
-from treegraft.settings.config import Config
+from treegraft.parts import code_checksum, plain
 
 TESTED = (2, 60)
 """The version of Ray that the tests ran with; others of its first number are taken from it on."""
@@ -66,8 +65,6 @@ def refuse_unfit(config: Config) -> None:
     Raises:
         SettingError: the first of them.
     """
-    from treegraft.policy.learn.ranks import layout_problem
-
     if config.engine.kind == "vllm" and config.engine.vllm.servers:
         raise SettingError(
             f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"
@@ -95,8 +92,11 @@ def refuse_unfit(config: Config) -> None:
             f"learn.ranks: got {learn.ranks}, but [cluster] asks for {num_ranks}; expected both to"
             ' be equal. Leave it at "auto", or set cluster.learner_gpus or cluster.learner_ranks.'
         )
-    if problem := layout_problem(config, num_ranks):
-        raise SettingError(problem)
+    if num_ranks % learn.replicate:
+        raise SettingError(
+            f"learn.replicate: got {learn.replicate} with {num_ranks} ranks; expected a divisor of"
+            " the number of ranks. Change it, or cluster.learner_gpus or cluster.learner_ranks."
+        )
 
 
 @contextmanager
@@ -250,8 +250,6 @@ def _look_from(node_id: str, token: str) -> Any:
 
 def look(token: str) -> str:
     """Returns what a node has of what every node must have alike, in JSON."""
-    from treegraft.policy.learn.ranks import code_checksum
-
     path = Path(token)
     return json.dumps(
         {

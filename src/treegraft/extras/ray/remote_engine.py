@@ -8,13 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from treegraft.core.errors import DeadlineExceeded, EngineError
-from treegraft.core.interfaces import NoiseKey, WeightSource
-from treegraft.core.types import Completion, Sampling
+from treegraft import Config
 from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.engines import completion_of, request_to_json
-from treegraft.rollout.once import Once
-from treegraft.settings.policy import EngineSettings
+from treegraft.parts import Completion, NoiseKey, Sampling, WeightSource, errors
 
 SUSPECT_S = 3.0
 """How long an engine that failed a request is asked last, in seconds."""
@@ -28,8 +25,8 @@ class ClusterEngine:
     """Asks the engines of its route. A completion does not depend on the engine, so any may answer;
     those of a tree share a cache and so keep to one while it lives."""
 
-    def __init__(self, settings: EngineSettings, *, max_context: int | None) -> None:
-        self.settings, self.max_context = settings, max_context
+    def __init__(self, config: Config, *, max_context: int | None) -> None:
+        self.settings, self.max_context = config.engine, max_context
         self.policy_version, self.fingerprint = 0, ""
         self.edition = 0
         """Of the weights that replies have to be by, see `Weights`."""
@@ -87,8 +84,7 @@ class ClusterEngine:
         """
         fault = "no engine was there"
         deadline_s, probed = self.settings.deadline_s, probe_tokens if on_probe else None
-        # Asked again elsewhere, a request would probe again.
-        told = Once(on_probe) if on_probe else None
+        told = None if on_probe is None else _first_alone(on_probe)
         try:
             async with asyncio.timeout(deadline_s):
                 while True:
@@ -103,7 +99,7 @@ class ClusterEngine:
                         loop = asyncio.get_running_loop()
                         self._suspects[number] = loop.time() + SUSPECT_S
         except TimeoutError as error:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"engine: no completion for {noise_key} within engine.deadline_s ="
                 f" {deadline_s} s; the last fault of an engine: {fault}"
             ) from error
@@ -163,7 +159,7 @@ class ClusterEngine:
                     on_probe(tuple(found["probe"]))
             raise Lost("it ended without a completion")
         except ray.exceptions.RayTaskError as error:
-            raise EngineError(f"engine: a fault of its own: {error.cause!r}") from error
+            raise errors.EngineError(f"engine: a fault of its own: {error.cause!r}") from error
         except ray.exceptions.RayError as error:
             raise Lost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         except asyncio.CancelledError:
@@ -178,7 +174,7 @@ class ClusterEngine:
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Raises EngineError: rank 0 alone publishes."""
-        raise EngineError("engine: weights are published by rank 0")
+        raise errors.EngineError("engine: weights are published by rank 0")
 
     def take_metrics(self) -> dict[str, float]:
         """Returns how often engines were asked, and how often again, since the last call."""
@@ -191,3 +187,14 @@ class ClusterEngine:
 
     async def close(self) -> None:
         """Does nothing: engines end with the run."""
+
+
+def _first_alone(on_probe: Callable[[Sequence[float]], None]) -> Callable[[Sequence[float]], None]:
+    """Passes on the first probe: asked again elsewhere, a request probes again."""
+    waiting = [on_probe]
+
+    def tell(probe: Sequence[float]) -> None:
+        if waiting:
+            waiting.pop()(probe)
+
+    return tell

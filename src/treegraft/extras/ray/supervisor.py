@@ -8,20 +8,17 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treegraft.core.errors import DeadlineExceeded, EngineError, TreegraftError
-from treegraft.core.files import write_atomically
-from treegraft.core.interfaces import WeightSource
-from treegraft.core.text import plain
+from treegraft import Config, TreegraftError
 from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.engines import Weights, pieces_of
 from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
-from treegraft.settings.config import Config
+from treegraft.parts import WeightSource, errors, plain
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -94,10 +91,6 @@ class Keeper:
         self.config, self.engine = config, engine
         self.engines: list[Member] = []
         self.growers: list[Member] = []
-        self.helpers: list[Member] = []
-        """Tool workers and buffer replicas."""
-        self.facts = "[]"
-        """What growers are told of the tools that workers hold."""
         self.due: Weights | None = None
         self._route = 0
         self._told: tuple[Any, ...] = ()
@@ -108,18 +101,6 @@ class Keeper:
         self.num_restarts = self.num_drained = self.num_bytes = 0
 
     # ------------------------------------------------------------------ the beginning and the end
-
-    async def help(self, helpers: Sequence[Member], facts: str) -> None:
-        """Waits until tool workers and buffer replicas can be used; before `open`.
-
-        Args:
-            facts: of `ToolWorker.describe`, in JSON.
-
-        Raises:
-            TreegraftError: one that cannot be opened, or not within START_S.
-        """
-        self.helpers, self.facts = list(helpers), facts
-        await asyncio.gather(*map(self._first, self.helpers))
 
     async def open(self, engines: Sequence[Member], growers: Sequence[Member]) -> None:
         """Waits until all actors can be used, and watches them from then on.
@@ -144,12 +125,12 @@ class Keeper:
             async with asyncio.timeout(START_S):
                 await self._look(member)
         except TimeoutError as error:
-            raise EngineError(
+            raise errors.EngineError(
                 f"cluster: {member} was not ready within {START_S:.0f} s; expected room for it on"
                 " one machine. See `ray status`, and Ray's logs there."
             ) from error
         except ray.exceptions.RayError as error:
-            raise EngineError(f"cluster: {member} did not start: {_words(error)}") from error
+            raise errors.EngineError(f"cluster: {member} did not start: {_words(error)}") from error
         self._go_live(member)
 
     async def close(self) -> None:
@@ -171,17 +152,9 @@ class Keeper:
         if self._folder is not None:
             (self._folder / "roles.json").unlink(missing_ok=True)
 
-    def _serving(self) -> tuple[list[Any], list[Any]]:
-        """Handles of the tool workers and of the buffer replicas, which may be other ones after a
-        failed start."""
-        tools, buffer = (
-            [one.handle for one in self.helpers if one.role == role] for role in ("tools", "buffer")
-        )
-        return tools, buffer
-
     @property
     def _all(self) -> Sequence[Member]:
-        return (*self.growers, *self.engines, *self.helpers)
+        return (*self.growers, *self.engines)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -237,11 +210,10 @@ class Keeper:
             _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
         member.seen = seen
         if seen.get("is_broken"):
-            raise EngineError("its engine has died")
+            raise errors.EngineError("its engine has died")
         if not seen["is_open"]:
             self._lose(member, "it has been started anew")
-            known = (self.engine.max_context, self.facts, *self._serving())
-            limit = known if member in self.growers else ()
+            limit = (self.engine.max_context,) if member in self.growers else ()
             async with _within(START_S, "it was not ready"):
                 member.opened = value_of(await member.handle.open.remote(*limit)) or {}
         if member in self.engines:
@@ -251,9 +223,8 @@ class Keeper:
             route, engines = self._route, self._answering()
             weights = (self.engine.edition, self.engine.policy_version)
             numbers, handles = [one.number for one in engines], [one.handle for one in engines]
-            parts = (numbers, handles, *self._serving())
             async with _within(STATE_S, "it did not take notice of the engines"):
-                value_of(await member.handle.take.remote(route, *weights, *parts))
+                value_of(await member.handle.take.remote(route, *weights, numbers, handles))
             member.route = route
 
     async def _give(self, member: Member, due: Weights) -> None:
@@ -261,7 +232,9 @@ class Keeper:
         async with _within(self.config.engine.deadline_s, "it did not take the weights"):
             held = value_of(await member.handle.publish.remote(due.header(), list(due.pieces)))
         if held and due.fingerprint and held != due.fingerprint:
-            raise EngineError(f"its weights have checksum {held}, expected {due.fingerprint}")
+            raise errors.EngineError(
+                f"its weights have checksum {held}, expected {due.fingerprint}"
+            )
         member.edition = due.edition
 
     def _go_live(self, member: Member) -> None:
@@ -349,13 +322,13 @@ class Keeper:
             await self._look(member)
 
     @property
-    def death(self) -> EngineError | None:
+    def death(self) -> errors.EngineError | None:
         """Why no completion will come any more; None while an engine answers or may come back."""
         deadline_s = self.config.engine.deadline_s
         if self._answering() or time.monotonic() - self._last_live < deadline_s:
             return None
         reasons = "; ".join(f"{one}: {one.fault}" for one in self.engines)
-        return EngineError(f"engine: none has answered for engine.deadline_s: {reasons}")
+        return errors.EngineError(f"engine: none has answered for engine.deadline_s: {reasons}")
 
     # ------------------------------------------------------------------ weights
 
@@ -384,7 +357,7 @@ class Keeper:
         self._tell()
         while not self._answering():
             if (death := self.death) is not None:
-                raise EngineError(f"publish: no engine took version {version}. {death}")
+                raise errors.EngineError(f"publish: no engine took version {version}. {death}")
             await asyncio.sleep(WATCH_S)
 
     async def each(self, ask: Callable[[int], Awaitable[T]]) -> dict[str, T]:
@@ -413,6 +386,12 @@ class Keeper:
         return found
 
     # ------------------------------------------------------------------ trees
+
+    async def grown(self, order: dict[str, Any], name: str) -> Mapping[str, Any]:
+        """Returns what a grower has made of an order for a tree; see `RemoteTrees`."""
+        found = await self.grow(json.dumps({**order, "edition": self.engine.edition}), name)
+        self.engine.counts.update(found["engine"])
+        return found
 
     async def grow(self, order: str, name: str) -> dict[str, Any]:
         """Returns the tree of an order, from whichever grower has the fewest.
@@ -443,7 +422,7 @@ class Keeper:
                 found: dict[str, Any] = value_of(asking.result())
                 return found
             except ray.exceptions.RayTaskError as error:
-                raise EngineError(
+                raise errors.EngineError(
                     f"rollout: tree {name} ended {member} with a fault: {_words(error)}"
                 ) from error
             except ray.exceptions.RayError as error:
@@ -456,7 +435,7 @@ class Keeper:
                 asking.cancel()
                 lost.cancel()
                 member.num_trees -= 1
-        raise EngineError(
+        raise errors.EngineError(
             f"rollout: {MAX_DEATHS} growers have died while tree {name} grew in them"
             f" ({'; '.join(faults)}); expected none. A tool or reward of this task may take all"
             " memory; correct it, and resume."
@@ -473,7 +452,7 @@ class Keeper:
                     await self._changed.wait()
         except TimeoutError as error:
             reasons = [str(one) + ": " + one.fault for one in self.growers if one.fault]
-            raise EngineError(
+            raise errors.EngineError(
                 f"rollout: no grower and engine were there for engine.deadline_s ="
                 f" {deadline_s:g} s: {'; '.join(reasons) or 'no engine'}"
             ) from error
@@ -489,7 +468,10 @@ class Keeper:
             self.drain_slow()
             if self._folder is not None:
                 with suppress(OSError):
-                    write_atomically(self._folder / "roles.json", json.dumps(self.roles()))
+                    # Readers see the former text or this one.
+                    partial = self._folder / ".roles.json"
+                    partial.write_text(json.dumps(self.roles()), encoding="utf-8")
+                    partial.replace(self._folder / "roles.json")
             await asyncio.sleep(SHOW_S)
 
     def _version_of(self, member: Member) -> int | None:
@@ -529,7 +511,7 @@ async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{fault} within {limit_s:g} s") from error
+        raise errors.DeadlineExceeded(f"{fault} within {limit_s:g} s") from error
 
 
 async def _awaited(answer: Any) -> Any:

@@ -1,0 +1,313 @@
+"""Trees that grow in other processes: what is asked for, what comes back, and the states of the
+Step-Trace Buffer that they retrieve from.
+
+The run's process alone writes the buffer. A state is a file that is written once, in a folder that
+all processes see, and never changes: so a tree gets the same answers in whichever process it grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, cast
+
+from treegraft.assemble import Parts, assemble
+from treegraft.core.interfaces import Engine, Explorer, NoiseKey, Retrieved
+from treegraft.core.sessions import COUNTS
+from treegraft.core.spans import carrier
+from treegraft.core.types import Filters, StepContent, Task, Trace, Tree
+from treegraft.explore.build import build_explorer
+from treegraft.explore.independent import Independent
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
+from treegraft.rollout.watch import Watch
+from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_json, tree_to_json
+from treegraft.settings.config import Config
+from treegraft.tools.search.encoders import Encoder
+from treegraft.tools.toolbox import Toolbox
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.retrieve import BufferRetriever, question_of
+from treegraft.traces.run_buffer import may_retrieve
+from treegraft.traces.store import TraceFile
+
+Ask = Callable[[dict[str, Any], str], Awaitable[Mapping[str, Any]]]
+"""Sends an order for a tree, which JSON can hold, to any `TreeHost`, and returns its reply; also
+gets the tree's name, for errors. `order["trace"]` is the span that the work belongs to, for
+`spans.joined`."""
+NUM_STATES = 2
+"""States of the buffer that have files and that a host holds open: those of this update's trees and
+of the update before."""
+_COUNTS = ("num_grafts_without_room", "num_untrue_stored", "num_failed_stored")
+"""What a `Grower` counts."""
+_STATE: ContextVar[str | None] = ContextVar("state", default=None)
+"""The state of the buffer that the trees of a `grow_all` are grafted from."""
+
+
+# ------------------------------------------------------------------ the run's own process
+
+
+class RemoteTrees:
+    """The trees of a run that grow elsewhere, for a `Placement`."""
+
+    def __init__(self, config: Config, ask: Ask) -> None:
+        self._may_retrieve, self._ask = may_retrieve(config), ask
+        self._states: BufferStates | None = None
+
+    def show_in(self, folder: Path) -> None:
+        """Keeps the states of the buffer in this run folder."""
+        if self._may_retrieve:
+            self._states = BufferStates(folder / "buffer" / "states")
+
+    def grower(self, *parts: Any, **more: Any) -> Grower:
+        """Returns a grower of the same parts as `Grower` whose trees grow elsewhere."""
+        return _RemoteGrower(self._ask, self._states, *parts, **more)
+
+    def close(self) -> None:
+        """Removes the states of the buffer."""
+        if self._states is not None:
+            self._states.close()
+
+
+class BufferStates:
+    """The states of a run's buffer as files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args: folder: for these files alone. What an earlier process has left there goes."""
+        self._folder, self._paths = folder, list[Path]()
+        self._lock = threading.Lock()
+        for path in folder.glob("*.sqlite"):
+            path.unlink()
+
+    def take(self, buffer: TraceBuffer) -> str:
+        """Returns the path of the buffer's present state, written where it is new; from any thread.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        with self._lock:
+            path = (self._folder / f"{buffer.checksum()}.sqlite").absolute()
+            if path not in self._paths:
+                buffer.copy_to(path)
+                self._paths.append(path)
+                self._drop(len(self._paths) - NUM_STATES)
+            return str(path)
+
+    def close(self) -> None:
+        """Removes the files."""
+        self._drop(len(self._paths))
+
+    def _drop(self, num: int) -> None:
+        for _ in range(num):
+            self._paths.pop(0).unlink(missing_ok=True)
+
+
+class _RemoteGrower(Grower):
+    def __init__(self, ask: Ask, states: BufferStates | None, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self._ask, self._states = ask, states
+
+    async def grow_all(self, *args: Any, **more: Any) -> list[Tree]:
+        """As `Grower.grow_all`; all of its trees are grafted from the buffer as it is now."""
+        state = None
+        if self._states is not None and isinstance(self.retriever, BufferRetriever):
+            state = await asyncio.to_thread(self._states.take, self.retriever.buffer)
+        _STATE.set(state)
+        return await super().grow_all(*args, **more)
+
+    async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
+        """As `Grower.grow`."""
+        sent = task_to_json(task)
+        is_whole = task_from_json(sent) == task
+        order = {
+            "task": sent,
+            "is_whole": is_whole,
+            "key": list(noise_key),
+            "group_id": group_id,
+            "trace": carrier(),
+            "explores": not _is_of_evaluations(self.explorer),
+            "limits": asdict(self.limits),
+            "state": _STATE.get(),
+        }
+        with self.watch.waiting("growers"):
+            found = await self._ask(order, group_id)
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + found["counts"][name])
+        if isinstance(self.retriever, BufferRetriever):
+            self.retriever.count(found["retrieved"])
+        cast(Toolbox, self.toolbox).add_usage(found["usage"])
+        tree = tree_from_json(found["tree"])
+        is_unchanged = not is_whole and task_to_json(tree.task) == sent
+        return replace(tree, task=task) if is_unchanged else tree
+
+
+def _is_of_evaluations(explorer: Explorer) -> bool:
+    return type(explorer) is Independent and not explorer.has_stages
+
+
+# ------------------------------------------------------------------ the other processes
+
+
+class TreeHost:
+    """Grows the trees that a run in another process orders: it writes prompts, runs tools and
+    scores, and asks an engine for tokens."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._explorer: Explorer | None = None
+        """The recipe's, once it is asked for."""
+        self._buffers = _OpenStates(parts)
+        self._watch = Watch()
+        self.num_trees = 0
+        """Trees that grow now."""
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(
+        cls, config: Config, engine: Engine, *, model_path: Path | str | None = None
+    ) -> AsyncIterator[Self]:
+        """Holds a host with all that trees need beside an engine.
+
+        Args:
+            engine: stays its owner's to close.
+            model_path: where the tokenizer is read; None for model.path.
+
+        Raises:
+            TreegraftError: a part that cannot be made.
+        """
+        async with assemble(config, model_path=model_path, engine=engine) as parts:
+            host = cls(parts)
+            try:
+                yield host
+            finally:
+                host._buffers.close()
+
+    @property
+    def waits(self) -> dict[str, int]:
+        """How many trajectories wait for what."""
+        return {owner: num for owner, num in self._watch.waits.items() if num}
+
+    async def grow(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns one tree, scored, and what was counted for it, as JSON can hold it."""
+        grower = await self._grower(order)
+        # This tree's alone: what else is under way may die with this process, and grow again.
+        usage: dict[str, Any] = {}
+        token = COUNTS.set(usage)
+        self.num_trees += 1
+        try:
+            tree = await grower.grow(
+                self._task(order), noise_key=tuple(order["key"]), group_id=order["group_id"]
+            )
+        finally:
+            self.num_trees -= 1
+            COUNTS.reset(token)
+        return {
+            "tree": tree_to_json(tree),
+            "counts": {name: getattr(grower, name) for name in _COUNTS},
+            "usage": {name: asdict(one) for name, one in usage.items()},
+            "retrieved": {} if grower.retriever is None else grower.retriever.take_metrics(),
+        }
+
+    async def _grower(self, order: Mapping[str, Any]) -> Grower:
+        """The grower of one tree, whose counts are that tree's."""
+        parts, config = self._parts, self._parts.config
+        if order["explores"] and self._explorer is None:
+            self._explorer = build_explorer(
+                config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty
+            )
+        explorer = self._explorer if order["explores"] else None
+        limits = Limits(**{**order["limits"], "filters": Filters(**order["limits"]["filters"])})
+        retriever = None
+        if order["state"] is not None:
+            retriever = _TreeRetriever(await self._buffers.at(order["state"]), config)
+        grower = parts.grower(explorer or Independent(), limits, retriever)
+        grower.watch = self._watch
+        return grower
+
+    def _task(self, order: Mapping[str, Any]) -> Task:
+        """The task as it was sent or, where that is not all of it, the one of its own data."""
+        task = task_from_json(order["task"])
+        if order["is_whole"]:
+            return task
+        for known in (*self._parts.train_tasks, *self._parts.eval_tasks):
+            if known.id == task.id and task_to_json(known) == order["task"]:
+                return known
+        return task
+
+
+class _Frozen(TraceBuffer):
+    """A buffer that nobody writes to."""
+
+    _opened = staticmethod(partial(TraceFile, is_frozen=True))
+
+
+class _OpenStates:
+    """The latest states that trees were grafted from; all share one encoder."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._settings, self._is_tried = parts.config.buffer, parts.kind is not None
+        self._states: dict[str, BufferRetriever] = {}
+        self._encoder: Encoder | None = None
+        self._opening = asyncio.Lock()
+
+    async def at(self, state: str) -> BufferRetriever:
+        """Returns a retriever of a state.
+
+        Raises:
+            DataError: its file cannot be read.
+        """
+        async with self._opening:
+            if state not in self._states:
+                buffer = await asyncio.to_thread(self._read, Path(state))
+                self._states[state] = BufferRetriever(
+                    buffer, self._settings, is_tried=self._is_tried
+                )
+                self._drop(len(self._states) - NUM_STATES)
+            return self._states[state]
+
+    def _read(self, path: Path) -> TraceBuffer:
+        buffer = _Frozen(path, self._encoder)
+        self._encoder = buffer.load_encoder()
+        return buffer
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._drop(len(self._states))
+
+    def _drop(self, num: int) -> None:
+        for state in list(self._states)[: max(0, num)]:
+            retriever = self._states.pop(state)
+            retriever.close()
+            retriever.buffer.close()
+
+
+class _TreeRetriever:
+    """Finds traces for one tree (a `Retriever`), and counts for it alone."""
+
+    def __init__(self, shared: BufferRetriever, config: Config) -> None:
+        self._shared, self._settings = shared, config.buffer
+        self._counts: Counter[str] = Counter()
+
+    async def retrieve(
+        self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
+    ) -> Retrieved | None:
+        question = question_of(self._settings, task, contents, whole=whole, noise_key=noise_key)
+        found = await self._shared.ask(question)
+        self._counts.update({"asked": 1, "nothing": found is None})
+        self._counts.update(cast(dict[str, int], self._shared.take_counts()))
+        return found
+
+    async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
+        return await self._shared.trajectories(task)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns counts for `BufferRetriever.count` since the last call, not metrics: the run's
+        process adds those of all trees."""
+        counts, self._counts = self._counts, Counter()
+        return {name: float(count) for name, count in counts.items()}
