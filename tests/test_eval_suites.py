@@ -36,7 +36,7 @@ from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names
 from treegraft.evals.versus import compare_evaluations
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_json import tree_to_json
-from treegraft.settings.config import EvalSettings, renamed
+from treegraft.settings.config import EvalSettings
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 
@@ -530,10 +530,8 @@ def test_more_time_is_no_other_evaluation(agent: tuple[Path, Path], tmp_path: Pa
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
     # Folders made by 0.3 hold the deadlines.
     EvalFolder.open(tmp_path / "e", {**asked, "rollout.deadline_s": 600.0}, sets).close()
-    # One made by 0.6 has the settings of the native engine in [engine].
-    former = {old: asked[new] for old, new in renamed().items() if new in asked}
-    others = {name: value for name, value in asked.items() if name not in renamed().values()}
-    EvalFolder.open(tmp_path / "former", others | former, sets).close()
+    # Those of 0.7 name settings that are gone.
+    EvalFolder.open(tmp_path / "former", {**asked, "engine.noise": "philox"}, sets).close()
     EvalFolder.open(tmp_path / "former", asked, sets).close()
     EvalFolder.open(tmp_path / "e", asked, sets).close()
 

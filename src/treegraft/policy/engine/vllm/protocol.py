@@ -11,7 +11,7 @@ from torch import Tensor
 from treegraft.core.interfaces import NoiseKey
 from treegraft.policy.engine.sampling import Columns, sample_tokens
 
-PLUGIN_VERSION = 1
+PLUGIN_VERSION = 2
 """Grows with every change of what client and plugin say to each other."""
 DRAW = "treegraft"
 """Name of our part of a request's extra arguments: {"key", "offset", "temperature",
