@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 
-from treegraft import Config, train
+import treegraft
+from treegraft import Config
 from treegraft.extras.ray.job import Job
 from treegraft.extras.ray.placement import needs_of, place_of
 from treegraft.extras.ray.plugin import cluster_settings
@@ -44,7 +45,7 @@ def run_on_cluster(
     is_rank = ADDRESS in os.environ
     has_job = cluster_settings(config).learner_gpus > 0 or cluster_settings(config).num_ranks > 1
     if is_rank or not has_job:
-        train(
+        treegraft.train(
             config,
             recipe=recipe,
             resume=resume,
