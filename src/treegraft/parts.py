@@ -15,6 +15,9 @@ if TYPE_CHECKING:
         Floats,
         Scale,
     )
+    from treegraft.assemble import (
+        assemble_training,
+    )
     from treegraft.core.errors import (
         nearest,
     )
@@ -64,6 +67,21 @@ if TYPE_CHECKING:
     )
     from treegraft.explore.independent import (
         Independent,
+    )
+    from treegraft.policy.learn.credit import (
+        credit_trees,
+    )
+    from treegraft.policy.publish import (
+        Publisher,
+    )
+    from treegraft.rollout.limits import (
+        training_limits,
+    )
+    from treegraft.runs.checkpoint import (
+        TrainState,
+    )
+    from treegraft.runs.display import (
+        NoDisplay,
     )
     from treegraft.runs.tracked import (
         Tracked,
@@ -133,12 +151,14 @@ __all__ = [
     "GraftCause",
     "Independent",
     "Leaf",
+    "NoDisplay",
     "NoiseKey",
     "OpenTasks",
     "OutcomeKind",
     "PathView",
     "PlacementKind",
     "Plugin",
+    "Publisher",
     "RestartCause",
     "Retry",
     "RetryCause",
@@ -152,9 +172,12 @@ __all__ = [
     "ToolCall",
     "Tracked",
     "TrackerKind",
+    "TrainState",
     "arguments_from",
+    "assemble_training",
     "build_encoder",
     "capability_without_fork",
+    "credit_trees",
     "describe",
     "flatten",
     "has",
@@ -168,6 +191,7 @@ __all__ = [
     "setting",
     "signature_from",
     "tag_of",
+    "training_limits",
     "unknown_encoder",
     "value_of",
     "when",
@@ -176,6 +200,7 @@ __all__ = [
 _HOMES = homes(
     {
         "algo.groups": "Floats Scale",
+        "assemble": "assemble_training",
         "core.errors": "nearest",
         "core.interfaces": "NoiseKey Signature Tool",
         "core.keyed": "keyed_choice keyed_int keyed_unit",
@@ -189,6 +214,11 @@ _HOMES = homes(
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
+        "policy.learn.credit": "credit_trees",
+        "policy.publish": "Publisher",
+        "rollout.limits": "training_limits",
+        "runs.checkpoint": "TrainState",
+        "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
         "settings.explore": "EntropySettings",
         "settings.sampling": "unknown_encoder",
