@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from sklearn.cluster import DBSCAN
 
-from treegraft.core.types import GraftCause, Trajectory
-from treegraft.runs.record import read_trees
-from treegraft.tools.search.encoders import build_encoder
+from treegraft import Trajectory, read_trees
+from treegraft.parts import GraftCause, build_encoder
 
 MIN_SAMPLES, MOST = 3, 200
 

@@ -14,9 +14,7 @@ import tempfile
 from dataclasses import replace
 from statistics import fmean
 
-from treegraft.core.types import Tree
-from treegraft.runs.record import read_trees
-from treegraft.train import train
+from treegraft import Tree, read_trees, train
 
 
 def rise(tree: Tree) -> Tree:

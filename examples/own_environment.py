@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
-from treegraft.policy.engine.scripted import ScriptedEngine
-from treegraft.runs.record import read_trees
-from treegraft.train import train
+from treegraft import ScriptedEngine, read_trees, train
 
 
 class KeyDoor:

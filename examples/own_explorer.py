@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from treegraft.core.types import Branch, BranchCause, PathView, Start
-from treegraft.explore.independent import Independent
-from treegraft.policy.engine.scripted import ScriptedEngine
-from treegraft.runs.record import read_trees
-from treegraft.train import train
+from treegraft import ScriptedEngine, read_trees, train
+from treegraft.parts import Branch, BranchCause, Independent, PathView, Start
 
 
 class Retry(Independent):

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from treegraft.core.types import Trajectory
-from treegraft.policy.engine.scripted import ScriptedEngine
-from treegraft.runs.record import read_trees
-from treegraft.train import train
+from treegraft import ScriptedEngine, Trajectory, read_trees, train
 
 
 def thrift(*, trajectories: Sequence[Trajectory], **columns: Any) -> list[float]:

@@ -9,9 +9,8 @@ import random
 import tempfile
 from collections.abc import Sequence
 
-from treegraft.core.types import StepContent, Task
-from treegraft.tasks.open import OpenTasks
-from treegraft.train import train
+from treegraft import StepContent, Task, train
+from treegraft.parts import OpenTasks
 
 
 class Larger(OpenTasks):

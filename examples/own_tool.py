@@ -10,10 +10,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from treegraft.core.types import Task
-from treegraft.policy.engine.scripted import ScriptedEngine
-from treegraft.runs.record import read_trees
-from treegraft.train import train
+from treegraft import ScriptedEngine, Task, read_trees, train
 
 
 async def shortcut(relation: str, task: Task) -> str:

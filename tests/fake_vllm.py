@@ -258,9 +258,7 @@ def _marked(
     """One token of a reply, drawn as the plugin does."""
     order = params["extra_args"][DRAW]
     key = tuple(order["key"]) if order["temperature"] > 0 else None
-    drawn = sample_tokens(
-        *(logits, [order["temperature"]], [key], [order["offset"] + position]), kind=order["noise"]
-    )
+    drawn = sample_tokens(logits, [order["temperature"]], [key], [order["offset"] + position])
     values, places = marked_rows(logits, drawn)[0].topk(2)
     pairs = zip(places.tolist(), values.tolist(), strict=True)
     top = [{"token_id": place, "logprob": value} for place, value in pairs]

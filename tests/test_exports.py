@@ -306,3 +306,39 @@ def test_every_equation_names_its_source() -> None:
             if isinstance(node, ast.FunctionDef) and not is_sourced:
                 missing.append(f"{path.name}: {node.name}")
     assert missing == [], "name the paper (arXiv number, or author and year), or begin with Ours:"
+
+
+def test_pages_and_examples_import_the_public_names_alone() -> None:
+    """`treegraft` and `treegraft.parts`: what stands in them is promised."""
+    import treegraft.parts
+
+    known = {"treegraft": treegraft.__all__, "treegraft.parts": treegraft.parts.__all__}
+    root = SOURCE.parents[1]
+    wrong = []
+    for path in [
+        *(root / "docs").glob("*.md"),
+        root / "README.md",
+        *(root / "examples").rglob("*"),
+    ]:
+        if path.suffix not in (".md", ".py"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        for module, names in re.findall(
+            r"^ *from (treegraft[\w.]*) import (\([^)]*\)|[^\n]*)", text, re.M
+        ):
+            for name in re.findall(r"\w+", re.sub("#.*", "", names)):
+                if name not in known.get(module, ()):
+                    wrong.append(f"{path.name}: {module}.{name}")
+    assert wrong == []
+
+
+def test_every_part_is_described_and_stands_in_an_example_that_runs() -> None:
+    import treegraft.parts
+
+    page = (SOURCE.parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+    code = "".join(re.findall(r"<!-- runnable -->\n```python\n(.*?)```", page, re.S))
+    for name in treegraft.parts.__all__:
+        found = getattr(treegraft.parts, name)
+        assert re.search(rf"\b{name}\b", code), f"docs/parts.md: no example has {name}"
+        is_value = not callable(found) or name in ("NoiseKey", "Floats", "Scale")
+        assert is_value or found.__doc__, f"{name} has no docstring"

@@ -316,8 +316,8 @@ def test_the_best_checkpoint_is_kept_beside_the_latest(
     async def measured(run: Run, parts: Any, watch: Any) -> dict[str, float]:
         return {"eval/accuracy": accuracies[run.state.update], "time/eval_s": 0.0}
 
-    story = importlib.import_module("treegraft.train")  # the attribute is the function
-    monkeypatch.setattr(story, "evaluate_update", measured)
+    during = importlib.import_module("treegraft.evals.during")
+    monkeypatch.setattr(during, "evaluate_update", measured)
     run = start(
         tmp_path,
         run={"num_updates": 3},

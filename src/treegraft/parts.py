@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from treegraft.assemble import (
         assemble_engine,
+        assemble_training,
     )
     from treegraft.cli.train import (
         RunAsked,
@@ -85,14 +86,20 @@ if TYPE_CHECKING:
     from treegraft.explore.independent import (
         Independent,
     )
-    from treegraft.policy.learn.launch import (
-        open_store,
+    from treegraft.policy.learn.credit import (
+        credit_trees,
+    )
+    from treegraft.policy.publish import (
+        Publisher,
+    )
+    from treegraft.rollout.limits import (
+        training_limits,
     )
     from treegraft.runs.checkpoint import (
-        PARTIAL,
+        TrainState,
     )
-    from treegraft.runs.start import (
-        new_start,
+    from treegraft.runs.display import (
+        NoDisplay,
     )
     from treegraft.runs.tracked import (
         Tracked,
@@ -146,7 +153,6 @@ if TYPE_CHECKING:
 __all__ = [
     "LEARNING_RULES",
     "OVER",
-    "PARTIAL",
     "ROOT_ID",
     "Below",
     "Branch",
@@ -169,12 +175,14 @@ __all__ = [
     "GraftCause",
     "Independent",
     "Leaf",
+    "NoDisplay",
     "NoiseKey",
     "OpenTasks",
     "OutcomeKind",
     "PathView",
     "PlacementKind",
     "Plugin",
+    "Publisher",
     "RemoteTrees",
     "RestartCause",
     "Retry",
@@ -191,13 +199,16 @@ __all__ = [
     "ToolCall",
     "Tracked",
     "TrackerKind",
+    "TrainState",
     "TreeHost",
     "WeightSource",
     "arguments_from",
     "assemble_engine",
+    "assemble_training",
     "build_encoder",
     "capability_without_fork",
     "code_checksum",
+    "credit_trees",
     "describe",
     "errors",
     "flatten",
@@ -208,8 +219,6 @@ __all__ = [
     "keyed_int",
     "keyed_unit",
     "nearest",
-    "new_start",
-    "open_store",
     "options_of",
     "plain",
     "row_of",
@@ -218,6 +227,7 @@ __all__ = [
     "signature_from",
     "spans",
     "tag_of",
+    "training_limits",
     "unknown_encoder",
     "value_of",
     "when",
@@ -226,7 +236,7 @@ __all__ = [
 _HOMES = homes(
     {
         "algo.groups": "Floats Scale",
-        "assemble": "assemble_engine",
+        "assemble": "assemble_engine assemble_training",
         "cli.train": "RunAsked run_command",
         "core": "errors interrupt spans",
         "core.errors": "nearest",
@@ -244,9 +254,11 @@ _HOMES = homes(
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
-        "policy.learn.launch": "open_store",
-        "runs.checkpoint": "PARTIAL",
-        "runs.start": "new_start",
+        "policy.learn.credit": "credit_trees",
+        "policy.publish": "Publisher",
+        "rollout.limits": "training_limits",
+        "runs.checkpoint": "TrainState",
+        "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
         "settings.explore": "EntropySettings",
         "settings.sampling": "unknown_encoder",

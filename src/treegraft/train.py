@@ -160,7 +160,7 @@ def credit(training: Training, grown: Sampled) -> Credited:
     """Returns the trees with their advantages, by the settings and the user's own rule."""
     training.run.display.phase("learning", 0, 1)
     parts, config = training.parts, training.run.config
-    with training.clock("learn"):
+    with training.clock("credit"):
         kept, dropped = (
             credit_by_entropy(parts.learner, trees, config, parts.credit_rule)
             for trees in (grown.kept, grown.dropped)

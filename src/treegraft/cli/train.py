@@ -66,6 +66,14 @@ class RunAsked:
         """The option that accepts changes, where it was given."""
         return ["--accept-changes"] if self.accepts_changes else []
 
+    def run_dir(self) -> Path:
+        """Returns the folder of the run: a new one, or that of the run to resume."""
+        if self.resume is not None:
+            return self.resume
+        from treegraft.runs.start import new_start
+
+        return new_start(self.config, self.recipe).path
+
     @contextlib.contextmanager
     def carried_out(self) -> Iterator[dict[str, Any]]:
         """Yields the arguments of `treegraft.train.train` but for the settings; errors of data,

@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import Any, Final
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugins import load_object
+from treegraft.core.plugins import load_object, pick
 
 INTERFACE: Final = 1
 """Version of the plugin interface; it grows when plugins have to be rewritten."""
@@ -262,6 +262,18 @@ def loaded(entry: Any) -> Any:
         SettingError: the import path leads to nothing.
     """
     return load_object(entry) if isinstance(entry, str) else entry
+
+
+def chosen(name: str, core: Mapping[str, Any], kind: str, setting: str) -> Any:
+    """Returns the core's entry of that name, what a plugin brings under it, or the object at an
+    import path.
+
+    Raises:
+        SettingError: as `pick`; or the plugin's import path leads to nothing.
+    """
+    plugged = offered(kind)
+    found = pick(name, {**core, **plugged}, setting)
+    return loaded(found) if name in plugged else found
 
 
 def _listed() -> Iterator[tuple[str, str]]:

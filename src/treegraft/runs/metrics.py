@@ -130,6 +130,7 @@ METRICS: Mapping[str, str] = {
     "time/rollout_s": "seconds to grow all trees, scores included",
     "time/warmup_s": "seconds of the warm-up, without evaluations",
     "time/warmup_cpu_s": "CPU seconds of all threads of this process in the same",
+    "time/credit_s": "seconds to compute advantages",
     "time/learn_s": "seconds to learn",
     "time/symptoms_s": "seconds of health.symptoms_every",
     "time/publish_s": "seconds to publish the weights to the engine",

@@ -199,12 +199,12 @@ def _with_plugins(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]
         for _, tables in members:
             for name, table in tables.items():
                 added.setdefault(name, []).append(table)
-        return joined(core, added), known.problems
+        return joined(core, added, __name__), known.problems
     except SettingError:
         # One by one, so that the others stay whole.
         for owner, tables in members:
             try:
-                core = joined(core, {name: [table] for name, table in tables.items()})
+                core = joined(core, {name: [table] for name, table in tables.items()}, __name__)
             except SettingError as error:
                 problems.append(f"plugin '{owner}': {error}")
         return core, (*known.problems, *problems)
@@ -215,6 +215,10 @@ if TYPE_CHECKING:
 else:
     # Settings of plugins are declared beside the code that reads them.
     Config, PLUGIN_PROBLEMS = _with_plugins(Config)
+    for _found in walk(Config):
+        if _found.table is not None and _found.table.__module__ == __name__:
+            # Where pickle looks for it.
+            globals()[_found.table.__name__] = _found.table
 
 
 def table_class(name: str) -> type[Settings]:

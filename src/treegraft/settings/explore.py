@@ -106,6 +106,8 @@ def half_the_leaves(config: Settings) -> int:
 
 
 class EntropySettings(Settings):
+    """ARPO's rule for branches (arXiv 2507.19849), see `EntropyBranching`."""
+
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts (ARPO's N), at most explore.num_leaves (its M), of which half is the
     default; the rest are branches and back-fill."""

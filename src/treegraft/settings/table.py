@@ -227,12 +227,16 @@ def walk(
 
 
 def joined(
-    table: type[Settings], added: Mapping[str, Sequence[type[Settings]]], prefix: str = ""
+    table: type[Settings],
+    added: Mapping[str, Sequence[type[Settings]]],
+    home: str,
+    prefix: str = "",
 ) -> type[Settings]:
     """Returns a table with further fields, in it and in the tables below it.
 
     Args:
         added: classes whose fields join the table of this dotted name, "" for `table` itself.
+        home: the module in which pickle finds the tables that are made, by their names.
         prefix: dotted name of `table` with a dot behind it, "" for the root.
 
     Raises:
@@ -244,7 +248,7 @@ def joined(
         is_table = isinstance(kind, type) and issubclass(kind, Settings)
         if is_table and any(f"{one}.".startswith(f"{dotted}.") for one in added):
             grown, again = (
-                joined(cast("type[Settings]", kind), added, f"{dotted}."),
+                joined(cast("type[Settings]", kind), added, home, f"{dotted}."),
                 copy.copy(field),
             )
             again.annotation = grown
@@ -261,7 +265,7 @@ def joined(
     if not fields:
         return table
     made: type[Settings] = create_model(
-        table.__name__, __base__=table, __module__=table.__module__, __doc__=table.__doc__, **fields
+        table.__name__, __base__=table, __module__=home, __doc__=table.__doc__, **fields
     )
     return made
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.plugin import loaded, offered
-from treegraft.core.plugins import make, pick
+from treegraft.core.plugin import chosen
+from treegraft.core.plugins import make
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
@@ -24,10 +24,8 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             settings it refuses.
         DataError: the files of a data set cannot be read.
     """
-    known = {**TASKS, **offered("tasks")}
-    found = pick(settings.kind, known, "tasks.kind")
-    if settings.kind in known:
-        found = loaded(found)
+    found = chosen(settings.kind, TASKS, "tasks", "tasks.kind")
+    if ":" not in settings.kind:
         built_in: TaskSource = found(settings, seed)
         return built_in
     source: TaskSource = make(

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import RewardFunc
-from treegraft.core.plugin import loaded, offered
-from treegraft.core.plugins import pick
+from treegraft.core.plugin import chosen
 from treegraft.core.types import Leaf, Origin, Status, Task, Trajectory, Tree
 from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks import scoring
@@ -152,7 +151,7 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
         )
     functions: list[RewardFunc] = []
     for name in settings.funcs:
-        function = loaded(pick(name, {**REWARDS, **offered("rewards")}, "reward.funcs"))
+        function = chosen(name, REWARDS, "rewards", "reward.funcs")
         check_function(name, function)
         if name == "hierarchical":
             function = functools.partial(function, accuracy=settings.accuracy)

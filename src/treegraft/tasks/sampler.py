@@ -7,8 +7,8 @@ from typing import Any
 
 from treegraft.core.interfaces import TaskSampler
 from treegraft.core.keyed import keyed_int
-from treegraft.core.plugin import loaded, offered
-from treegraft.core.plugins import make, pick
+from treegraft.core.plugin import chosen
+from treegraft.core.plugins import make
 from treegraft.core.types import Task, Tree
 from treegraft.settings.tasks import SamplerSettings
 from treegraft.tasks.own_sampler import OwnSampler
@@ -24,10 +24,9 @@ def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -
         SettingError: an unknown kind or encoder, or an import path to nothing that makes a sampler.
         ModelError: there is no such encoder to load.
     """
-    known = {**SAMPLERS, **offered("samplers")}
-    found = pick(settings.kind, known, "sampler.kind")
-    if settings.kind in known:
-        built_in: TaskSampler = loaded(found)(tasks, seed, settings)
+    found = chosen(settings.kind, SAMPLERS, "samplers", "sampler.kind")
+    if ":" not in settings.kind:
+        built_in: TaskSampler = found(tasks, seed, settings)
         return built_in
     sampler: TaskSampler = make(
         found,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import EnvironmentKind, Tool
-from treegraft.core.plugin import loaded, offered
+from treegraft.core.plugin import chosen
 from treegraft.core.plugins import pick
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
@@ -59,10 +59,9 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     """
     if not settings.kind:
         return None
-    known = offered("environments")
-    found = pick(settings.kind, known, "environment.kind")
-    if settings.kind in known:
-        kind: EnvironmentKind = loaded(found)(settings)
+    found = chosen(settings.kind, {}, "environments", "environment.kind")
+    if ":" not in settings.kind:
+        kind: EnvironmentKind = found(settings)
         return kind
     if not isinstance(found, type):
         raise SettingError(

@@ -20,7 +20,6 @@ from treegraft.extras.ray.ray import connected
 from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
 from treegraft.extras.ray.supervisor import Keeper, Member
 from treegraft.parts import (
-    PARTIAL,
     Completion,
     Engine,
     RemoteTrees,
@@ -52,7 +51,7 @@ def lasting(checkpoint: Path) -> Iterator[Path]:
     """Holds the model of a checkpoint in a folder of its own beside it: an actor that starts anew
     reads it, when the run may have removed the checkpoint long ago."""
     # A name that the next start removes, where this process is killed.
-    held = checkpoint.with_name(f".{checkpoint.name}.actors{PARTIAL}")
+    held = checkpoint.with_name(f".{checkpoint.name}.actors.partial")
     leave_out = shutil.ignore_patterns("optimiser*")
     shutil.rmtree(held, ignore_errors=True)
     try:

@@ -9,12 +9,12 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from treegraft.extras.ray.actors import Actor, replying
-from treegraft.parts import open_store
 
 LOOK_S = 1.0
 """Longest time after which `look` returns."""
@@ -53,7 +53,7 @@ class RankActor(Actor):
         """Returns the port at which the ranks find each other; it outlives each of them."""
         import ray
 
-        self._store, port = open_store(ray.util.get_node_ip_address())
+        self._store, port = _store_at(ray.util.get_node_ip_address())
         return port
 
     @replying
@@ -144,3 +144,24 @@ def _dies_with(parent: int) -> Any:
             os._exit(1)
 
     return prepare
+
+
+def _store_at(address: str) -> tuple[Any, int]:
+    """Returns a store at which ranks find each other, as long as it is held, and its port.
+
+    Args:
+        address: of this machine; the store listens on that interface alone.
+    """
+    from torch import distributed
+
+    untyped: Any = distributed
+    listening = socket.create_server((address, 0))
+    port: int = listening.getsockname()[1]
+    store = untyped.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return store, port

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from treegraft.core.interfaces import Engine, Tokenizer
-from treegraft.core.plugin import loaded, offered
-from treegraft.core.plugins import make, pick
+from treegraft.core.plugin import chosen
+from treegraft.core.plugins import make
 from treegraft.settings.config import Config
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _build_engine(
 
         return build_engine(config, model, tokenizer, model_path)
     engine: Engine = make(
-        loaded(pick(kind, {"native": None, "vllm": None, **offered("engines")}, "engine.kind")),
+        chosen(kind, {"native": None, "vllm": None}, "engines", "engine.kind"),
         Engine,
         kind,
         "engine.kind",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from treegraft.core.errors import SettingError
 from treegraft.settings.config import Config
@@ -32,27 +31,6 @@ def num_started(config: Config) -> int:
             ' or leave it at "auto".'
         )
     return started
-
-
-def open_store(address: str) -> tuple[Any, int]:
-    """Returns a store at which ranks find each other, as long as it is held, and its port.
-
-    Args:
-        address: of this machine; the store listens on that interface alone.
-    """
-    from torch import distributed
-
-    untyped: Any = distributed
-    listening = socket.create_server((address, 0))
-    port: int = listening.getsockname()[1]
-    store = untyped.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
-    return store, port
 
 
 @contextmanager
