@@ -17,6 +17,8 @@ from typing import Any
 from tests.tiny import tiny, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
+TOKEN = secrets.token_hex(16)
+"""Of every cluster that tests start: Ray keeps the first one that a process has had."""
 NODE = {"num_cpus": 2, "object_store_memory": 100_000_000}
 
 
@@ -52,7 +54,7 @@ def variables() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_AUTH_TOKEN": TOKEN,
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
     }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cluster.nodes import TOKEN
 from tests.cluster.parts import needs_ray
 
 from treegraft import train
@@ -44,7 +45,11 @@ def trees_of(run_dir: Path) -> list[Any]:
     ]
 
 
-def test_grafts_and_calls_are_those_of_one_process(tmp_path: Path) -> None:
+def test_grafts_and_calls_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+
     def config(name: str) -> Any:
         own = (f"run.dir={tmp_path}", f"run.name={name}")
         spans = ("track.spans=file",) if name == "spread" else ()
