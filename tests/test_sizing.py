@@ -197,10 +197,7 @@ def test_a_learner_and_a_server_that_do_not_fit_one_card_are_refused() -> None:
     ("overrides", "said"),
     [
         (["learn.ranks=8"], "learn.ranks: got 8 with 4 GPUs"),
-        (["learn.ranks=4", "learn.sequence_parallel=3"], "got 3 with 4 ranks"),
         (["learn.ranks=3", "learn.replicate=2"], "learn.replicate: got 2 with 3 ranks"),
-        # The shape has 4 key-value heads.
-        (["learn.ranks=3", "learn.sequence_parallel=3"], "got 3, but the model has 4 key-value"),
         (["engine.kind=vllm", 'engine.vllm.gpus=["4"]'], "names GPU 4, expected numbers from 0 to"),
     ],
 )
@@ -231,7 +228,7 @@ def test_layouts_follow_the_settings() -> None:
 
 def test_offloaded_shards_are_in_the_hosts_memory() -> None:
     """16 bytes a weight, once for each copy; the GPU keeps passes and gathered layers."""
-    options = ["learn.ranks=8", "learn.offload=true", "learn.sequence_parallel=4"]
+    options = ["learn.ranks=8", "learn.offload=true", "learn.max_pack_tokens=2048"]
     config = load_config(SEVEN, options)
     shape = shaped(config)
     assert host_bytes(config, shape, 8) == 16.0 * shape.num_weights
@@ -239,7 +236,7 @@ def test_offloaded_shards_are_in_the_hosts_memory() -> None:
     assert host_bytes(twice, shape, 8) == 32.0 * shape.num_weights
     parts = learner_parts(config, shape, 8)
     assert parts.keys() == {"gathered layers", "activations", "logits", "reserved"}
-    whole = learner_parts(load_config(SEVEN, options[:1]), shape, 8)
+    whole = learner_parts(load_config(SEVEN, [options[0], "learn.max_pack_tokens=8192"]), shape, 8)
     assert parts["activations"] == whole["activations"] / 4
     assert found_for(config, 8)["hosts' memory"].value == "121.8 GB"
 

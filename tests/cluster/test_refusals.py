@@ -57,7 +57,7 @@ def test_ray_is_missing_or_another(
         main()
     assert end.value.code == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert said in error and "treegraft[cluster]" in error
+    assert said in error and "treegraft[ray]" in error
     assert not (tmp_path / "runs").exists()
 
 
@@ -173,8 +173,8 @@ def test_settings_of_a_cluster_elsewhere(
         ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner_ranks: got 2 beside"),
         ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "got 4, but .* asks for 2"),
         (
-            {"learn": {"sequence_parallel": 2}, "cluster": {"learner_ranks": 3}},
-            "learn.sequence_parallel: got 2 with 3 ranks",
+            {"learn": {"replicate": 2}, "cluster": {"learner_ranks": 3}},
+            "learn.replicate: got 2 with 3 ranks",
         ),
     ],
 )

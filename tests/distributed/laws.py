@@ -9,8 +9,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,10 @@ from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Tree
-from treegraft.policy.hook import install_attention
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.pieces import Pieces, model_shape
 from treegraft.policy.learn.ranks import Ranks
-from treegraft.policy.learn.scores import packed_hidden
-from treegraft.policy.learn.sequence import shared_hidden
 from treegraft.policy.learn.sharded import ShardedLearner
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import plain_weights, weights_fingerprint
@@ -255,35 +250,6 @@ def loads_like(place: Path, state: Weights) -> bool:
     )
 
 
-def law_3(ranks: Ranks, family: str) -> dict[str, Any]:
-    """Hidden states and gradients of a pack that ranks share, and of one that a process has."""
-    assert ranks.sharing is not None
-    one, many = build_model(family), build_model(family)
-    for model in (one, many):
-        install_attention(model)
-    batch = pack_trees(some_trees(4))
-    hidden = packed_hidden(one, batch, compile_kernels=False)
-    hidden.pow(2).sum().backward()
-    own, places = shared_hidden(many, batch, ranks.sharing, compile_kernels=False)
-    own.pow(2).sum().backward()
-    gaps = []
-    for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
-        if theirs.grad is None:
-            continue
-        # Each rank has the gradient of its own tokens.
-        total = torch.zeros_like(theirs) if ours.grad is None else ours.grad.clone()
-        torch.distributed.all_reduce(total)
-        gaps.append(float((total - theirs.grad).norm() / theirs.grad.norm().clamp_min(1e-12)))
-    return {"equal": bool(torch.equal(own, hidden[places])), "gradients": max(gaps)}
-
-
-@contextmanager
-def sharing(ranks: Ranks, size: int) -> Iterator[None]:
-    ranks.share_passes(size)
-    yield
-    ranks.share_passes(1)
-
-
 CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "llama": lambda ranks: law_1(ranks, settings()),
     "tied": lambda ranks: law_1(ranks, settings(), "llama-tied"),
@@ -315,12 +281,7 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "pieces": lambda ranks: pieces(ranks, settings(), "llama"),
     "pieces tied": lambda ranks: pieces(ranks, settings(), "llama-tied"),
     "resumed": lambda ranks: resumed(ranks, settings()),
-    "shared llama": lambda ranks: law_3(ranks, "llama"),
-    "shared qwen3": lambda ranks: law_3(ranks, "qwen3"),
-    "shared learning": lambda ranks: law_1(ranks, settings()),
-    "shared gpt-neox": lambda ranks: law_3(ranks, "gpt-neox"),
     # Not GPT-NeoX: the gradient of its keys' bias is rounding alone, which Adam magnifies.
-    "shared learning of four": lambda ranks: law_1(ranks, settings(), FOUR_HEADS),
 }
 
 
@@ -332,10 +293,7 @@ def main() -> None:
     with joined(settings(learn={"lr": 0.5}) if is_odd else settings()) as ranks:
         assert ranks is not None
         for name in sys.argv[2:]:
-            # All four of a job of four, else two.
-            size = (4 if ranks.size == 4 else 2) if name.startswith("shared") else 1
-            with sharing(ranks, size):
-                found = CHECKS[name](ranks)
+            found = CHECKS[name](ranks)
             if ranks.rank == 0:
                 print(json.dumps({"check": name, **found}), flush=True)
         # There is no loop over orders here that would have to end.

@@ -15,15 +15,12 @@ NAMES = {
         *("llama", "tied", "qwen3", "minibatches", "kl", "lora", "lessons", "stored", "idle"),
         *("checkpointing", "offload", "replicate", "twice", "resumed"),
         *("pieces", "pieces tied"),
-        *("shared llama", "shared qwen3", "shared learning"),
     ),
     3: ("idle",),
 }
 """The checks of `tests.distributed.laws` by number of ranks, all of a number in one job."""
 SLOW = ("llama", "tied", "lora", "lessons", "minibatches", "twice", "resumed")
 """Those of three ranks that take too long for the default suite, in a job of their own."""
-FOUR = ("shared gpt-neox", "shared learning of four")
-"""Those of four ranks that share each pass; the model has four key-value heads."""
 LIMITS = {"lora": 1e-4}
 """Adam magnifies the rounding of first gradients near 0."""
 
@@ -54,12 +51,6 @@ def test_three_ranks_equal_one(name: str) -> None:
     assert_equal(name, results(3, SLOW)[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks_share_each_pass(name: str) -> None:
-    assert_equal(name, results(4, FOUR)[name])
-
-
 def assert_equal(name: str, found: dict[str, Any]) -> None:
     if name == "twice":
         assert found["equal"]
@@ -70,8 +61,6 @@ def assert_equal(name: str, found: dict[str, Any]) -> None:
         # Bit for bit at the same number of ranks.
         assert found["same"] and found["loads"]
         assert max(found["apart"], found["from_one"]) < 1e-5
-    elif name in ("shared llama", "shared qwen3", "shared gpt-neox"):
-        assert found["equal"] and found["gradients"] < 1e-5
     else:
         assert found["apart"] < LIMITS.get(name, 1e-5)
         # Rounding of sums and of log-probabilities of weights that differ by rounding.

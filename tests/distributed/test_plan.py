@@ -120,11 +120,10 @@ def test_ranks_of_other_software_are_refused(changed: dict[str, str], said: str)
     assert re.match(said, found) and bool(found) == bool(said)
 
 
-@pytest.mark.parametrize("name", ["sequence_parallel", "replicate"])
-def test_groups_of_ranks_divide_their_number(name: str) -> None:
-    assert not ranks.layout_problem(settings(learn={name: 2}), 4)
-    said = ranks.layout_problem(settings(learn={name: 3}), 4)
-    assert said.startswith(f"learn.{name}: got 3 with 4 ranks; expected a divisor")
+def test_copies_of_the_weights_divide_the_number_of_ranks() -> None:
+    assert not ranks.layout_problem(settings(learn={"replicate": 2}), 4)
+    said = ranks.layout_problem(settings(learn={"replicate": 3}), 4)
+    assert said.startswith("learn.replicate: got 3 with 4 ranks; expected a divisor")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -133,8 +132,6 @@ def test_models_that_several_ranks_cannot_learn_are_refused() -> None:
         _refuse(build_model(family), settings())
     with pytest.raises(ModelError, match=r"cannot be packed \(.*\), which several ranks need"):
         _refuse(build_model("bloom"), settings())
-    with pytest.raises(SettingError, match=r"got 3, but the model has \d key-value heads"):
-        _refuse(build_model("llama"), settings(learn={"sequence_parallel": 3}))
     embedded = settings(model={"lora": {"rank": 2, "targets": ["embed_tokens", "q_proj"]}})
     adapted = with_adapters(build_model("llama"), embedded.model, seed=0)
     with pytest.raises(SettingError, match=r"lora\.targets: .* of which some are no linear"):

@@ -71,13 +71,11 @@ class Layout:
                 f"engine.vllm.gpus: names GPU {highest}, expected numbers from 0 to"
                 f" {self.num_gpus - 1}"
             )
-        for name in ("sequence_parallel", "replicate"):
-            value = getattr(config.learn, name)
-            if self.ranks % value:
-                return (
-                    f"learn.{name}: got {value} with {self.ranks} ranks; expected a divisor of the"
-                    " number of ranks"
-                )
+        if self.ranks % config.learn.replicate:
+            return (
+                f"learn.replicate: got {config.learn.replicate} with {self.ranks} ranks; expected a"
+                " divisor of the number of ranks"
+            )
         return ""
 
 

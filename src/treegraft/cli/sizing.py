@@ -116,7 +116,7 @@ def learner_parts(config: Config, shape: ModelShape, ranks: int) -> dict[str, fl
     frozen = (shape.num_weights - trained if model.lora.rank else 0) * width
     has_masters = width == 2 or not is_one
     kept = 3 * shape.inner_width + 2 * shape.query_width + 8 * shape.hidden_size
-    tokens = learn.max_pack_tokens / learn.sequence_parallel
+    tokens = learn.max_pack_tokens
     passes = tokens * kept * width
     if model.gradient_checkpointing:
         activations = shape.num_layers * tokens * shape.hidden_size * width + passes
@@ -318,7 +318,7 @@ def sizing(config: Config, shape: ModelShape | None, plan: Plan) -> Iterator[Fin
     card, layout = plan.card, Layout.of(config, plan.num_gpus)
     said = f"{plan.num_gpus} x {card.name} of {gigabytes(card.memory)}"
     yield Finding("GPUs", said, note="an estimate; nothing of it was measured on such cards")
-    if problem := layout.problem(config) or _head_problem(config, shape):
+    if problem := layout.problem(config):
         yield Finding("layout", "cannot be", False, problem)
         return
     kinds = layout.kinds()
@@ -331,16 +331,6 @@ def sizing(config: Config, shape: ModelShape | None, plan: Plan) -> Iterator[Fin
     yield verdict
     if verdict.is_good:
         yield from _time(config, shape, plan)
-
-
-def _head_problem(config: Config, shape: ModelShape) -> str:
-    parallel = config.learn.sequence_parallel
-    if shape.num_kv_heads % parallel == 0:
-        return ""
-    return (
-        f"learn.sequence_parallel: got {parallel}, but the model has {shape.num_kv_heads} key-value"
-        " heads; expected a divisor of that number"
-    )
 
 
 def _memory(

@@ -207,7 +207,11 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
     return data
 
 
-REMOVED: Mapping[str, Any] = {"engine.noise": "philox", "rollout.max_staleness": 0}
+REMOVED: Mapping[str, Any] = {
+    "engine.noise": "philox",
+    "learn.sequence_parallel": 1,
+    "rollout.max_staleness": 0,
+}
 """Settings that 0.7 had and this version has not, each with the value at which it changed
 nothing."""
 

@@ -414,9 +414,6 @@ class LearnSettings(Settings):
     ranks: int | Literal["auto"] = setting("auto", resumable=True)
     """Processes that learn together, each with its share of weights, gradients and moments. "auto"
     takes those that torchrun has started (one without it); a number is checked against them."""
-    sequence_parallel: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
-    """Ranks that share one pass, each with a part of its tokens; it divides the number of ranks and
-    the model's key-value heads."""
     replicate: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
     """Copies of the divided weights: each group of ranks / replicate holds one, so that weights are
     gathered within a group alone. It divides the number of ranks."""

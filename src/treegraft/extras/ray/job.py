@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import time
@@ -135,7 +134,7 @@ class Job:
         Fewer than asked for only where some were there and learn.ranks leaves it open.
         """
         settings, learn = cluster_settings(self._config), self._config.learn
-        wanted, unit = settings.num_ranks, math.lcm(learn.sequence_parallel, learn.replicate)
+        wanted, unit = settings.num_ranks, learn.replicate
         name = "GPU" if settings.learner_gpus else "CPU"
         least = unit if is_again and learn.ranks == "auto" else wanted
         began, told = time.monotonic(), float("-inf")

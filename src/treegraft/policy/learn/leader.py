@@ -15,7 +15,7 @@ from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.spans import joined, span
 from treegraft.core.types import Tree
-from treegraft.policy.head import base_model, head_problem
+from treegraft.policy.head import head_problem
 from treegraft.policy.learn.handover import packed, unpacked
 from treegraft.policy.learn.pieces import Pieces, cut_model, model_shape
 from treegraft.policy.learn.ranks import Ranks, deaf_to_ends
@@ -46,7 +46,7 @@ class Leader:
 
         Raises:
             ModelError: a model that several ranks cannot learn.
-            SettingError: learn.sequence_parallel does not divide its heads.
+            SettingError: LoRA targets that are no linear layers.
             RankError: a rank has ended.
         """
         self._ranks = ranks
@@ -214,7 +214,6 @@ def _built(
 
 def _refuse(model: Any, config: Config) -> None:
     """Refuses what one process can learn and several cannot."""
-    inner = base_model(model)
     if problem := head_problem(model):
         raise ModelError(f"learner: this model cannot be trained here: {problem}")
     problem = packing_problem(model, compile_kernels=config.learn.compile_kernels)
@@ -228,12 +227,4 @@ def _refuse(model: Any, config: Config) -> None:
             f"model.lora.targets: got {config.model.lora.targets!r}, of which some are no linear"
             " layers; several ranks expect linear layers alone. Leave the others out, or train with"
             " one rank."
-        )
-    parallel = config.learn.sequence_parallel
-    text = inner.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if heads % parallel:
-        raise SettingError(
-            f"learn.sequence_parallel: got {parallel}, but the model has {heads} key-value heads;"
-            " expected a divisor of that number."
         )

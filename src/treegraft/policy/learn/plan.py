@@ -32,14 +32,14 @@ class Team(Protocol):
 
     @property
     def group(self) -> int:
-        """Which group of ranks this process is of; the ranks of a group share each pass."""
+        """The number of this process, which makes its own passes."""
 
     @property
     def num_groups(self) -> int: ...
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns each group's values, 1-D on the CPU, in the order of groups; of the same type,
-        of any length."""
+        """Returns each process's values, 1-D on the CPU, in their order; of the same type, of any
+        length."""
 
 
 class Alone:
@@ -58,7 +58,7 @@ class Plan:
 
     packs: tuple[Pack, ...]
     groups: tuple[int, ...]
-    """The group of ranks that makes each."""
+    """The process that makes each."""
 
     def own(self, group: int) -> list[Pack]:
         """Returns the packs of a group, and an empty one for each pass that only others make."""

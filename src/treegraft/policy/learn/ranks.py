@@ -147,7 +147,7 @@ class Ranks:
             world_size=self.size,
             timeout=timedelta(seconds=DEADLINE_S),
         )
-        self.share_passes(config.learn.sequence_parallel)
+        self.num_groups, self.group = self.size, self.rank
         self._is_over = threading.Event()
         if any(peer.is_elsewhere for peer in self._peers):
             threading.Thread(target=self._beat, name="treegraft-beat", daemon=True).start()
@@ -159,18 +159,6 @@ class Ranks:
             count += 1
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self.rank}", str(count))
-
-    def share_passes(self, group_size: int) -> None:
-        """Lets so many ranks with successive numbers share each pass; called by all."""
-        self.group_size = group_size
-        self.num_groups, self.group = self.size // group_size, self.rank // group_size
-        self.sharing: dist.ProcessGroup | None = None
-        """The ranks that share each pass with this one; None where it makes its own."""
-        for first in range(0, self.size, group_size) if group_size > 1 else ():
-            members = list(range(first, first + group_size))
-            found = dist.new_group(members, timeout=timedelta(seconds=DEADLINE_S))
-            if self.rank in members:
-                self.sharing = found
 
     # ------------------------------------------------------------------ meeting
 
@@ -326,7 +314,7 @@ class Ranks:
     # ------------------------------------------------------------------ results
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns each group's values, 1-D on the CPU, in the order of groups."""
+        """Returns each rank's values, 1-D on the CPU, in the order of ranks."""
         own = values.cpu().contiguous()
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(counts, torch.tensor([own.numel()]))
@@ -337,8 +325,7 @@ class Ranks:
         padded[: own.numel()] = own
         found = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded)
-        # The ranks of a group hold the same.
-        return [found[rank][: int(counts[rank])] for rank in range(0, self.size, self.group_size)]
+        return [one[: int(count)] for one, count in zip(found, counts, strict=True)]
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
@@ -401,15 +388,12 @@ def _difference(config: Config, hellos: Sequence[Hello]) -> str:
 
 def layout_problem(config: Config, size: int) -> str:
     """Returns why the settings do not fit the number of ranks, "" where they do."""
-    learn = config.learn
-    for name, value in (
-        ("learn.sequence_parallel", learn.sequence_parallel),
-        ("learn.replicate", learn.replicate),
-    ):
-        if size % value:
-            return (
-                f"{name}: got {value} with {size} ranks; expected a divisor of the number of ranks."
-            )
+    value = config.learn.replicate
+    if size % value:
+        return (
+            f"learn.replicate: got {value} with {size} ranks; expected a divisor of the number of"
+            " ranks."
+        )
     return ""
 
 

@@ -34,7 +34,6 @@ from treegraft.policy.learn.pieces import Pieces, hollow
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scored import Scored
-from treegraft.policy.learn.sequence import SharedScored
 from treegraft.policy.load import DTYPES
 from treegraft.policy.shards import Rows, local_rows, write_rows
 from treegraft.policy.weights import bit_sum, fingerprint_of, named_weights, weight_names
@@ -80,8 +79,6 @@ class ShardedLearner(Learner):
 
     def _placed(self, scored: Scored) -> Scored:
         learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
-        if ranks.sharing is not None:
-            scored = SharedScored(scored.model, learn, ranks.sharing)
         sizes: tuple[int, ...] = (learn.replicate, shards)
         names: tuple[str, ...] = ("replicate", "shard")
         if learn.replicate == 1:
