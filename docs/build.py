@@ -1,7 +1,7 @@
 """Builds the documentation: the pages of this folder, and references made from the code.
 
     python docs/build.py [FOLDER]      # build/docs by default; the site is FOLDER/site
-    python docs/build.py --files       # the list of files in CONTRIBUTING.md, from the docstrings
+    python docs/build.py --files       # the list of files in docs/files.md, from the docstrings
     python docs/build.py --tables      # the tables of studies in the pages, from their results
 
 A line `<!-- include: PATH -->` in a page is replaced by that file: code in a block, a drawing as it
@@ -280,7 +280,7 @@ def described(name: str, command: Any) -> list[str]:
 
 
 def with_files(page: str) -> str:
-    """Returns the text of CONTRIBUTING.md with its list of files renewed."""
+    """Returns the text of docs/files.md with its list of files renewed."""
     package = ROOT / "src" / "treegraft"
     head = f"{'src/treegraft/':<28}{first_sentence(package)}"
     block = "\n".join(["```text", head, *tree(package)])
@@ -362,8 +362,8 @@ def build(folder: Path) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--files"]:
-        contributing = ROOT / "CONTRIBUTING.md"
-        contributing.write_text(with_files(contributing.read_text("utf-8")), encoding="utf-8")
+        page = ROOT / "docs" / "files.md"
+        page.write_text(with_files(page.read_text("utf-8")), encoding="utf-8")
         sys.exit()
     if sys.argv[1:] == ["--tables"]:
         for path in (ROOT / "README.md", *PAGES.glob("*.md")):

@@ -90,7 +90,7 @@ TORCH = (
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
 """Exceptions from the above: what must answer without torch."""
 
-MOST_CORE_LINES = 41_000
+MOST_CORE_LINES = 36_000
 """Lines of code outside `extras`."""
 LONGER: dict[str, str] = {}
 """Functions longer than 60 lines of code and files longer than 400, each with the reason."""
@@ -429,6 +429,6 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
 
 
 def test_the_list_of_files_is_that_of_the_files() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
     assert page.count("<!-- files -->") == 1
     assert builder().with_files(page) == page, "run: python docs/build.py --files"

@@ -666,6 +666,29 @@ def both(**options: Any) -> Composed:
     )
 
 
+def test_no_branch_opens_right_after_a_graft() -> None:
+    """Every rule would branch: entropy always rises. It is asked after results alone, since
+    entropy after a graft says something about the graft."""
+    num_asked = 0
+    for number in range(4):
+        grower = make(
+            both(base_prob=1.0, threshold=0.0),
+            three_searches,
+            retriever=OneTrace(),
+            max_completion_tokens=200,
+            num_leaves=8,
+        )
+        tree = grow(grower, Task(id=f"t/{number}", question="w0", reference=("w9",)))
+        by_id = {step.id: step for step in tree.steps}
+        assert any(isinstance(step.cause, GraftCause) for step in tree.steps)
+        for step in tree.steps:
+            above = by_id.get(step.parent or "")
+            if step.decision is not None or isinstance(step.cause, BranchCause):
+                num_asked += 1
+                assert above is not None and above.origin is Origin.POLICY
+    assert num_asked > 0
+
+
 def test_a_branch_shares_the_grafts_above_it() -> None:
     """A hybrid path that took a graft searches on and grows unsure: its children share the
     graft."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.viewed import grown_tree, write_run
 
 pytest.importorskip(
-    "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'"
+    "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[reports]'"
 )
 
 from treegraft.core.errors import CheckpointError, DataError, SettingError

@@ -16,7 +16,7 @@ from tests.test_view_large import write_large_run
 from tests.viewed import write_run
 
 pytest.importorskip(
-    "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'"
+    "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[reports]'"
 )
 
 from treegraft.cli import main as cli
@@ -80,7 +80,7 @@ def test_without_matplotlib_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert treegraft(monkeypatch, "report", write_run(tmp_path / "first")) == 2
-    assert "pip install 'treegraft[report]'" in " ".join(capsys.readouterr().err.split())
+    assert "pip install 'treegraft[reports]'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.skipif(

@@ -13,7 +13,7 @@ from tests.test_report import made_run, table
 from tests.viewed import grown_tree, step
 
 pytest.importorskip(
-    "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'"
+    "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[reports]'"
 )
 
 from treegraft.core.types import (

@@ -70,6 +70,7 @@ def test_rounds_go_on_until_enough_groups_vary() -> None:
 def test_the_update_goes_on_with_what_was_found() -> None:
     found, asked = sample("f")
     assert (names(found.kept), names(found.dropped), asked) == ("f", "abcde", ["ab", "cd", "ef"])
+    assert (found.num_drawn, found.num_rounds) == (6, 3)
     # Nothing varies: the first groups, so that there is something to record.
     found, _ = sample("")
     assert (names(found.kept), names(found.dropped)) == ("ab", "cdef")

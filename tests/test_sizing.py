@@ -228,7 +228,7 @@ def test_layouts_follow_the_settings() -> None:
 
 def test_offloaded_shards_are_in_the_hosts_memory() -> None:
     """16 bytes a weight, once for each copy; the GPU keeps passes and gathered layers."""
-    options = ["learn.ranks=8", "learn.offload=true"]
+    options = ["learn.ranks=8", "learn.offload=true", "learn.max_pack_tokens=2048"]
     config = load_config(SEVEN, options)
     shape = shaped(config)
     assert host_bytes(config, shape, 8) == 16.0 * shape.num_weights
@@ -236,8 +236,8 @@ def test_offloaded_shards_are_in_the_hosts_memory() -> None:
     assert host_bytes(twice, shape, 8) == 32.0 * shape.num_weights
     parts = learner_parts(config, shape, 8)
     assert parts.keys() == {"gathered layers", "activations", "logits", "reserved"}
-    whole = learner_parts(load_config(SEVEN, options[:1]), shape, 8)
-    assert parts["activations"] == whole["activations"]
+    whole = learner_parts(load_config(SEVEN, [options[0], "learn.max_pack_tokens=8192"]), shape, 8)
+    assert parts["activations"] == whole["activations"] / 4
     assert found_for(config, 8)["hosts' memory"].value == "121.8 GB"
 
 

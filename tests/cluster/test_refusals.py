@@ -57,7 +57,7 @@ def test_ray_is_missing_or_another(
         main()
     assert end.value.code == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert said in error and "treegraft[cluster]" in error
+    assert said in error and "treegraft[ray]" in error
     assert not (tmp_path / "runs").exists()
 
 

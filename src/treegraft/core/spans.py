@@ -81,7 +81,7 @@ def check_place(place: str | None) -> None:
     if found is None:
         raise SettingError(
             f"{SETTING}: got '{place}', but OpenTelemetry is not installed; run: pip install"
-            ' "treegraft[spans]"'
+            ' "treegraft[trackers]"'
         )
 
 

@@ -69,7 +69,7 @@ def check_exporter(place: str | None) -> None:
     if importlib.util.find_spec("prometheus_client") is None:
         raise SettingError(
             f"{SETTING}: got '{place}', but prometheus-client is not installed; run: pip install"
-            ' "treegraft[prometheus]"'
+            ' "treegraft[trackers]"'
         )
 
 

@@ -207,9 +207,15 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
     return data
 
 
-REMOVED: Mapping[str, Any] = {"engine.noise": "philox", "rollout.max_staleness": 0}
+REMOVED: Mapping[str, Any] = {
+    "cluster.buffer_replicas": ...,
+    "cluster.tool_workers": ...,
+    "engine.noise": "philox",
+    "learn.sequence_parallel": 1,
+    "rollout.max_staleness": 0,
+}
 """Settings that 0.7 had and this version has not, each with the value at which it changed
-nothing."""
+nothing; `...` where none of its values changed what a run learns."""
 
 
 def _refuse_older(data: Mapping[str, Any], path: Path) -> None:
@@ -233,7 +239,7 @@ def _drop_removed(data: dict[str, Any], origin: str) -> None:
         place = data.get(table)
         if not isinstance(place, dict) or last not in place:
             continue
-        if place[last] != harmless:
+        if harmless is not ... and place[last] != harmless:
             raise SettingError(
                 f"{origin}: setting '{name}' is gone since 0.8: got {shown(place[last])}, and only"
                 f" {shown(harmless)} would change nothing. Leave it out, or use Treegraft 0.7."

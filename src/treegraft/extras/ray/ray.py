@@ -49,13 +49,13 @@ def refuse_without_ray() -> None:
     except importlib.metadata.PackageNotFoundError as error:
         raise SettingError(
             f"cluster: Ray is not installed in this environment; expected {expected}. Install it"
-            ' on every machine with pip install "treegraft[cluster]", or use `treegraft train`.'
+            ' on every machine with pip install "treegraft[ray]", or use `treegraft train`.'
         ) from error
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers < TESTED or numbers[0] != TESTED[0]:
         raise SettingError(
             f"cluster: got Ray {version}, expected {expected}. Install that on every machine with"
-            ' pip install "treegraft[cluster]".'
+            ' pip install "treegraft[ray]".'
         )
 
 

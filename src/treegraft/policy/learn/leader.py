@@ -46,7 +46,7 @@ class Leader:
 
         Raises:
             ModelError: a model that several ranks cannot learn.
-            SettingError: LoRA targets that several ranks cannot learn.
+            SettingError: LoRA targets that are no linear layers.
             RankError: a rank has ended.
         """
         self._ranks = ranks

@@ -118,7 +118,7 @@ class OpenEnvEnvironments:
         except ImportError as error:
             raise SettingError(
                 "environment.kind: \"openenv\" needs the package 'websockets'; run: pip install"
-                " 'treegraft[openenv]'"
+                " 'treegraft[environments]'"
             ) from error
         except Exception as error:  # none there, or of another kind
             raise SettingError(

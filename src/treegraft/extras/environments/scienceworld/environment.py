@@ -182,7 +182,7 @@ def require(place: str) -> None:
     """Raises `SettingError`, which names `place`, where the package or Java is missing."""
     if missing := why_missing():
         raise SettingError(
-            f"{place}: ScienceWorld needs {missing}; run: pip install 'treegraft[scienceworld]',"
+            f"{place}: ScienceWorld needs {missing}; run: pip install 'treegraft[environments]',"
             " and for Java, version 8 or newer, apt-get install default-jre-headless."
         )
 

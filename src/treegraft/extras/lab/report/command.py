@@ -73,7 +73,7 @@ def write_report(
     except ImportError as error:
         raise SettingError(
             f"reports need the package '{error.name}', which is not installed; run: pip install"
-            " 'treegraft[report]'"
+            " 'treegraft[reports]'"
         ) from error
     for name in only:
         if name not in FIGURES:
