@@ -188,6 +188,6 @@ def test_bad_places_are_refused_before_any_work(
             check_exporter(place)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     own = tiny(run={"dir": str(tmp_path)}, track={"prometheus": "127.0.0.1:9464"})
-    with pytest.raises(SettingError, match=r"not installed.*treegraft\[prometheus\]"):
+    with pytest.raises(SettingError, match=r"not installed.*treegraft\[trackers\]"):
         train(own, display=False)
     assert not list(tmp_path.iterdir())

@@ -167,5 +167,5 @@ def test_places_that_spans_cannot_go_to_are_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SettingError, match="got 'jsonl'"):
         train(tiny(track={"spans": "jsonl"}), display=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SettingError, match=r"not installed.*treegraft\[spans\]"):
+    with pytest.raises(SettingError, match=r"not installed.*treegraft\[trackers\]"):
         spans.check_place("file")

@@ -90,7 +90,7 @@ def test_what_is_missing_is_told_in_one_paragraph(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("JAVA_HOME", raising=False)
     expected = (
-        r"needs .*Java; run: pip install 'treegraft\[scienceworld\]', and for Java, .*apt-get"
+        r"needs .*Java; run: pip install 'treegraft\[environments\]', and for Java, .*apt-get"
     )
     with pytest.raises(SettingError, match=f"^tasks.kind: ScienceWorld {expected}"):
         make_source()
