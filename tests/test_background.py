@@ -10,7 +10,7 @@ from tests.tiny import tiny
 
 from treegraft import train
 from treegraft.core.errors import StorageError
-from treegraft.runs import run as runs
+from treegraft.runs import reporter as runs
 from treegraft.runs.background import BackgroundWriter
 from treegraft.runs.record import read_metrics, read_trees, write_trees
 

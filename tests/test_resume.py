@@ -62,10 +62,10 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     # evaluations, the second update.
     "half of the trees written": ("treegraft.runs.record:write_atomically", 12, "half"),
     "half of an index written": ("treegraft.runs.record:write_atomically", 13, "half"),
-    "in an evaluation between": ("treegraft.runs.run:write_trees", 5, "before"),
+    "in an evaluation between": ("treegraft.runs.reporter:write_trees", 5, "before"),
     "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
     "a checkpoint renamed, old ones not removed": (
-        "treegraft.runs.run:prune_checkpoints",
+        "treegraft.runs.checkpoints:prune_checkpoints",
         7,
         "before",
     ),

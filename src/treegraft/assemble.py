@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 from treegraft.core.demonstration import Show
 from treegraft.core.errors import DataError, SettingError, about
 from treegraft.core.interfaces import (
-    Capability,
     CreditRule,
     Engine,
     EnvironmentKind,
@@ -24,13 +23,12 @@ from treegraft.core.interfaces import (
     Retriever,
     TaskSource,
     Tokenizer,
-    Tool,
     TreeScorer,
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Task
-from treegraft.explore.build import build_allocation, build_explorer, check_tools
+from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
@@ -38,11 +36,17 @@ from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
 from treegraft.settings.config import Config
+from treegraft.settings.contradictions import (
+    branches,
+    check,
+    check_context,
+    longest_completion,
+    refuse,
+)
 from treegraft.settings.explore import retrieving
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
 from treegraft.tools.build import build_tools, open_environments, words_of
-from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.environments.trial import Trial, try_environment
@@ -85,7 +89,7 @@ class Setup:
             return None
         # Its kind alone matters, not the size of the vocabulary.
         explorers = self.config.explore
-        can_branch = _branches(build_explorer(explorers, vocab_size=2))
+        can_branch = branches(build_explorer(explorers, vocab_size=2))
         return await try_environment(
             self.kind,
             self.toolbox,
@@ -395,13 +399,11 @@ class _Scenario:
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
         self.rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
         self.kind = open_environments(config.environment)
-        _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
         self.tools = build_tools(config.tools, own_tools)
         # Only its kind matters here; the tokenizer, whose size it takes, comes later.
-        _refuse_branching(build_explorer(config.explore, vocab_size=2), self.tools)
-        check_tools(config.explore, [tool.name for tool in self.tools])
-        _refuse_grafts(config, self.kind)
+        explorer = build_explorer(config.explore, vocab_size=2)
+        refuse(check(config, explorer, self.tools, self.kind))
 
     def load_model(self, path: Path | str | None, *, has_weights: bool) -> tuple[Any, Tokenizer]:
         """Returns (model, tokenizer) of model.path, or of `path` where one is given."""
@@ -464,7 +466,10 @@ class _Scenario:
         config = self.config
         # The learner packs whole paths, so its model's limit counts beside the engine's.
         limits = [limit for limit in (head.max_context(model), max_context) if limit is not None]
-        max_prompt = _room_for_prompts(config, min(limits)) if limits else None
+        max_prompt = None
+        if limits:
+            refuse(check_context(config, min(limits)))
+            max_prompt = min(limits) - longest_completion(config)[1]
         if not is_ours:
             use_template(config.format.chat_template, tokenizer)
         form = build_format(
@@ -493,69 +498,4 @@ class _Scenario:
                 deadline_s=config.reward.deadline_s,
                 success_reward=config.environment.success_reward,
             ),
-        )
-
-
-def _room_for_prompts(config: Config, limit: int) -> int:
-    """The longest prompt that leaves room for a completion, where `limit` tokens fit in all."""
-    training, evaluation = config.rollout, config.eval
-    name, wanted = "rollout.max_completion_tokens", training.max_completion_tokens
-    if (evaluation.max_completion_tokens or 0) > wanted:
-        name, wanted = "eval.max_completion_tokens", evaluation.max_completion_tokens or 0
-    if wanted >= limit:
-        raise SettingError(
-            f"{name} is {wanted}, but model '{config.model.path}' reads {limit} tokens in all;"
-            " lower it so that prompts fit too."
-        )
-    return limit - wanted
-
-
-def _branches(explorer: Explorer) -> bool:
-    """Whether trees branch while they grow or after their leaves have ended."""
-    return explorer.probe_tokens is not None or explorer.expands
-
-
-def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
-    """Refuses explorers that branch over a state which cannot be had again."""
-    if not _branches(explorer):
-        return
-    own = [tool for tool in tools if isinstance(tool, EnvironmentTool)]
-    if own and own[0].capability is Capability.NONE:
-        raise SettingError(
-            "explore.explorers: trees would branch over the environment of the tools"
-            f" {[tool.name for tool in own]}, whose capability is 'none'; expected 'fork' or"
-            " 'replay'. Declare one of them in the class or as environment.capability, or use"
-            " explorers that do not branch."
-        )
-    # A tool has one state for all trajectories, so there is nothing that a branch could copy.
-    others = (tool for tool in tools if tool not in own)
-    if stateful := [one.name for one in others if one.capability is not Capability.STATELESS]:
-        raise SettingError(
-            f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
-            " branches cannot share; expected stateless tools, or an environment that can fork or"
-            " replay, which each trajectory has one of. Use explorers that do not branch, make the"
-            " tool stateless, or make it a method of an [environment]."
-        )
-
-
-def _refuse_grafts(config: Config, kind: EnvironmentKind | None) -> None:
-    """Refuses grafts over a state on which their calls cannot be tried."""
-    names = retrieving(config.explore.explorers)
-    if names and kind is not None and kind.capability is Capability.NONE:
-        name = names[0]
-        raise SettingError(
-            f"explore.explorers: got '{name}' with an environment whose capability is 'none';"
-            " expected 'fork' or 'replay', since the calls of stored steps are made in it first."
-            f" Declare one of them, or leave '{name}' out."
-        )
-
-
-def _refuse_rewards(config: Config, kind: EnvironmentKind | None) -> None:
-    """Refuses the environment's reward where there is none."""
-    if "environment" in config.reward.funcs and (kind is None or not kind.has_reward):
-        fault = "environment.kind is empty"
-        if kind is not None:
-            fault = f"'{kind.name}' has no method get_reward"
-        raise SettingError(
-            f"reward.funcs: got 'environment', but {fault}; expected an environment with a reward."
         )

@@ -26,9 +26,10 @@ from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
 from treegraft.runs.checkpoint import TrainState
+from treegraft.runs.clock import Clock
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.replay import Replay
-from treegraft.runs.run import Clock, Run, RunResult
+from treegraft.runs.run import Run, RunResult
 from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
@@ -157,7 +158,7 @@ class Training:
             self.replay = Replay(config, run.folder, run.state.update)
             if doubt := unusable(self.buffer.buffer, config, parts.train_tasks):
                 run.display.warn(doubt)
-            run.replays(self.replay.files)
+            run.checkpoints.replays(self.replay.files)
             limits = training_limits(config)
             self.grower = parts.grower(parts.explorer, limits, self.buffer.retriever)
             yield
@@ -205,7 +206,7 @@ async def prepared(
         sampler.restore(state.sampler or {})
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
         buffer = RunBuffer(config, source, run.path, run.start)
-        run.depends_on(buffer.checksums)
+        run.checkpoints.depends_on(buffer.checksums)
         training = Training(run, parts, sampler, publisher, buffer, None)
         warms_up = state.warmup_steps < config.warmup.num_steps
         needs_buffer = not only_warms_up or (warms_up and buffer.is_imitated)

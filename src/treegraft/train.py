@@ -122,7 +122,7 @@ async def story(
             await make_updates(training)
         elif not run.state.is_closed:
             # So that a later training logs update 0 with its evaluation.
-            run.log(run.state.update, run.state.pending)
+            run.reporter.metrics(run.state.update, run.state.pending)
         return run.result()
 
 

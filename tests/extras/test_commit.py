@@ -31,12 +31,13 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.explore.build import check_tools
+from treegraft.explore.build import build_explorer
 from treegraft.extras.methods.commit import CommitBranching, CommitSettings
 from treegraft.policy.learn.pack import num_lesson_tokens
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.rollout.retried import check_retries
+from treegraft.settings.contradictions import check, refuse
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.tools.function import FunctionTool
@@ -266,8 +267,12 @@ class Chatty:
 
 
 def test_a_tool_has_to_be_there() -> None:
-    settings = load_config({"explore": {"explorers": ["commit"], "commit": {"tool": "look"}}})
-    with pytest.raises(SettingError, match=r"explore\.commit\.tool: got 'look', expected one of"):
-        check_tools(settings.explore, ["search"])
+    config = load_config({"explore": {"explorers": ["commit"], "commit": {"tool": "look"}}})
+    explorer = build_explorer(config.explore, vocab_size=2)
+    [wrong] = check(config, explorer, [FunctionTool(search)], None)
+    assert wrong.settings == ("explore.commit.tool", "tools.use")
+    assert "got 'look', expected one of search" in wrong.text
+    [none] = check(config, explorer, [], None)
+    assert none.settings == ("explore.explorers", "tools.use")
     with pytest.raises(SettingError, match="got 'commit', which begins tool calls"):
-        check_tools(settings.explore, [])
+        refuse([none])

@@ -51,7 +51,7 @@ async def evaluate_update(run: Run, parts: Parts, watch: Watch) -> dict[str, flo
     # Counts of the evaluation belong to no update.
     parts.take_metrics()
     for kind, trees in evaluation.passes.items():
-        run.record(number, trees, kind)
+        run.reporter.trees(number, trees, kind)
     metrics = evaluation.metrics
     if is_warmup_evaluation_due(run, parts):
         run.log_warmup(metrics)
@@ -64,7 +64,7 @@ async def evaluate_update(run: Run, parts: Parts, watch: Watch) -> dict[str, flo
 def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
     """Returns how much better the end is than the start, where both were recorded."""
     metrics: dict[str, float] = {}
-    run.written()
+    run.reporter.written()
     for kind, after in evaluation.passes.items():
         path = run.folder.trees_path(0, kind)
         if path.exists() and run.state.update > 0:

@@ -36,7 +36,7 @@ async def demonstrations_of(
             path, config.warmup, parts.train_tasks, has_environment=has_environment
         )
         stored = chosen.demonstrations
-        run.imitates(path, chosen.checksum())
+        run.checkpoints.imitates(path, chosen.checksum())
         num_passes = config.warmup.num_steps * config.warmup.batch_size / len(stored)
         left_out = f"; left out: {chosen.left_out}" if chosen.left_out else ""
         run.display.note(

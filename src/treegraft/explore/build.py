@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Explorer
 from treegraft.core.plugin import ExplorerFacts, loaded
 from treegraft.core.plugins import make, pick
@@ -90,21 +89,3 @@ def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation
     if settings.entropy.allocation == "shares":
         return lambda budget: Shares(budget, min(num_starts(settings), budget.max_leaves))
     return lambda budget: Rounds(budget, settings.entropy.ranking)
-
-
-def check_tools(settings: ExploreSettings, names: Sequence[str]) -> None:
-    """Raises SettingError where calls are begun for the agent and it has no such tool."""
-    for name, kind in explorer_kinds(settings.explorers).items():
-        if not kind.tool:
-            continue
-        if not names:
-            raise SettingError(
-                f"explore.explorers: got '{name}', which begins tool calls for the agent, but there"
-                f" is no tool; expected at least one. Add one to tools.use, or leave '{name}' out."
-            )
-        wanted: str = value_of(settings, kind.tool.removeprefix("explore."))
-        if wanted and wanted not in names:
-            raise SettingError(
-                f"{kind.tool}: got '{wanted}', expected one of {', '.join(names)}, or an empty text"
-                f" for the first.{nearest(wanted, names)}"
-            )

@@ -1,10 +1,12 @@
-"""Settings that do not fit each other."""
+"""Settings that do not fit each other, or the parts that were made from them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.plugin import offered, plugins
 from treegraft.core.plugins import unknown_name
 from treegraft.settings.config import Config, known_settings
@@ -332,3 +334,134 @@ def contradictions(config: Config) -> list[Contradiction]:
     )
     others = (check for plugin in plugins().members for check in plugin.checks)
     return [fault for check in (*checks, *others) for fault in check(config)]
+
+
+# --- what settings and the parts made from them contradict ----------------------------------------
+
+
+def check(
+    config: Config,
+    explorer: Explorer,
+    tools: Sequence[Tool],
+    environment: EnvironmentKind | None,
+) -> list[Contradiction]:
+    """Returns the settings that the parts of a run contradict, with a sentence for each case.
+
+    Args:
+        tools: all of the agent's, those of its environment among them.
+        environment: None where the tasks have none.
+    """
+    return [
+        *_rewards_contradicted(config, environment),
+        *_branches_contradicted(explorer, tools, environment),
+        *_calls_contradicted(config, [tool.name for tool in tools]),
+        *_grafts_contradicted(config, environment),
+    ]
+
+
+def check_context(config: Config, limit: int) -> list[Contradiction]:
+    """Returns a contradiction where no prompt fits beside a completion; `limit` is the most tokens
+    that the model reads in all."""
+    name, wanted = longest_completion(config)
+    text = (
+        f"{name} is {wanted}, but model '{config.model.path}' reads {limit} tokens in all; lower it"
+        " so that prompts fit too."
+    )
+    return [Contradiction((name, "model.path"), text)] if wanted >= limit else []
+
+
+def refuse(found: Sequence[Contradiction]) -> None:
+    """Raises SettingError with all contradictions, where there is any."""
+    if found:
+        names = [name for one in found for name in one.settings]
+        raise SettingError("\n".join(one.text for one in found), settings=names)
+
+
+def longest_completion(config: Config) -> tuple[str, int]:
+    """Returns the setting with the longest completion, in training or evaluation, and its length
+    in tokens."""
+    training = config.rollout.max_completion_tokens
+    evaluation = config.eval.max_completion_tokens or 0
+    if evaluation > training:
+        return "eval.max_completion_tokens", evaluation
+    return "rollout.max_completion_tokens", training
+
+
+def branches(explorer: Explorer) -> bool:
+    """Returns whether trees branch while they grow or after their leaves have ended."""
+    return explorer.probe_tokens is not None or explorer.expands
+
+
+def _rewards_contradicted(
+    config: Config, environment: EnvironmentKind | None
+) -> Iterator[Contradiction]:
+    if "environment" in config.reward.funcs and (environment is None or not environment.has_reward):
+        fault = "environment.kind is empty"
+        if environment is not None:
+            fault = f"'{environment.name}' has no method get_reward"
+        yield Contradiction(
+            ("reward.funcs", "environment.kind"),
+            f"reward.funcs: got 'environment', but {fault}; expected an environment with a reward.",
+        )
+
+
+def _branches_contradicted(
+    explorer: Explorer, tools: Sequence[Tool], environment: EnvironmentKind | None
+) -> Iterator[Contradiction]:
+    """Branches over a state that cannot be had again."""
+    if not branches(explorer):
+        return
+    actions = {tool.name for tool in environment.tools} if environment else ()
+    own = [tool.name for tool in tools if tool.name in actions]
+    if environment is not None and own and environment.capability is Capability.NONE:
+        yield Contradiction(
+            ("explore.explorers", "environment.capability"),
+            f"explore.explorers: trees would branch over the environment of the tools {own}, whose"
+            " capability is 'none'; expected 'fork' or 'replay'. Declare one of them in the class"
+            " or as environment.capability, or use explorers that do not branch.",
+        )
+    # A tool has one state for all trajectories, so there is nothing that a branch could copy.
+    others = (tool for tool in tools if tool.name not in own)
+    if stateful := [one.name for one in others if one.capability is not Capability.STATELESS]:
+        yield Contradiction(
+            ("explore.explorers", "tools.use"),
+            f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
+            " branches cannot share; expected stateless tools, or an environment that can fork or"
+            " replay, which each trajectory has one of. Use explorers that do not branch, make the"
+            " tool stateless, or make it a method of an [environment].",
+        )
+
+
+def _calls_contradicted(config: Config, names: Sequence[str]) -> Iterator[Contradiction]:
+    """Calls that an explorer begins for an agent that has no such tool."""
+    for name, kind in chosen_kinds(config).items():
+        if not kind.tool:
+            continue
+        wanted: str = value_of(config, kind.tool)
+        if not names:
+            yield Contradiction(
+                ("explore.explorers", "tools.use"),
+                f"explore.explorers: got '{name}', which begins tool calls for the agent, but there"
+                f" is no tool; expected at least one. Add one to tools.use, or leave '{name}' out.",
+            )
+        elif wanted and wanted not in names:
+            yield Contradiction(
+                (kind.tool, "tools.use"),
+                f"{kind.tool}: got '{wanted}', expected one of {', '.join(names)}, or an empty text"
+                f" for the first.{nearest(wanted, names)}",
+            )
+
+
+def _grafts_contradicted(
+    config: Config, environment: EnvironmentKind | None
+) -> Iterator[Contradiction]:
+    """Grafts over a state on which their calls cannot be tried."""
+    names = retrieving(config.explore.explorers)
+    if names and environment is not None and environment.capability is Capability.NONE:
+        name = names[0]
+        yield Contradiction(
+            ("explore.explorers", "environment.capability"),
+            f"explore.explorers: got '{name}' with an environment whose capability is 'none';"
+            " expected 'fork' or 'replay', since the calls of stored steps are made in it first."
+            f" Declare one of them, or leave '{name}' out.",
+        )

@@ -38,7 +38,7 @@ from treegraft.policy.publish import Publisher
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.watch import Watch
 from treegraft.runs.record import RunFolder, read_metrics
-from treegraft.runs.run import Run
+from treegraft.runs.reporter import Reporter
 from treegraft.settings.config import Config
 from treegraft.traces.run_buffer import RunBuffer
 
@@ -230,7 +230,7 @@ def _wrapped(recorder: Recorder) -> Iterator[None]:
         (launch, "save_checkpoint", "checkpoint"),
         (during, "evaluate", "evaluation"),
         (Publisher, "publish", "publish"),
-        (Run, "record", "record"),
+        (Reporter, "trees", "record"),
         (RunFolder, "append_metrics", "record"),
         (RunBuffer, "grow", "record"),
     ]

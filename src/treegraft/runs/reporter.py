@@ -1,0 +1,137 @@
+"""What a run tells of itself: trees and metrics in its folder, trackers, health, the display."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from treegraft.core.interfaces import Display
+from treegraft.core.spans import check_place, recorded
+from treegraft.core.types import Status, Tree
+from treegraft.runs.background import BackgroundWriter
+from treegraft.runs.exporter import Exporter, check_exporter
+from treegraft.runs.health import Monitor, explained
+from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.roles import read_roles
+from treegraft.runs.start import Start, update_latest
+from treegraft.runs.trackers import Trackers, find_trackers
+
+
+class LastingDisplay:
+    """A display whose end is not the run's: a terminal that is closed, a log on a full disk."""
+
+    def __init__(self, display: Display) -> None:
+        self._display: Display | None = display
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Returns the display's method, which from the first OSError on does nothing."""
+
+        def show(*args: Any, **kwargs: Any) -> None:
+            try:
+                if self._display is not None:
+                    getattr(self._display, name)(*args, **kwargs)
+            except OSError:
+                self._display = None
+
+        return show
+
+
+class Reporter:
+    """Tells what happens in a run, from the opening of its folder to its end.
+
+    Raises:
+        TreegraftError: a tracker, a place of spans or an address of metrics that cannot be used.
+    """
+
+    def __init__(self, start: Start, display: Display) -> None:
+        self.display: Display = LastingDisplay(display)
+        self.latest: dict[str, float] = {}
+        """The latest value of every metric."""
+        self._start, self._config = start, start.config
+        self._make_trackers = find_trackers(self._config.track.trackers)
+        check_place(self._config.track.spans)
+        check_exporter(self._config.track.prometheus)
+
+    @contextmanager
+    def opened(self, folder: RunFolder, defects: Sequence[str]) -> Iterator[None]:
+        """Holds what is written to; `defects` of the tasks' data are shown, one sentence each."""
+        start, display, path = self._start, self.display, folder.path
+        history = start.history()
+        self._folder, self._writer = folder, BackgroundWriter()
+        with ExitStack() as ends:
+            ends.callback(self._writer.close)
+            self._trackers = Trackers(
+                self._make_trackers, path, history, display.warn, display.note
+            )
+            ends.callback(self._trackers.close)
+            self.latest = start.latest_metrics()
+            self._health = Monitor(self._config.health, history)
+            for text in (*start.notices, *defects):
+                display.warn(text)
+            if place := self._config.track.prometheus:
+                exporter = Exporter(
+                    place,
+                    lambda: self.latest,
+                    run=path.name,
+                    role="rank 0",
+                    roles=lambda: read_roles(path / "roles.json"),
+                )
+                ends.callback(exporter.close)
+                display.note(f"metrics for Prometheus: {exporter.address}")
+            title = f"{self._config.model.path} on {self._config.tasks.kind}"
+            display.started(path, title, self._config.run.num_updates)
+            if self._health.standing:
+                standing = ", ".join(self._health.standing)
+                display.note(f"warnings that stood when the run stopped: {standing}")
+            ends.enter_context(recorded(self._config.track.spans, path, "rank 0"))
+            yield
+
+    def update(self, number: int, trees: Sequence[Tree]) -> None:
+        """Records the trees of an update and shows one of them."""
+        # A failed leaf is otherwise a number among many.
+        leaves = [leaf for tree in trees for leaf in tree.leaves]
+        failed = [leaf for leaf in leaves if leaf.status is Status.FAILED]
+        if failed and "failed" not in self._health.standing:
+            self.display.warn(
+                f"{len(failed)} of {len(leaves)} trajectories failed and left their groups; the"
+                f" first: {failed[0].error}"
+            )
+        # One update's trees wait at most: a slow disk would fill the memory with more.
+        self.written()
+        self.trees(number, trees)
+        self.display.sample(trees[0])
+        self._trackers.sample(number, trees)
+
+    def trees(self, update: int, trees: Sequence[Tree], kind: str = "") -> None:
+        """Has trees written where the recipe asks for it; `kind` names those of an evaluation.
+        They are there before the update's line of metrics and before a checkpoint."""
+        if self._config.track.record_trees:
+            path = self._folder.trees_path(update, kind)
+            self._writer.submit(lambda: write_trees(path, trees))
+
+    def metrics(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Writes a line of metrics, with the warnings that stand after it."""
+        full = {**metrics, "policy_version": float(update)}
+        found, began, over = self._health.take({"update": update, **full})
+        full |= {warning.key: warning.value for warning in found}
+        # Behind the update's trees: a line of metrics says that they are there.
+        self._writer.submit(lambda: self._folder.append_metrics(update, full))
+        self.latest = update_latest(self.latest, full)
+        self._trackers.log(update, full, began)
+        # Update 0 is the evaluation before the first update: no progress to show.
+        if update:
+            self.display.update(update, self._config.run.num_updates, full)
+        for warning in began:
+            self.display.warn(explained(warning, update))
+        for text in over:
+            self.display.note(text)
+
+    def written(self) -> None:
+        """Waits for all trees and metrics so far to be in the run folder."""
+        self._writer.drain()
+
+    def finish(self) -> None:
+        """Waits for all that was told, and hands trackers the last metrics."""
+        self.written()
+        self._trackers.finish(self.latest)
