@@ -19,12 +19,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs"
+FOREIGN_NAMES = PAGES / "foreign_names.toml"
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 INTERVAL = re.compile(r"(?<=\d) ± (?=\d)")
 REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names)[\w-]*\)")
@@ -45,9 +47,9 @@ on the recipe. `time/*` is not reproducible."""
 NAMES_HEAD = """# Names of other frameworks
 
 Every setting of {versions} with what it is in Treegraft, generated from
-`src/treegraft/settings/names.toml`. If you type one of their names in a recipe or on the command
-line, the error message says the same. `x.*` stands for all settings below `x` that have no line of
-their own."""
+`src/treegraft/settings/names.toml` and `docs/foreign_names.toml`. If you type one of the common
+names in a recipe or on the command line, the error message says the same. `x.*` stands for all
+settings below `x` that have no line of their own."""
 COMMANDS_HEAD = """# Commands
 
 Generated from the program; `treegraft COMMAND --help` prints the same. Exit codes: 0 success; 1
@@ -188,11 +190,24 @@ def metrics_page() -> str:
 # --- names ----------------------------------------------------------------------------------------
 
 
+def foreign_versions() -> dict[str, str]:
+    """Returns the version of each framework whose settings are all on the page of names."""
+    found: dict[str, str] = tomllib.loads(FOREIGN_NAMES.read_text(encoding="utf-8"))["versions"]
+    return found
+
+
+def all_answers() -> list[Any]:
+    """Returns the answers of the page of names: those in the package, then the rest."""
+    from treegraft.settings.names import answers, answers_of
+
+    return [*answers(), *answers_of(FOREIGN_NAMES.read_text(encoding="utf-8"))]
+
+
 def names_page() -> str:
     """Returns every setting of other frameworks with what it is here, a table for each."""
-    from treegraft.settings.names import FRAMEWORKS, answers, versions
+    from treegraft.settings.names import FRAMEWORKS
 
-    pinned = {FRAMEWORKS[key]: version for key, version in versions().items()}
+    pinned = {FRAMEWORKS[key]: version for key, version in foreign_versions().items()}
     said = " and ".join(f"{name} {version}" for name, version in pinned.items())
     lines = [NAMES_HEAD.format(versions=said)]
     for key, framework in FRAMEWORKS.items():
@@ -203,7 +218,7 @@ def names_page() -> str:
             f"| {framework} | Treegraft | remarks |",
             "|---|---|---|",
         ]
-        pairs = sorted((name, answer) for answer in answers() for name in getattr(answer, key))
+        pairs = sorted((name, answer) for answer in all_answers() for name in getattr(answer, key))
         for name, answer in pairs:
             ours = " ".join(
                 word if word in ("and", "or") else code(word) for word in answer.ours.split()

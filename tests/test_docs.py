@@ -182,7 +182,6 @@ def test_every_page_has_its_place(builder: ModuleType) -> None:
 def test_references_hold_everything(builder: ModuleType) -> None:
     from treegraft.runs.metrics import METRICS
     from treegraft.settings.config import known_settings
-    from treegraft.settings.names import answers
 
     pages = builder.references()
     for name in known_settings():
@@ -190,7 +189,7 @@ def test_references_hold_everything(builder: ModuleType) -> None:
         section = pages["settings"].split(f"## [{table}]\n")[1].split("\n## ")[0]
         assert f"| `{last}` |" in section
     assert [key for key in METRICS if f"| `{key}` |" not in pages["metrics"]] == []
-    for answer in answers():
+    for answer in builder.all_answers():
         for name in (*answer.trl, *answer.verl):
             [line] = re.findall(rf"^\| `{re.escape(name)}` \| .*", pages["names"], re.M)
             assert all(f"`{ours}`" in line for ours in answer.here) and (

@@ -1,4 +1,5 @@
-"""Names of TRL and verl: each has an answer, and a hint is given only where it is near.
+"""Names of TRL and verl: each is on the page of names, the common ones are answered in errors, and
+a hint is given only where it is near.
 
 The lists in tests/foreign_names hold every name of the pinned versions: the fields of TRL's
 GRPOConfig, ModelConfig and ScriptArguments with the arguments of GRPOTrainer, and the leaves of
@@ -8,20 +9,28 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from tests.pages import builder as load_builder
 
 from treegraft.core.errors import SettingError
 from treegraft.settings.config import known_settings
 from treegraft.settings.load import load_config
-from treegraft.settings.names import FRAMEWORKS, answers, find_answer, versions
+from treegraft.settings.names import FRAMEWORKS, answers
 from treegraft.settings.unknown import suggestion
 
 LISTS = Path(__file__).parent / "foreign_names"
 
 
-def names_of(framework: str) -> list[str]:
-    return (LISTS / f"{framework}-{versions()[framework]}.txt").read_text("utf-8").split()
+@pytest.fixture(scope="module")
+def builder() -> ModuleType:
+    return load_builder()
+
+
+def names_of(framework: str, builder: ModuleType) -> list[str]:
+    version = builder.foreign_versions()[framework]
+    return (LISTS / f"{framework}-{version}.txt").read_text("utf-8").split()
 
 
 def refused(recipe: object, *overrides: str) -> str:
@@ -31,26 +40,34 @@ def refused(recipe: object, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_every_name_has_an_answer(framework: str) -> None:
-    names = names_of(framework)
+def test_every_name_has_an_answer(framework: str, builder: ModuleType) -> None:
+    names = names_of(framework, builder)
     assert len(names) == {"trl": 230, "verl": 829}[framework]
+    listed = {name for one in builder.all_answers() for name in getattr(one, framework)}
     for name in names:
-        found = find_answer(name)
-        assert found is not None and found[0] == FRAMEWORKS[framework], name
-        assert found[1].here or found[1].note, name
-        assert f"{FRAMEWORKS[framework]}'s '{name}'" in suggestion(name)
+        tables = [".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 1)]
+        assert {name, *(f"{table}.*" for table in tables)} & listed, name
 
 
-def test_answers_name_settings_that_exist_and_no_name_twice() -> None:
+def test_common_names_are_answered_in_errors() -> None:
+    assert 38 <= len(answers()) <= 42
+    for answer in answers():
+        for framework, said in FRAMEWORKS.items():
+            for name in getattr(answer, framework):
+                if not name.endswith("*"):
+                    assert re.search(rf"(TRL|{said})'s '{name}'", suggestion(name)), name
+
+
+def test_answers_name_settings_that_exist_and_no_name_twice(builder: ModuleType) -> None:
     known = known_settings()
     seen: set[str] = set()
-    for answer in answers():
+    for answer in builder.all_answers():
         assert set(answer.here) <= set(known)
         assert answer.note or answer.here, answer
         for name in (*answer.trl, *answer.verl):
             assert name not in seen
             seen.add(name)
-    pinned = {name for framework in FRAMEWORKS for name in names_of(framework)}
+    pinned = {name for framework in FRAMEWORKS for name in names_of(framework, builder)}
     # Former and colloquial names; what else is not pinned stands for a table of pinned ones.
     older = {
         *("chat_template_path", "max_prompt_length", "warmup_ratio", "tensor_parallel_size"),
@@ -61,10 +78,10 @@ def test_answers_name_settings_that_exist_and_no_name_twice() -> None:
         assert name in older or any(table != name and one.startswith(table) for one in pinned), name
 
 
-def test_values_that_answers_name_are_accepted_here() -> None:
+def test_values_that_answers_name_are_accepted_here(builder: ModuleType) -> None:
     """Every `table.setting = value` in the file is a setting of ours with a value that it takes."""
     num_found = 0
-    for answer in answers():
+    for answer in builder.all_answers():
         for text in (*answer.values.values(), answer.note):
             for name, value in re.findall(
                 r"\b([a-z]+(?:\.[a-z_]+)+) = (\"[^\"]+\"|\S+\d|true|false|\[.*\])", text

@@ -1,4 +1,4 @@
-"""Settings of TRL and verl by their names there, each with the settings here that do its work."""
+"""Common settings of TRL and verl by their names there, each with what it is here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
 
 FRAMEWORKS = {"trl": "TRL", "verl": "verl"}
 
@@ -44,7 +43,14 @@ class Answer:
 
 @functools.cache
 def answers() -> tuple[Answer, ...]:
-    """Returns all answers in the order of the file."""
+    """Returns the answers that the package holds, in the order of its file."""
+    path = files("treegraft.settings") / "names.toml"
+    return answers_of(path.read_text(encoding="utf-8"))
+
+
+def answers_of(text: str) -> tuple[Answer, ...]:
+    """Returns the answers of a file such as names.toml, in its order."""
+    entries = tomllib.loads(text)["answer"]
     return tuple(
         Answer(
             tuple(entry.get("here", ())),
@@ -53,20 +59,8 @@ def answers() -> tuple[Answer, ...]:
             tuple(entry.get("trl", ())),
             tuple(entry.get("verl", ())),
         )
-        for entry in _file()["answer"]
+        for entry in entries
     )
-
-
-def versions() -> Mapping[str, str]:
-    """Returns the version of each framework whose settings all have an answer."""
-    found: Mapping[str, str] = _file()["versions"]
-    return found
-
-
-@functools.cache
-def _file() -> dict[str, Any]:
-    path = files("treegraft.settings") / "names.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 @functools.cache
