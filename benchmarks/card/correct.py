@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.card.bench import Bench
 from benchmarks.card.one_rank import CannotShard, one_rank
 from benchmarks.card.trees import Workload
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.forward import HookedForward
 from treegraft.policy.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
@@ -187,7 +188,7 @@ def _keys(bench: Bench) -> None:
     sampling = Sampling(max_new_tokens=length)
 
     async def together(names: Sequence[int]) -> list[tuple[int, ...]]:
-        asked = (engine.complete(prompt, sampling, noise_key=(0, "gpu", n)) for n in names)
+        asked = (engine.complete(Request(prompt, sampling, noise_key=(0, "gpu", n))) for n in names)
         return [one.token_ids for one in await asyncio.gather(*asked)]
 
     async def compare() -> None:
@@ -280,9 +281,11 @@ def _written(
     async def write() -> list[Completion]:
         asked = (
             engine.complete(
-                bench.tokens(NAME, n, bench.pick(300, 10) + n),
-                Sampling(max_new_tokens=length - n % 3),
-                noise_key=(0, "graphs", n),
+                Request(
+                    bench.tokens(NAME, n, bench.pick(300, 10) + n),
+                    Sampling(max_new_tokens=length - n % 3),
+                    noise_key=(0, "graphs", n),
+                )
             )
             for n in range(count)
         )

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.speed.peers import VllmServer, missing, peer_python
 from treegraft.core.errors import EngineError
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.head import base_model
@@ -234,7 +235,7 @@ class OurEngine:
         async def sample() -> list[Completion]:
             sampling = Sampling(max_new_tokens=num_tokens)
             calls = [
-                self.engine.complete(prompt, sampling, noise_key=("bench", run, row))
+                self.engine.complete(Request(prompt, sampling, noise_key=("bench", run, row)))
                 for row in range(num_rows)
             ]
             found = await asyncio.gather(*calls)

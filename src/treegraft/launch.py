@@ -22,7 +22,6 @@ from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.lessons import Given, LessonBook
 from treegraft.policy.publish import Publisher
-from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
 from treegraft.runs.checkpoint import TrainState
@@ -158,8 +157,7 @@ class Training:
             if doubt := unusable(self.buffer.buffer, config, parts.train_tasks):
                 run.display.warn(doubt)
             run.replays(self.replay.files)
-            limits = training_limits(config)
-            self.grower = parts.grower(parts.explorer, limits, self.buffer.retriever)
+            self.grower = parts.grower(parts.explorer, retriever=self.buffer.retriever)
             yield
 
     async def remaining(self) -> AsyncIterator[int]:
