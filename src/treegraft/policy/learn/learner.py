@@ -14,8 +14,8 @@ from treegraft.algo.losses import (
     Denominators,
     contribution_weights,
     engine_correction,
+    imitated_loss,
     k3_divergence,
-    lesson_loss,
 )
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
@@ -32,7 +32,7 @@ from treegraft.policy.learn.pack import (
     blank_batch,
     credit,
     newest_of_several,
-    num_lesson_tokens,
+    num_imitated_tokens,
     num_loss_tokens,
     num_tree_tokens,
     pack_trees,
@@ -174,10 +174,10 @@ class Learner:
         logprobs, entropies = self._scored(batch)
         return logprobs, entropies
 
-    def scores_with_lessons(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one
-        pass, as `scores`."""
-        logprobs, entropies = self._scored(batch, takes_lessons=True)
+    def scores_with_imitated(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (logprobs [U], entropies [U], log-probabilities [L] of the imitated tokens) of
+        one pass, as `scores`."""
+        logprobs, entropies = self._scored(batch, takes_imitated=True)
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
 
@@ -232,19 +232,19 @@ class Learner:
         return by_step(plan, gathered(self._team, plan, columns))
 
     def _plan(
-        self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool = False
+        self, trees: Sequence[Tree], indices: Sequence[int], *, takes_imitated: bool = False
     ) -> Plan:
         limit, num_ranks = self.settings.max_pack_tokens, self._team.size
-        return plan_passes(trees, indices, limit, num_ranks, takes_lessons=takes_lessons)
+        return plan_passes(trees, indices, limit, num_ranks, takes_imitated=takes_imitated)
 
     def _batches(
-        self, plan: Plan, *, takes_lessons: bool = False
+        self, plan: Plan, *, takes_imitated: bool = False
     ) -> Iterator[tuple[Pack, TreeBatch]]:
         """The passes of this process; an empty pack has a batch all the same."""
         for pack in plan.own(self._team.rank):
             if pack:
                 trees = [part.tree for part in pack]
-                yield pack, pack_trees(trees, device=self.device, takes_lessons=takes_lessons)
+                yield pack, pack_trees(trees, device=self.device, takes_imitated=takes_imitated)
             else:
                 yield pack, blank_batch(self.device)
 
@@ -297,11 +297,12 @@ class Learner:
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         taught = shared_out(lessons, minibatches)
         is_learned = [self._is_learned(tree) for tree in trees]
-        takes_lessons = self._loss.graft_coef > 0
+        takes_imitated = self._loss.graft_coef > 0
         shown = [without_branches(tree) for tree in trees]
+        learned = {part: [n for n in part if is_learned[n]] for part in dict.fromkeys(passes)}
         plans = {
-            part: self._plan(shown, [n for n in part if is_learned[n]], takes_lessons=takes_lessons)
-            for part in dict.fromkeys(passes)
+            part: self._plan(shown, own, takes_imitated=takes_imitated)
+            for part, own in learned.items()
         }
         # Every other minibatch is scored before the first optimiser step, by the weights that its
         # ratios are against. The first step's own pass is still by those, so it needs none.
@@ -310,7 +311,7 @@ class Learner:
             part: self._scored_packs(
                 [
                     _Pack(pack, batch, batch.sampling_logprobs if not scores_old else None)
-                    for pack, batch in self._batches(plan, takes_lessons=takes_lessons)
+                    for pack, batch in self._batches(plan, takes_imitated=takes_imitated)
                 ],
                 scores_old and part != passes[0],
             )
@@ -326,9 +327,8 @@ class Learner:
             tally.add_sizes([pack.batch for pack in own if pack.parts])
         tally = combined(self._team, tally.state(), Tally.of)
         # A minibatch of skipped groups alone moves no weight.
-        teaches = {part: any(map(weight_of, own)) for part, own in taught.items()}
-        num_steps = sum(teaches[part] or any(is_learned[n] for n in part) for part in passes)
-        metrics = tally.metrics(num_steps, takes_lessons=takes_lessons)
+        num_steps = sum(any(map(weight_of, taught[part])) or bool(learned[part]) for part in passes)
+        metrics = tally.metrics(num_steps, takes_imitated=takes_imitated)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
@@ -375,7 +375,7 @@ class Learner:
             for step in path.steps
             if any(step.loss_mask)
         )
-        if has_signal or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
+        if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
             return True
         # Without an advantage, the KL term alone still pulls to the reference.
         return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
@@ -401,14 +401,14 @@ class Learner:
         """
         done = []
         for pack in packs:
-            logprobs, entropies, lessons = self.scores_with_lessons(pack.batch)
+            logprobs, entropies, imitated = self.scores_with_imitated(pack.batch)
             # Detached from this very pass, the ratio is exactly 1 and keeps its gradient.
             old = logprobs.detach() if pack.old_logprobs is None else pack.old_logprobs
             if pack.parts:
                 factors = self._factors(pack.batch, denominators)
                 loss = self._pack_loss(pack, logprobs, entropies, old, factors, tally)
-                if pack.batch.lessons is not None:
-                    loss = loss + self._lesson_loss(pack.batch, lessons, factors, tally)
+                if pack.batch.imitated is not None:
+                    loss = loss + self._imitated_loss(pack.batch, imitated, factors, tally)
                 tally.loss += float(loss.detach())
             else:
                 loss = logprobs.sum() * 0.0
@@ -497,16 +497,16 @@ class Learner:
             tally.add("learn/engine_gap", batch.engine_gaps(own, tally.newest))
         return (factors[owners] * losses).sum()
 
-    def _lesson_loss(
+    def _imitated_loss(
         self, batch: TreeBatch, logprobs: Tensor, factors: Tensor, tally: Tally
     ) -> Tensor:
-        """Σ over lesson contributions of factor · l, with the factor that the trajectory's sampled
-        tokens have."""
-        assert batch.lessons is not None
-        owners = batch.lessons.trajectories
+        """Σ of factor · l over the contributions of imitated tokens, with the factor that the
+        trajectory's sampled tokens have."""
+        assert batch.imitated is not None
+        owners = batch.imitated.trajectories
         advantages = [path.leaf.advantage or 0.0 for path in batch.paths]
-        chosen = logprobs.index_select(0, batch.lessons.tokens)
-        losses = lesson_loss(
+        chosen = logprobs.index_select(0, batch.imitated.tokens)
+        losses = imitated_loss(
             chosen,
             torch.tensor(advantages, dtype=torch.float32, device=owners.device)[owners],
             coef=self._loss.graft_coef,

@@ -38,23 +38,23 @@ class Scored(nn.Module):
         self._head = Head(model)
 
     def forward(
-        self, batch: TreeBatch, *, takes_lessons: bool = False, wants_argmax: bool = False
+        self, batch: TreeBatch, *, takes_imitated: bool = False, wants_argmax: bool = False
     ) -> Scores | Tensor:
-        """Returns (logprobs, entropies) of the unique sampled tokens and, with `takes_lessons`,
-        of the lesson tokens after them; with `wants_argmax` the most likely tokens instead."""
-        targets, temperatures = self._wanted(batch, takes_lessons)
+        """Returns (logprobs, entropies) of the unique sampled tokens and, with `takes_imitated`,
+        of the imitated tokens after them; with `wants_argmax` the most likely tokens instead."""
+        targets, temperatures = self._wanted(batch, takes_imitated)
         hidden = self._hidden(batch)[: targets.numel()]
         chunk = self._settings.vocab_chunk
         if wants_argmax:
             return chunked_argmax(self._head, hidden, chunk)
         return chunked_scores(self._head, hidden, targets, temperatures, chunk)
 
-    def _wanted(self, batch: TreeBatch, takes_lessons: bool) -> tuple[Tensor, Tensor]:
+    def _wanted(self, batch: TreeBatch, takes_imitated: bool) -> tuple[Tensor, Tensor]:
         """The tokens to score, and their temperatures."""
         places, temperatures = batch.sampled, batch.temperatures
-        if takes_lessons and batch.lessons is not None:
-            places = torch.cat([places, batch.lessons.packed])
-            temperatures = torch.cat([temperatures, batch.lessons.temperatures])
+        if takes_imitated and batch.imitated is not None:
+            places = torch.cat([places, batch.imitated.packed])
+            temperatures = torch.cat([temperatures, batch.imitated.temperatures])
         return batch.token_ids[places], temperatures
 
     def _hidden(self, batch: TreeBatch) -> Tensor:

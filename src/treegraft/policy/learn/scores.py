@@ -34,7 +34,7 @@ def check_head(model: nn.Module) -> None:
 
 def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True) -> Tensor:
     """Returns [U + L, width], the hidden state that predicts each sampled token and then each
-    lesson token.
+    imitated token.
 
     It is one packed pass, for which our attention is installed.
 
@@ -51,8 +51,8 @@ def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool =
     )
     hidden: Tensor = output.last_hidden_state[0]
     sources = batch.sources
-    if batch.lessons is not None:
-        sources = torch.cat([sources, batch.lessons.sources])
+    if batch.imitated is not None:
+        sources = torch.cat([sources, batch.imitated.sources])
     # Selected before the head: prompts and tool results are most of a pack, and their logits would
     # be thrown away.
     return hidden.index_select(0, sources)
@@ -189,8 +189,8 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
     device = batch.token_ids.device
     states = torch.cat(hidden) if hidden else torch.zeros(0, width, device=device)
     rows = [states.index_select(0, place.to(device))]
-    if batch.lessons is not None:
-        for ids_above, length in zip(batch.lessons.paths, batch.lessons.lengths, strict=True):
+    if batch.imitated is not None:
+        for ids_above, length in zip(batch.imitated.paths, batch.imitated.lengths, strict=True):
             ids = torch.tensor([ids_above], device=device)
             states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
             rows.append(states[-length - 1 : -1])
