@@ -25,7 +25,6 @@ from treegraft.policy.engine.forward import HookedForward
 from treegraft.policy.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.sampling import sample_tokens
-from treegraft.policy.head import Head
 from treegraft.policy.hook import tree_attention
 from treegraft.policy.learn import scores
 from treegraft.policy.learn.dense import AttentionShape, exactness
@@ -34,6 +33,7 @@ from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, pack_trees
 from treegraft.policy.learn.tree_attention import PROOF_TOKENS, PackedPlan
 from treegraft.policy.noise import philox_4x32, philox_gumbels
+from treegraft.policy.output_head import OutputHead
 from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import EngineSettings, LearnSettings, LossSettings, NativeSettings
 
@@ -171,7 +171,7 @@ def _logprobs_and_gradient(
     model: torch.nn.Module, batch: TreeBatch, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     targets = batch.token_ids[batch.sampled]
-    found = scores.chunked_scores(Head(model), hidden, targets, batch.temperatures, 2048)[0]
+    found = scores.chunked_scores(OutputHead(model), hidden, targets, batch.temperatures, 2048)[0]
     model.zero_grad(set_to_none=True)
     found.sum().backward()
     grads = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]

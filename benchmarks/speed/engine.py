@@ -26,7 +26,7 @@ from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.forward import FusedForward, build_forward, model_kernels
 from treegraft.policy.engine.packed import PackedLinears, Product, product_kind
-from treegraft.policy.head import base_model
+from treegraft.policy.output_head import base_model
 
 PROMPT, TOKENS = 200, 128
 GROUPS = (16, 64)

@@ -19,8 +19,8 @@ from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.head import base_model
 from treegraft.policy.load import limit_threads, load_model
+from treegraft.policy.output_head import base_model
 from treegraft.settings.policy import EngineSettings, ModelSettings, TinySettings
 
 Result = TypeVar("Result")

@@ -460,11 +460,12 @@ class _Scenario:
                 already.
             max_context: of the engine, in tokens.
         """
-        from treegraft.policy import head
+        from treegraft.policy import output_head
 
         config = self.config
         # The learner packs whole paths, so its model's limit counts beside the engine's.
-        limits = [limit for limit in (head.max_context(model), max_context) if limit is not None]
+        own = output_head.max_context(model)
+        limits = [limit for limit in (own, max_context) if limit is not None]
         max_prompt = _room_for_prompts(config, min(limits)) if limits else None
         if not is_ours:
             use_template(config.format.chat_template, tokenizer)
@@ -473,7 +474,7 @@ class _Scenario:
             tokenizer,
             self.tools,
             max_context=max_prompt,
-            end_ids=head.end_token_ids(model, tokenizer),
+            end_ids=output_head.end_token_ids(model, tokenizer),
             mentions_retrieval="graft" in config.explore.explorers,
         )
         environments = None if self.kind is None else Environments(self.kind, config.environment)

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from treegraft.core.interfaces import LearnerLike
-from treegraft.policy.head import base_model
+from treegraft.policy.output_head import base_model
 from treegraft.policy.shards import Rows, write_rows
 from treegraft.runs.checkpoint import (
     ASIDE,

@@ -25,7 +25,6 @@ from treegraft.policy.engine.packed import (
     take_over,
 )
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
-from treegraft.policy.head import decoder, first_line, head_problem, head_width
 from treegraft.policy.hook import (
     AttentionOptions,
     AttentionPlan,
@@ -34,6 +33,7 @@ from treegraft.policy.hook import (
     tree_attention,
 )
 from treegraft.policy.kernels.engine import Kernels, kernels_for
+from treegraft.policy.output_head import decoder, first_line, head_problem, head_width
 
 _log = logging.getLogger(__name__)
 

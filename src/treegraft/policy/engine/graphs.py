@@ -21,8 +21,8 @@ from treegraft.policy.engine.blocks import BlockPool
 from treegraft.policy.engine.forward import HookedForward, distance, limit_of
 from treegraft.policy.engine.gathered import Gathered, makes_copies
 from treegraft.policy.engine.ragged import BUCKETS, RaggedPlan
-from treegraft.policy.head import first_line
 from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.output_head import first_line
 
 _log = logging.getLogger(__name__)
 

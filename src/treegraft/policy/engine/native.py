@@ -36,7 +36,7 @@ from treegraft.policy.engine.requests import LiveRequest, Order, post, settler
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.engine.transfer import moved
-from treegraft.policy.head import Head, end_token_ids, first_line, max_context
+from treegraft.policy.output_head import OutputHead, end_token_ids, first_line, max_context
 from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings
 
@@ -82,7 +82,7 @@ class NativeEngine:
         if make_recorder is not None and isinstance(forward, HookedForward):
             forward = RecordedForward(forward, make_recorder)
         self._forward: Forward = forward
-        self._head = Head(model)
+        self._head = OutputHead(model)
         room = cache_bytes(own.cache_gb, model.device)
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)

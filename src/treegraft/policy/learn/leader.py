@@ -14,12 +14,12 @@ from torch import Tensor
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.spans import joined, span
-from treegraft.policy.head import head_problem
 from treegraft.policy.learn.orders import arguments_of, order_of
 from treegraft.policy.learn.pieces import Pieces, cut_model, model_shape
 from treegraft.policy.learn.ranks import Ranks, deaf_to_ends
 from treegraft.policy.learn.scores import packing_problem
 from treegraft.policy.learn.sharded import ShardedLearner
+from treegraft.policy.output_head import head_problem
 from treegraft.policy.weights import adapted_modules
 from treegraft.settings.config import Config
 

@@ -21,7 +21,6 @@ from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_facto
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
-from treegraft.policy.head import Head, base_model
 from treegraft.policy.hook import install_attention, tree_attention
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
@@ -65,6 +64,7 @@ from treegraft.policy.learn.scores import (
     rowwise_hidden,
 )
 from treegraft.policy.learn.tally import Tally
+from treegraft.policy.output_head import OutputHead, base_model
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
@@ -89,7 +89,7 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = 2048)
             hidden = packed_hidden(model, batch)
     sampled = hidden[: batch.sampled.numel()]
     return chunked_scores(
-        Head(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk
+        OutputHead(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk
     )
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from treegraft.core.types import Tree
-from treegraft.policy.head import base_model
 from treegraft.policy.hook import install_attention
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.plan import Alone, by_step, gathered, plan_passes
 from treegraft.policy.learn.scored import Scored
 from treegraft.policy.learn.scores import packing_problem
+from treegraft.policy.output_head import base_model
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings
 

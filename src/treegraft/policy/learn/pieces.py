@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from treegraft.core.locate import locate
 from treegraft.policy.checkpoint import ADAPTER
-from treegraft.policy.head import base_model
 from treegraft.policy.load import DTYPES, load_model, with_adapters
+from treegraft.policy.output_head import base_model
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.shards import Rows
 from treegraft.settings.config import Config

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treegraft.policy.head import Head
 from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.learn.scores import (
     Scores,
@@ -20,6 +19,7 @@ from treegraft.policy.learn.scores import (
     packed_hidden,
     rowwise_hidden,
 )
+from treegraft.policy.output_head import OutputHead
 from treegraft.settings.policy import LearnSettings
 
 
@@ -35,7 +35,7 @@ class Scored(nn.Module):
         super().__init__()
         self.model = model
         self._settings, self._is_packed = settings, is_packed
-        self._head = Head(model)
+        self._head = OutputHead(model)
 
     def forward(
         self, batch: TreeBatch, *, takes_imitated: bool = False, wants_argmax: bool = False

@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treegraft.core.errors import ModelError
-from treegraft.policy.head import Head, base_model, decoder, first_line, head_problem
 from treegraft.policy.hook import ATTENTION, tree_attention
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
+from treegraft.policy.output_head import OutputHead, base_model, decoder, first_line, head_problem
 
 Scores = tuple[Tensor, Tensor]
 
@@ -59,7 +59,7 @@ def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool =
 
 
 def chunked_scores(
-    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
+    head: OutputHead, hidden: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
 ) -> Scores:
     """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk`
     rows exist at once.
@@ -80,7 +80,7 @@ def chunked_scores(
     return logprobs, entropies
 
 
-def _scores(head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
+def _scores(head: OutputHead, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
     found: Scores = _TokenScores.apply(head(hidden), targets, temperatures)  # type: ignore[no-untyped-call]
     return found
 
@@ -152,7 +152,7 @@ def _few_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-def chunked_argmax(head: Head, hidden: Tensor, chunk: int) -> Tensor:
+def chunked_argmax(head: OutputHead, hidden: Tensor, chunk: int) -> Tensor:
     """Returns [rows] the most likely token of each hidden state."""
     return torch.cat([head(rows).argmax(dim=-1) for rows in hidden.split(chunk)])
 

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from treegraft.core.errors import CheckpointError
 from treegraft.policy.checkpoint import ADAPTER
-from treegraft.policy.head import base_model, decoder
 from treegraft.policy.hook import install_attention
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pieces import Pieces, hollow
@@ -35,6 +34,7 @@ from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scored import Scored
 from treegraft.policy.load import DTYPES
+from treegraft.policy.output_head import base_model, decoder
 from treegraft.policy.shards import Rows, local_rows, write_rows
 from treegraft.policy.weights import bit_sum, fingerprint_of, named_weights, weight_names
 from treegraft.settings.config import Config
