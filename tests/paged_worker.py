@@ -18,9 +18,9 @@ from tests.test_engine import ids_of, make_engine, run
 
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.engine import gathered
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.paged import attend_blocks
 
 Numbers = list[list[float]]

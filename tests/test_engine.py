@@ -27,13 +27,13 @@ from tests.trees import VOCABULARY
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.engine.blocks import PathCache, Row
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
 from treegraft.policy.engine.ragged import usable_rows
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
-from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.kernels.engine import kernels_for
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.settings.policy import EngineSettings, NativeSettings

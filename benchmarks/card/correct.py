@@ -21,11 +21,11 @@ from benchmarks.card.one_rank import CannotShard, one_rank
 from benchmarks.card.trees import Workload
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
+from treegraft.policy.attention_hook import tree_attention
 from treegraft.policy.engine.forward import HookedForward
 from treegraft.policy.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.sampling import sample_tokens
-from treegraft.policy.hook import tree_attention
 from treegraft.policy.learn import scores
 from treegraft.policy.learn.dense import AttentionShape, exactness
 from treegraft.policy.learn.flex import flex_distance, tree_block_mask

@@ -22,9 +22,9 @@ from tests.trees import Part, build_tree
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Tree
+from treegraft.policy.attention_hook import plain_attention
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm.build import build_engine, find_python
-from treegraft.policy.hook import plain_attention
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.publish import Publisher

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
+from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.kernels.engine import BLOCK
 from treegraft.policy.output_head import first_line
 

@@ -20,8 +20,8 @@ from treegraft.algo.losses import (
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
+from treegraft.policy.attention_hook import install_attention, tree_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
-from treegraft.policy.hook import install_attention, tree_attention
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
 from treegraft.policy.learn.objective import surrogate

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from treegraft.core.types import Tree
-from treegraft.policy.hook import install_attention
+from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.plan import Alone, by_step, gathered, plan_passes
 from treegraft.policy.learn.scored import Scored

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treegraft.core.errors import ModelError
-from treegraft.policy.hook import ATTENTION, tree_attention
+from treegraft.policy.attention_hook import ATTENTION, tree_attention
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.output_head import OutputHead, base_model, decoder, first_line, head_problem

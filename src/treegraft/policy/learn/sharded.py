@@ -26,8 +26,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from treegraft.core.errors import CheckpointError
+from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import ADAPTER
-from treegraft.policy.hook import install_attention
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pieces import Pieces, hollow
 from treegraft.policy.learn.ranks import Ranks
