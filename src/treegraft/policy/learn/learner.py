@@ -54,9 +54,9 @@ from treegraft.policy.learn.plan import (
     with_steps,
 )
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.scored import Scored
 from treegraft.policy.learn.scores import (
     Scores,
+    ScoringModel,
     check_head,
     chunked_scores,
     packed_hidden,
@@ -141,25 +141,25 @@ class Learner:
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
         """Why trees are run row by row; None where they are packed."""
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
-        if self.packing_problem is None:
+        if is_packed := self.packing_problem is None:
             install_attention(model)
         self._team = team or Alone()
-        self._scored = self._placed(Scored(model, learn, is_packed=self.packing_problem is None))
+        self._scoring = self._placed(ScoringModel(model, learn, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
 
-    def _placed(self, scored: Scored) -> Scored:
+    def _placed(self, scoring: ScoringModel) -> ScoringModel:
         """The module through which all passes run, where its weights are to lie."""
         # Weights of a DTensor that are used outside their own module's forward pass get no
         # gradient from the others, without an error.
-        if any(hasattr(weight, "placements") for weight in scored.parameters()):
+        if any(hasattr(weight, "placements") for weight in scoring.parameters()):
             raise ModelError(
                 "learner: the model's weights are divided among processes already (DTensor);"
                 " expected a whole model. Leave the division to Treegraft: start it with torchrun."
             )
-        return scored
+        return scoring
 
     @property
     def device(self) -> torch.device:
@@ -171,19 +171,19 @@ class Learner:
     def scores(self, batch: TreeBatch) -> Scores:
         """Returns (logprobs, entropies) of the unique sampled tokens, with gradients where they are
         enabled."""
-        logprobs, entropies = self._scored(batch)
+        logprobs, entropies = self._scoring(batch)
         return logprobs, entropies
 
     def scores_with_imitated(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (logprobs [U], entropies [U], log-probabilities [L] of the imitated tokens) of
         one pass, as `scores`."""
-        logprobs, entropies = self._scored(batch, takes_imitated=True)
+        logprobs, entropies = self._scoring(batch, takes_imitated=True)
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
 
     def argmax(self, batch: TreeBatch) -> Tensor:
         """Returns [U] the most likely token where each unique sampled token stands."""
-        best: Tensor = self._scored(batch, wants_argmax=True)
+        best: Tensor = self._scoring(batch, wants_argmax=True)
         return best
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pieces import Pieces, hollow
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.scored import Scored
+from treegraft.policy.learn.scores import ScoringModel
 from treegraft.policy.load import DTYPES
 from treegraft.policy.output_head import base_model, decoder
 from treegraft.policy.shards import Rows, local_rows, write_rows
@@ -77,7 +77,7 @@ class ShardedLearner(Learner):
         )
         self._source = self._pieces = None
 
-    def _placed(self, scored: Scored) -> Scored:
+    def _placed(self, scoring: ScoringModel) -> ScoringModel:
         learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
         sizes: tuple[int, ...] = (learn.replicate, shards)
         names: tuple[str, ...] = ("replicate", "shard")
@@ -97,21 +97,21 @@ class ShardedLearner(Learner):
             else OffloadPolicy(),
         }
         lists = (
-            part for part in decoder(scored.model).children() if isinstance(part, nn.ModuleList)
+            part for part in decoder(scoring.model).children() if isinstance(part, nn.ModuleList)
         )
         for layer in next(lists, ()):
             fully_shard(layer, **options)
-        fully_shard(scored, **options)
-        for module in scored.modules():
+        fully_shard(scoring, **options)
+        for module in scoring.modules():
             if isinstance(module, FSDPModule):
                 # Sums, not means. gloo knows no sum with a factor, so it is forced.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         # The shards' memory; tied weights come apart there and are tied again.
-        scored.to_empty(device="cpu" if learn.offload else ranks.device)
-        base_model(scored.model).tie_weights()
-        self._fill(scored.model)
-        return scored
+        scoring.to_empty(device="cpu" if learn.offload else ranks.device)
+        base_model(scoring.model).tie_weights()
+        self._fill(scoring.model)
+        return scoring
 
     @torch.no_grad()
     def _fill(self, model: Any) -> None:
