@@ -356,10 +356,10 @@ async def assemble_training(
 
 def _weight_files(config: Config, model_path: Path | str) -> Sequence[Path] | None:
     """The files from which ranks read the weights by themselves, None for none."""
-    from treegraft.policy.learn.pieces import weight_files
+    from treegraft.policy.learn.weight_files import shardable_files
 
     with about("model.path"):
-        return weight_files(config, model_path)
+        return shardable_files(config, model_path)
 
 
 def _build_learner(

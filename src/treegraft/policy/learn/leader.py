@@ -15,10 +15,10 @@ from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.spans import joined, span
 from treegraft.policy.learn.orders import arguments_of, order_of
-from treegraft.policy.learn.pieces import Pieces, cut_model, model_shape
 from treegraft.policy.learn.ranks import Ranks, deaf_to_ends
 from treegraft.policy.learn.scores import packing_problem
 from treegraft.policy.learn.sharded import ShardedLearner
+from treegraft.policy.learn.weight_files import WeightFiles, cut_model, model_shape
 from treegraft.policy.output_head import head_problem
 from treegraft.policy.weights import adapted_modules
 from treegraft.settings.config import Config
@@ -66,7 +66,7 @@ class Leader:
         Args:
             model: whole, with its adapters; it may be dropped afterwards. With `files` its shape
                 alone.
-            files: from which each rank reads its rows, see `pieces.weight_files`.
+            files: from which each rank reads its rows, see `weight_files.shardable_files`.
             checkpoint: whose optimiser's state to go on from; None for the beginning.
 
         Raises:
@@ -159,8 +159,8 @@ def _built(
 ) -> ShardedLearner:
     if files is None:
         return ShardedLearner(ranks, shape, config, source=source)
-    pieces = Pieces([*map(Path, files)], shape, config.model.dtype)
-    return ShardedLearner(ranks, shape, config, pieces=pieces)
+    found = WeightFiles([*map(Path, files)], shape, config.model.dtype)
+    return ShardedLearner(ranks, shape, config, files=found)
 
 
 def _refuse(model: Any, config: Config) -> None:

@@ -29,10 +29,10 @@ from treegraft.core.errors import CheckpointError
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import ADAPTER
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.pieces import Pieces, hollow
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scores import ScoringModel
+from treegraft.policy.learn.weight_files import WeightFiles, meta_model
 from treegraft.policy.load import DTYPES
 from treegraft.policy.output_head import base_model, decoder
 from treegraft.policy.shards import Rows, local_rows, write_rows
@@ -53,18 +53,18 @@ class ShardedLearner(Learner):
         config: Config,
         *,
         source: Any = None,
-        pieces: Pieces | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
         """Takes its weights from rank 0's, or its rows of them from files.
 
         Args:
             shape: of the model, see `model_shape`.
             source: rank 0's whole model with its adapters; None on the others.
-            pieces: the files; None takes them from rank 0.
+            files: those of the weights; None takes them from rank 0.
         """
         self._ranks, self._config, self._source = ranks, config, source
-        self._pieces = pieces
-        model = hollow(shape, config)
+        self._weight_files = files
+        model = meta_model(shape, config)
         # Tried already by rank 0 on the whole model.
         install_attention(model)
         super().__init__(
@@ -75,7 +75,7 @@ class ShardedLearner(Learner):
             num_updates=config.run.num_updates,
             team=ranks,
         )
-        self._source = self._pieces = None
+        self._source = self._weight_files = None
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
         learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
@@ -116,12 +116,12 @@ class ShardedLearner(Learner):
     @torch.no_grad()
     def _fill(self, model: Any) -> None:
         """Gives every rank its rows of the weights, and all buffers."""
-        if self._pieces is not None:
+        if self._weight_files is not None:
             for name, weight in (*model.named_parameters(), *model.named_buffers()):
                 local, first = local_rows(weight)
                 if local.numel():
                     count = local.shape[0] if local.dim() else 1
-                    local.copy_(self._pieces.rows(name, weight, first, count))
+                    local.copy_(self._weight_files.rows(name, weight, first, count))
             return
         found = {}
         if self._source is not None:
