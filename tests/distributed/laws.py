@@ -228,9 +228,9 @@ def own_files(ranks: Ranks, config: Config, family: str) -> dict[str, Any]:
 
 
 def many_state(place: Path) -> Weights:
-    from treegraft.policy.shards import Rows
+    from treegraft.policy.shards import TensorFiles
 
-    rows = Rows(sorted((place / "treegraft").glob("optimiser*.safetensors")))
+    rows = TensorFiles(sorted((place / "treegraft").glob("optimiser*.safetensors")))
     return {name: rows.whole(name) for name in rows.names}
 
 

@@ -35,7 +35,7 @@ from treegraft.policy.learn.scores import ScoringModel
 from treegraft.policy.learn.weight_files import WeightFiles, meta_model
 from treegraft.policy.load import DTYPES
 from treegraft.policy.output_head import base_model, decoder
-from treegraft.policy.shards import Rows, local_rows, write_rows
+from treegraft.policy.shards import TensorFiles, local_rows, write_rows
 from treegraft.policy.weights import bit_sum, fingerprint_of, named_weights, weight_names
 from treegraft.settings.config import Config
 
@@ -239,9 +239,9 @@ class ShardedLearner(Learner):
 
     def load(self, folder: Path) -> None:
         """As `Learner.load`; each rank reads its rows, whatever number of ranks wrote them."""
-        rows = Rows(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
+        files = TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
         try:
-            self.load_state(_State(rows, dict(self.model.named_parameters())))
+            self.load_state(_State(files, dict(self.model.named_parameters())))
         except KeyError as error:
             raise CheckpointError(
                 f"checkpoint '{folder}': the optimiser's state lacks {error}; expected that of this"
@@ -252,16 +252,16 @@ class ShardedLearner(Learner):
 class _State(Mapping[str, Tensor]):
     """The state of an optimiser in files, each tensor divided as its weight is."""
 
-    def __init__(self, rows: Rows, weights: Mapping[str, Any]) -> None:
-        self._rows, self._weights = rows, weights
+    def __init__(self, files: TensorFiles, weights: Mapping[str, Any]) -> None:
+        self._files, self._weights = files, weights
 
     def __getitem__(self, name: str) -> Tensor:
         kind, _, weight_name = name.partition(".")
         weight = self._weights.get(weight_name)
         if kind not in ("master", "exp_avg", "exp_avg_sq") or weight is None:
-            return self._rows.whole(name)
+            return self._files.whole(name)
         local, first = local_rows(weight)
-        part = self._rows.rows(name, first, local.shape[0]) if local.numel() else local.detach()
+        part = self._files.rows(name, first, local.shape[0]) if local.numel() else local.detach()
         return DTensor.from_local(
             part.to(local.device, local.dtype),
             weight.device_mesh,
@@ -271,13 +271,13 @@ class _State(Mapping[str, Tensor]):
         )
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows.names
+        return name in self._files.names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows.names)
+        return iter(self._files.names)
 
     def __len__(self) -> int:
-        return len(self._rows.names)
+        return len(self._files.names)
 
 
 class _ModelFiles:

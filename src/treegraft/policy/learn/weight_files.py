@@ -15,7 +15,7 @@ from treegraft.policy.checkpoint import ADAPTER
 from treegraft.policy.load import DTYPES, load_model, with_adapters
 from treegraft.policy.output_head import base_model
 from treegraft.policy.shapes import PREFIX
-from treegraft.policy.shards import Rows
+from treegraft.policy.shards import TensorFiles
 from treegraft.settings.config import Config
 
 _WORDS = 512
@@ -109,12 +109,12 @@ class WeightFiles:
         Raises:
             CheckpointError: one cannot be read.
         """
-        self._rows, self._dtype = Rows(files), DTYPES[dtype]
+        self._tensors, self._dtype = TensorFiles(files), DTYPES[dtype]
         self._buffers = dict(cut_model(shape).named_buffers())
 
     def lacks(self, model: nn.Module) -> list[str]:
         """Returns the weights and buffers of `model` that are not here."""
-        lacking = [name for name, _ in model.named_parameters() if name not in self._rows]
+        lacking = [name for name, _ in model.named_parameters() if name not in self._tensors]
         return lacking + [name for name, _ in model.named_buffers() if name not in self._buffers]
 
     def rows(self, name: str, weight: Tensor, first: int, count: int) -> Tensor:
@@ -122,5 +122,7 @@ class WeightFiles:
         if name in self._buffers:
             buffer: Tensor = self._buffers[name]
             return buffer
-        found = self._rows.rows(name, first, count) if weight.dim() else self._rows.whole(name)
+        found = (
+            self._tensors.rows(name, first, count) if weight.dim() else self._tensors.whole(name)
+        )
         return found.to(self._dtype)
