@@ -19,8 +19,8 @@ from treegraft.evals.during import is_evaluation_due
 from treegraft.evals.preflight import Preflight
 from treegraft.evals.warmup import demonstrations_of, evaluate_warmup, warm_up_from
 from treegraft.policy.checkpoint import save_checkpoint
-from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.lessons import Given, LessonBook
+from treegraft.policy.learn.torchrun import joined
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement

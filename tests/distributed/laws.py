@@ -21,10 +21,10 @@ from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Tree
-from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.sharded import ShardedLearner
+from treegraft.policy.learn.torchrun import joined
 from treegraft.policy.learn.weight_files import WeightFiles, model_shape
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import plain_weights, weights_fingerprint

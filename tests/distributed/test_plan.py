@@ -22,11 +22,11 @@ from tests.trees import recorded_trees
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
-from treegraft.policy.learn.launch import num_started
 from treegraft.policy.learn.leader import StreamedWeights, _refuse
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.orders import arguments_of, order_of, packed, unpacked
 from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
+from treegraft.policy.learn.torchrun import num_started
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import bit_sum
 from treegraft.settings.load import config_json
