@@ -492,7 +492,7 @@ def test_hard_differs_where_clipping_acts() -> None:
         new = torch.tensor([math.log(1.5), 0.0, 0.0], requires_grad=True)
         factors = learner._factors(pack.batch, learner._denominators(trees))
         loss = learner._pack_loss(
-            pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module.Tally()
+            pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module.MetricSums()
         )
         loss.backward()
         assert new.grad is not None

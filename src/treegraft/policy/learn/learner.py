@@ -24,6 +24,7 @@ from treegraft.policy.attention_hook import install_attention, tree_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
+from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
@@ -63,7 +64,6 @@ from treegraft.policy.learn.scores import (
     packing_problem,
     rowwise_hidden,
 )
-from treegraft.policy.learn.tally import Tally
 from treegraft.policy.output_head import OutputHead, base_model
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
@@ -317,18 +317,18 @@ class Learner:
             )
             for part, plan in plans.items()
         }
-        tally = Tally(newest_of_several(trees))
+        sums = MetricSums(newest_of_several(trees))
         for part in passes:
             # Gradients add up until the step.
-            tally.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, tally)
+            sums.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, sums)
             denominators = self._denominators([trees[n] for n in part])
-            packs[part] = self._optimiser_step(packs[part], denominators, tally)
+            packs[part] = self._optimiser_step(packs[part], denominators, sums)
         for own in packs.values():
-            tally.add_sizes([pack.batch for pack in own if pack.parts])
-        tally = combined(self._team, tally.state(), Tally.of)
+            sums.add_sizes([pack.batch for pack in own if pack.parts])
+        sums = combined(self._team, sums.state(), MetricSums.of)
         # A minibatch of skipped groups alone moves no weight.
         num_steps = sum(any(map(weight_of, taught[part])) or bool(learned[part]) for part in passes)
-        metrics = tally.metrics(num_steps, takes_imitated=takes_imitated)
+        metrics = sums.metrics(num_steps, takes_imitated=takes_imitated)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
@@ -390,7 +390,7 @@ class Learner:
         return list(packs)
 
     def _optimiser_step(
-        self, packs: Sequence[_Pack], denominators: Denominators, tally: Tally
+        self, packs: Sequence[_Pack], denominators: Denominators, sums: MetricSums
     ) -> list[_Pack]:
         """Returns the packs with their old and new log-probabilities.
 
@@ -406,17 +406,17 @@ class Learner:
             old = logprobs.detach() if pack.old_logprobs is None else pack.old_logprobs
             if pack.parts:
                 factors = self._factors(pack.batch, denominators)
-                loss = self._pack_loss(pack, logprobs, entropies, old, factors, tally)
+                loss = self._pack_loss(pack, logprobs, entropies, old, factors, sums)
                 if pack.batch.imitated is not None:
-                    loss = loss + self._imitated_loss(pack.batch, imitated, factors, tally)
-                tally.loss += float(loss.detach())
+                    loss = loss + self._imitated_loss(pack.batch, imitated, factors, sums)
+                sums.loss += float(loss.detach())
             else:
                 loss = logprobs.sum() * 0.0
             # Backward for each pack, so that only one pack's activations are alive.
             torch.autograd.backward(loss)
             done.append(replace(pack, old_logprobs=old, new_logprobs=logprobs.detach()))
-        tally.grad_norms.append(self.optimiser.step())
-        tally.lrs.append(self.optimiser.last_lr)
+        sums.grad_norms.append(self.optimiser.step())
+        sums.lrs.append(self.optimiser.last_lr)
         return done
 
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
@@ -447,7 +447,7 @@ class Learner:
         entropies: Tensor,
         old: Tensor,
         factors: Tensor,
-        tally: Tally,
+        sums: MetricSums,
     ) -> Tensor:
         """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on
         sampled tokens."""
@@ -475,30 +475,30 @@ class Learner:
             lengths = torch.bincount(owners, minlength=len(batch.paths)) if by_path else None
             weights, is_capped = engine_correction(gaps, settings.engine_ratio_cap, lengths)
             losses = losses * weights
-            tally.add("learn/engine_capped_frac", is_capped.float())
+            sums.add("learn/engine_capped_frac", is_capped.float())
         if pack.ref_logprobs is not None:
             divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
             losses = losses + settings.kl_coef * divergence
-            tally.add("learn/kl", divergence.detach())
+            sums.add("learn/kl", divergence.detach())
         signs = batch.advantages[rows]
         # Of the contributions that push at all: those of 0 would make any share look small.
         if (signs != 0).any():
-            tally.add("learn/positive_frac", (signs[signs != 0] > 0).float())
-        tally.add("learn/clip_frac", terms.is_clipped.float())
-        tally.add("learn/entropy", entropies.detach().index_select(0, tokens))
-        tally.add("learn/approx_kl", terms.ratios - 1.0 - torch.log(terms.ratios))
+            sums.add("learn/positive_frac", (signs[signs != 0] > 0).float())
+        sums.add("learn/clip_frac", terms.is_clipped.float())
+        sums.add("learn/entropy", entropies.detach().index_select(0, tokens))
+        sums.add("learn/approx_kl", terms.ratios - 1.0 - torch.log(terms.ratios))
         if terms.ratios.numel():
-            tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()))
+            sums.ratio_max = max(sums.ratio_max, float(terms.ratios.max()))
         # Over unique tokens, each once: it compares two implementations, not trajectories. Where
         # the engine's own are the old ones, the learner's are those of the first step that has
         # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
-        if own is old or not any(tally.grad_norms):
-            tally.add("learn/engine_gap", batch.engine_gaps(own, tally.newest))
+        if own is old or not any(sums.grad_norms):
+            sums.add("learn/engine_gap", batch.engine_gaps(own, sums.newest))
         return (factors[owners] * losses).sum()
 
     def _imitated_loss(
-        self, batch: TreeBatch, logprobs: Tensor, factors: Tensor, tally: Tally
+        self, batch: TreeBatch, logprobs: Tensor, factors: Tensor, sums: MetricSums
     ) -> Tensor:
         """Σ of factor · l over the contributions of imitated tokens, with the factor that the
         trajectory's sampled tokens have."""
@@ -513,7 +513,7 @@ class Learner:
             form=self._loss.graft_form,
             gamma=self._loss.graft_gamma,
         )
-        tally.add("learn/lesson_logprob", chosen.detach())
+        sums.add("learn/lesson_logprob", chosen.detach())
         return (factors[owners] * losses).sum()
 
     # ------------------------------------------------------------------ weights

@@ -12,7 +12,7 @@ from torch import Tensor
 from treegraft.policy.learn.pack import TreeBatch
 
 
-class Tally:
+class MetricSums:
     """Sums of diagnostics over the contributions of an update."""
 
     def __init__(self, newest: int | None = None) -> None:
@@ -61,8 +61,8 @@ class Tally:
         return {name: value for name, value in vars(self).items() if name != "_unread"}
 
     @classmethod
-    def of(cls, states: Sequence[dict[str, Any]]) -> Tally:
-        """Returns the tally of what several processes have counted; gradient norms and learning
+    def of(cls, states: Sequence[dict[str, Any]]) -> MetricSums:
+        """Returns the sums of what several processes have counted; gradient norms and learning
         rates are the same in all."""
         whole = cls()
         for state in states:
