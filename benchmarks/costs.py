@@ -35,7 +35,7 @@ from treegraft.cli.sizing import (
 )
 from treegraft.core.types import ROOT_ID, Leaf, Origin, Status, Step, Task, Tree
 from treegraft.policy.bounds import CARDS, Card, ModelShape, decode_bytes, forward_flops
-from treegraft.policy.learn.handover import packed, unpacked
+from treegraft.policy.learn.orders import packed, unpacked
 from treegraft.policy.learn.pack import num_tree_tokens, pack_trees
 from treegraft.policy.shapes import num_shape_weights, published_shape
 

@@ -30,7 +30,7 @@ NAMES = (
 )
 
 SIGNATURES = {
-    "pack_trees": ["trees", "*device", "*takes_lessons"],
+    "pack_trees": ["trees", "*device", "*takes_imitated"],
     "token_scores": ["model", "batch", "*vocab_chunk"],
     "group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
     "retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],

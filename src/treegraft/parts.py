@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from treegraft.core.interfaces import (
         Engine,
         NoiseKey,
+        Request,
         Signature,
         Tool,
         WeightSource,
@@ -91,9 +92,6 @@ if TYPE_CHECKING:
     )
     from treegraft.policy.publish import (
         Publisher,
-    )
-    from treegraft.rollout.limits import (
-        training_limits,
     )
     from treegraft.runs.checkpoint import (
         TrainState,
@@ -184,6 +182,7 @@ __all__ = [
     "Plugin",
     "Publisher",
     "RemoteTrees",
+    "Request",
     "RestartCause",
     "Retry",
     "RetryCause",
@@ -227,7 +226,6 @@ __all__ = [
     "signature_from",
     "spans",
     "tag_of",
-    "training_limits",
     "unknown_encoder",
     "value_of",
     "when",
@@ -241,7 +239,7 @@ _HOMES = homes(
         "core": "errors interrupt spans",
         "core.errors": "nearest",
         "core.files": "code_checksum",
-        "core.interfaces": "Engine NoiseKey Signature Tool WeightSource",
+        "core.interfaces": "Engine NoiseKey Request Signature Tool WeightSource",
         "core.keyed": "keyed_choice keyed_int keyed_unit",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
@@ -256,7 +254,6 @@ _HOMES = homes(
         "explore.independent": "Independent",
         "policy.learn.credit": "credit_trees",
         "policy.publish": "Publisher",
-        "rollout.limits": "training_limits",
         "runs.checkpoint": "TrainState",
         "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",

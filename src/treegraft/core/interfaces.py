@@ -109,6 +109,26 @@ class LearnerLike(Protocol):
         """Writes the plain model and the optimiser's state into the folder of a checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine is asked for: one completion of a path.
+
+    Request((5, 6), Sampling(max_new_tokens=8), noise_key=(0, "train", 1, "task", "0.1"))
+    """
+
+    prefix_ids: Sequence[int]
+    """[tokens] The whole path so far, of at least one token."""
+    sampling: Sampling
+    """The temperature, the most tokens, and which texts end the completion."""
+    noise_key: NoiseKey
+    """The completion is a function of it, the prefix, the sampling and the weights alone."""
+    probe_tokens: int | None = None
+    """How many sampled tokens `on_probe` waits for, at least 1; None: it is never called."""
+    on_probe: Callable[[Sequence[float]], None] | None = None
+    """Called at most once, on the caller's event loop, with the entropies of the first
+    `probe_tokens` tokens in nats; not for a shorter completion. None: nobody waits for them."""
+
+
 @runtime_checkable
 class Engine(Measured, Protocol):
     """Turns token ids into more token ids. Stateless for the caller."""
@@ -133,23 +153,12 @@ class Engine(Measured, Protocol):
     def death(self) -> BaseException | None:
         """Why no completion can come from it any more; None while it serves."""
 
-    async def complete(
-        self,
-        prefix_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        noise_key: NoiseKey,
-        probe_tokens: int | None = None,
-        on_probe: Callable[[Sequence[float]], None] | None = None,
-    ) -> Completion:
-        """Returns one completion of `prefix_ids`, by one version of the policy.
+    async def complete(self, request: Request) -> Completion:
+        """Returns one completion, by one version of the policy.
 
-        Args:
-            prefix_ids: [tokens] the whole path so far.
-            noise_key: the completion is a function of it, the prefix, the sampling and the weights
-                alone.
-            probe_tokens, on_probe: once this many tokens are sampled, `on_probe` is called with
-                their entropies in nats.
+        Raises:
+            EngineError: a request that it cannot serve, or it has died.
+            DeadlineExceeded: no completion in time.
         """
 
     def forget(self, prefix_ids: Sequence[int]) -> None:

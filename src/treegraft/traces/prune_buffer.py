@@ -138,8 +138,8 @@ class BufferPruning:
                 raise DataError(f"buffer '{choice.buffer}' is empty; there is nothing to prune.")
             async with assemble_judge(config, place) as (setup, model):
                 # Here, since it loads torch.
-                from treegraft.policy.head import max_context
                 from treegraft.policy.learn.likelihood import Likelihood
+                from treegraft.policy.output_head import max_context
 
                 score = Likelihood(model, config.learn)
                 self.packing_problem = score.packing_problem

@@ -195,7 +195,7 @@ def engine_part(frame: FrameType | None) -> str | None:
         if is_product or file.endswith(("engine/packed.py", "modules/linear.py")):
             return "engine, matrix products"
         is_attention = name.lstrip("_").startswith("attend") or "attention" in name
-        if is_attention or file.endswith("policy/hook.py"):
+        if is_attention or file.endswith("policy/attention_hook.py"):
             return "engine, attention"
         if "/transformers/" in file or file.endswith(("kernels/engine.py", "engine/forward.py")):
             return "engine, rest of the forward pass"
