@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING
 from treegraft.core.lazy import homes, loader
 
 if TYPE_CHECKING:
-    from treegraft.algo.groups import (
-        Floats,
-        Scale,
-    )
     from treegraft.assemble import (
         assemble_engine,
         assemble_training,
@@ -27,9 +23,6 @@ if TYPE_CHECKING:
         errors,
         interrupt,
         spans,
-    )
-    from treegraft.core.errors import (
-        nearest,
     )
     from treegraft.core.files import (
         code_checksum,
@@ -61,7 +54,6 @@ if TYPE_CHECKING:
     )
     from treegraft.core.types import (
         LEARNING_RULES,
-        ROOT_ID,
         Below,
         Branch,
         BranchCause,
@@ -104,14 +96,10 @@ if TYPE_CHECKING:
     from treegraft.runs.tracked import (
         Tracked,
     )
-    from treegraft.settings.explore import (
-        EntropySettings,
-    )
     from treegraft.settings.sampling import (
         unknown_encoder,
     )
     from treegraft.settings.table import (
-        Condition,
         Contradiction,
         Settings,
         flatten,
@@ -133,13 +121,9 @@ if TYPE_CHECKING:
         OVER,
         ClassEnvironments,
         EnvironmentTool,
-        capability_without_fork,
-        options_of,
         row_of,
     )
     from treegraft.tools.json_tools import (
-        arguments_from,
-        signature_from,
         tag_of,
     )
     from treegraft.tools.search.encoders import (
@@ -153,25 +137,21 @@ if TYPE_CHECKING:
 __all__ = [
     "LEARNING_RULES",
     "OVER",
-    "ROOT_ID",
     "Below",
     "Branch",
     "BranchCause",
     "ClassEnvironments",
     "Command",
     "Completion",
-    "Condition",
     "Contradiction",
     "Engine",
     "EntropyBranching",
-    "EntropySettings",
     "EnvironmentSettings",
     "EnvironmentTool",
     "Epochs",
     "Expand",
     "ExplorerFacts",
     "ExplorerKind",
-    "Floats",
     "GraftCause",
     "Independent",
     "Leaf",
@@ -189,7 +169,6 @@ __all__ = [
     "RetryCause",
     "RunAsked",
     "Sampling",
-    "Scale",
     "Settings",
     "Signature",
     "Start",
@@ -202,11 +181,9 @@ __all__ = [
     "TrainState",
     "TreeHost",
     "WeightSource",
-    "arguments_from",
     "assemble_engine",
     "assemble_training",
     "build_encoder",
-    "capability_without_fork",
     "code_checksum",
     "credit_trees",
     "describe",
@@ -218,13 +195,10 @@ __all__ = [
     "keyed_choice",
     "keyed_int",
     "keyed_unit",
-    "nearest",
-    "options_of",
     "plain",
     "row_of",
     "run_command",
     "setting",
-    "signature_from",
     "spans",
     "tag_of",
     "training_limits",
@@ -235,11 +209,9 @@ __all__ = [
 
 _HOMES = homes(
     {
-        "algo.groups": "Floats Scale",
         "assemble": "assemble_engine assemble_training",
         "cli.train": "RunAsked run_command",
         "core": "errors interrupt spans",
-        "core.errors": "nearest",
         "core.files": "code_checksum",
         "core.interfaces": "Engine NoiseKey Signature Tool WeightSource",
         "core.keyed": "keyed_choice keyed_int keyed_unit",
@@ -248,9 +220,8 @@ _HOMES = homes(
         ),
         "core.text": "describe plain",
         "core.types": (
-            "LEARNING_RULES ROOT_ID Below Branch BranchCause Completion Expand GraftCause "
-            "Leaf PathView RestartCause Retry RetryCause Sampling Start Stored StoredCause "
-            "ToolCall ids_to"
+            "LEARNING_RULES Below Branch BranchCause Completion Expand GraftCause Leaf PathView "
+            "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
@@ -260,16 +231,13 @@ _HOMES = homes(
         "runs.checkpoint": "TrainState",
         "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
-        "settings.explore": "EntropySettings",
         "settings.sampling": "unknown_encoder",
-        "settings.table": "Condition Contradiction Settings flatten has setting value_of when",
+        "settings.table": "Contradiction Settings flatten has setting value_of when",
         "settings.tools": "EnvironmentSettings",
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
-        "tools.environments.own": (
-            "OVER ClassEnvironments EnvironmentTool capability_without_fork options_of row_of"
-        ),
-        "tools.json_tools": "arguments_from signature_from tag_of",
+        "tools.environments.own": "OVER ClassEnvironments EnvironmentTool row_of",
+        "tools.json_tools": "tag_of",
         "tools.search.encoders": "build_encoder",
         "traces.remote": "RemoteTrees TreeHost",
     }

@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from treegraft.core.errors import ToolError
+from treegraft.core.text import read_json
 from treegraft.core.types import (
     Branch,
     Completion,
@@ -286,6 +288,30 @@ class Signature:
         """Returns the signature of a tool that takes one text."""
         described = {"type": "string"} | ({"description": description} if description else {})
         return cls({"type": "object", "properties": {name: described}, "required": [name]}, name)
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any]) -> Signature:
+        """Returns the signature of a tool with this JSON schema; a single text is a call's whole
+        body."""
+        # A single text needs no JSON around it, which small models write badly.
+        properties = schema.get("properties") or {}
+        single = next(iter(properties)) if len(properties) == 1 else ""
+        described = properties.get(single)
+        is_text = isinstance(described, Mapping) and described.get("type") == "string"
+        return cls(dict(schema), single if is_text else None)
+
+    def arguments(self, body: str, name: str) -> dict[str, Any]:
+        """Returns the arguments of a call; none for an empty body.
+
+        Raises `ToolError`, with the tool's name, for a body that is no JSON object.
+        """
+        if (parameter := self.text_parameter) is not None:
+            return {parameter: body} if body.strip() or self.requires(parameter) else {}
+        needs = f"{name} needs a JSON object of its arguments"
+        arguments = read_json(body, needs) if body.strip() else {}
+        if not isinstance(arguments, dict):
+            raise ToolError(f"{needs}; got {type(arguments).__name__}")
+        return arguments
 
 
 def signature_of(tool: Tool) -> Signature:

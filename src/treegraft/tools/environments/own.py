@@ -8,21 +8,16 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, UnionType
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from pydantic import ValidationError
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
 from treegraft.core.interfaces import Capability, Environment, Signature, Tool
 from treegraft.core.keyed import keyed_int
 from treegraft.core.text import as_text
 from treegraft.core.types import Task
-from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.own_thread import OwnThread, run_either
-
-S = TypeVar("S", bound=Settings)
 
 OVER = "the episode is over; give your answer"
 """Told with the last result, in brackets, and to every call after it."""
@@ -264,31 +259,6 @@ def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capab
             " 'replay' or 'none'."
         )
     return Capability(declared)
-
-
-def capability_without_fork(settings: EnvironmentSettings, reason: str) -> Capability:
-    """Returns the capability of environments that cannot be copied; none unless declared.
-
-    Raises `SettingError`, with the reason, where the settings ask for copies.
-    """
-    if settings.capability == "fork":
-        raise SettingError(f"environment.capability: got 'fork', but {reason}; expected 'replay'.")
-    return Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
-
-
-def options_of(table: type[S], settings: EnvironmentSettings) -> S:
-    """Returns `environment.options` as a table. Raises `SettingError` for wrong ones."""
-    try:
-        return table(**settings.options)
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
-            for one in error.errors(include_url=False)
-        )
-        raise SettingError(
-            f'environment.options: for "{settings.kind}": {faults}. It takes'
-            f" {', '.join(table.model_fields)}."
-        ) from error
 
 
 def row_of(task: Task) -> dict[str, Any]:

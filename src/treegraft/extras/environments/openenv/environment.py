@@ -23,12 +23,8 @@ from treegraft.parts import (
     Settings,
     Signature,
     Tool,
-    arguments_from,
-    capability_without_fork,
     describe,
-    options_of,
     row_of,
-    signature_from,
     tag_of,
 )
 
@@ -67,9 +63,9 @@ class OpenEnvEnvironments:
             SettingError: the options are wrong, `websockets` is missing, or the server does not
                 answer.
         """
-        self.options = options_of(OpenEnvOptions, settings)
+        self.options = settings.options_as(OpenEnvOptions)
         self.name = f"openenv at {self.options.url}"
-        self.capability = capability_without_fork(settings, "an OpenEnv server copies no sessions")
+        self.capability = settings.capability_without_fork("an OpenEnv server copies no sessions")
         scheme = "wss" if self.options.url.startswith("https") else "ws"
         self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
         self.calls: dict[str, tuple[str | None, Signature]] = {}
@@ -182,7 +178,7 @@ class OpenEnvEnvironment:
         if self._is_over:
             raise ToolError(OVER)
         own_name, signature = self._kind.calls[name]
-        arguments = arguments_from(body, signature, name)
+        arguments = signature.arguments(body, name)
         action = (
             arguments
             if own_name is None
@@ -278,6 +274,6 @@ def _signature(schema: Mapping[str, Any]) -> Signature:
     }
     required = [name for name in schema.get("required") or [] if name in properties]
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return signature_from(
+    return Signature.of_schema(
         {"type": "object", "properties": properties, "required": required, **definitions}
     )

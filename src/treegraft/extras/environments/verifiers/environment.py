@@ -26,9 +26,7 @@ from treegraft.parts import (
     Settings,
     Signature,
     Tool,
-    capability_without_fork,
     describe,
-    options_of,
     tag_of,
 )
 
@@ -60,9 +58,9 @@ class VerifiersEnvironments:
     def __init__(self, settings: EnvironmentSettings) -> None:
         """Raises `SettingError` for wrong options, a missing package, and environments that the
         agent cannot play through messages alone."""
-        options = options_of(VerifiersOptions, settings)
+        options = settings.options_as(VerifiersOptions)
         self.name = f"verifiers {options.taskset}"
-        self.capability = capability_without_fork(settings, "a running episode cannot be copied")
+        self.capability = settings.capability_without_fork("a running episode cannot be copied")
         self.env = load_environment(options, "environment.options")
         self.agents = _playable(self.env, options.taskset)
         self.tool = tag_of(options.tool)

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import (
-    Condition,
-    Contradiction,
-    Plugin,
-    Settings,
-    setting,
-    unknown_encoder,
-    when,
-)
+from treegraft.parts import Contradiction, Plugin, Settings, setting, unknown_encoder, when
 
 _BY_DIFFICULTY = when("sampler.kind", "difficulty")
 _REFERS = when("sampler.num_references")
+
+
+def _counts_training(config: Any) -> str:
+    """Why the rates that training shows have no effect."""
+    num = config.sampler.num_references
+    return f"sampler.num_references is {num}" if num else ""
 
 
 class _SamplerFields(Settings):
@@ -43,7 +41,7 @@ class _SamplerFields(Settings):
         0.8,
         gt=0,
         le=1,
-        idle_unless=(_BY_DIFFICULTY, Condition("sampler.num_references", lambda num: num == 0)),
+        idle_unless=(_BY_DIFFICULTY, _counts_training),
     )
     """What a rollout that training has shown still counts after one more update."""
 
