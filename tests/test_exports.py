@@ -24,7 +24,16 @@ NAMES = (
     *("retrieval_reward", "combined_advantages", "shaping_factor"),
     *("entropy_change", "branch_probability", "shared_advantages"),
     *("TraceBuffer", "pack_trees", "TreeBatch", "token_scores", "group_advantages"),
-    *("exact_match", "f1", "math_equal", "read_trees", "ScriptedEngine", "train", "RunResult"),
+    *(
+        "exact_match",
+        "f1",
+        "math_equal",
+        "read_trees",
+        "ScriptedEngine",
+        "train",
+        "sft",
+        "RunResult",
+    ),
     *("Config", "load_config", "evaluate_checkpoint", "answer_question"),
     *("TreegraftError", "SettingError", "DataError", "ToolError", "ToolUnavailable"),
 )

@@ -11,7 +11,7 @@ import torch
 from benchmarks.card.bench import Bench
 from benchmarks.speed.plans import TreePlan, arpo_tree, grow_plan
 from treegraft.core.types import Sampling
-from treegraft.policy.bounds import decode_bound
+from treegraft.extras.lab.roofline import decode_bound
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.settings.policy import EngineSettings, NativeSettings
 

@@ -34,7 +34,7 @@ from treegraft.explore.build import build_allocation, build_explorer, check_tool
 from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
-from treegraft.rollout.limits import Limits
+from treegraft.rollout.limits import Limits, training_limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
 from treegraft.settings.config import Config
@@ -172,16 +172,17 @@ class Parts(Setup):
     """Where engines and growers stand; None for this process."""
 
     def grower(
-        self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
+        self, explorer: Explorer, limits: Limits | None = None, retriever: Retriever | None = None
     ) -> Grower:
-        """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
+        """Returns a grower of trees within `limits`, None for those of training; without a
+        retriever nothing is grafted."""
         make = Grower if self.placement is None else self.placement.grower
         return make(
             self.engine,
             self.format,
             self.toolbox,
             explorer,
-            limits,
+            limits or training_limits(self.config),
             self.scorer,
             retriever=retriever,
             allocate=build_allocation(self.config.explore),

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
         assemble_engine,
         assemble_training,
     )
+    from treegraft.cli.doctor import (
+        Machine,
+    )
+    from treegraft.cli.options import (
+        Overrides,
+        refuse_idle,
+    )
     from treegraft.cli.train import (
         RunAsked,
         run_command,
@@ -25,7 +32,12 @@ if TYPE_CHECKING:
         spans,
     )
     from treegraft.core.files import (
+        LineFile,
         code_checksum,
+        write_atomically,
+    )
+    from treegraft.core.finding import (
+        Finding,
     )
     from treegraft.core.interfaces import (
         Engine,
@@ -49,7 +61,6 @@ if TYPE_CHECKING:
         TrackerKind,
     )
     from treegraft.core.text import (
-        describe,
         plain,
     )
     from treegraft.core.types import (
@@ -84,11 +95,8 @@ if TYPE_CHECKING:
     from treegraft.policy.publish import (
         Publisher,
     )
-    from treegraft.rollout.limits import (
-        training_limits,
-    )
-    from treegraft.runs.checkpoint import (
-        TrainState,
+    from treegraft.policy.shapes import (
+        ModelShape,
     )
     from treegraft.runs.display import (
         NoDisplay,
@@ -96,8 +104,12 @@ if TYPE_CHECKING:
     from treegraft.runs.tracked import (
         Tracked,
     )
-    from treegraft.settings.sampling import (
-        unknown_encoder,
+    from treegraft.settings.load import (
+        setting_rows,
+    )
+    from treegraft.settings.recipe import (
+        merged,
+        read_based,
     )
     from treegraft.settings.table import (
         Contradiction,
@@ -129,9 +141,21 @@ if TYPE_CHECKING:
     from treegraft.tools.search.encoders import (
         build_encoder,
     )
+    from treegraft.traces.fill import (
+        BufferBuild,
+    )
+    from treegraft.traces.prune_buffer import (
+        BufferPruning,
+    )
     from treegraft.traces.remote import (
         RemoteTrees,
         TreeHost,
+    )
+    from treegraft.view.bundle import (
+        standalone_page,
+    )
+    from treegraft.view.runs import (
+        RunReader,
     )
 
 __all__ = [
@@ -140,6 +164,8 @@ __all__ = [
     "Below",
     "Branch",
     "BranchCause",
+    "BufferBuild",
+    "BufferPruning",
     "ClassEnvironments",
     "Command",
     "Completion",
@@ -152,13 +178,18 @@ __all__ = [
     "Expand",
     "ExplorerFacts",
     "ExplorerKind",
+    "Finding",
     "GraftCause",
     "Independent",
     "Leaf",
+    "LineFile",
+    "Machine",
+    "ModelShape",
     "NoDisplay",
     "NoiseKey",
     "OpenTasks",
     "OutcomeKind",
+    "Overrides",
     "PathView",
     "PlacementKind",
     "Plugin",
@@ -168,6 +199,7 @@ __all__ = [
     "Retry",
     "RetryCause",
     "RunAsked",
+    "RunReader",
     "Sampling",
     "Settings",
     "Signature",
@@ -178,7 +210,6 @@ __all__ = [
     "ToolCall",
     "Tracked",
     "TrackerKind",
-    "TrainState",
     "TreeHost",
     "WeightSource",
     "assemble_engine",
@@ -186,7 +217,6 @@ __all__ = [
     "build_encoder",
     "code_checksum",
     "credit_trees",
-    "describe",
     "errors",
     "flatten",
     "has",
@@ -195,30 +225,37 @@ __all__ = [
     "keyed_choice",
     "keyed_int",
     "keyed_unit",
+    "merged",
     "plain",
+    "read_based",
+    "refuse_idle",
     "row_of",
     "run_command",
     "setting",
+    "setting_rows",
     "spans",
+    "standalone_page",
     "tag_of",
-    "training_limits",
-    "unknown_encoder",
     "value_of",
     "when",
+    "write_atomically",
 ]
 
 _HOMES = homes(
     {
         "assemble": "assemble_engine assemble_training",
+        "cli.doctor": "Machine",
+        "cli.options": "Overrides refuse_idle",
         "cli.train": "RunAsked run_command",
         "core": "errors interrupt spans",
-        "core.files": "code_checksum",
+        "core.files": "LineFile code_checksum write_atomically",
+        "core.finding": "Finding",
         "core.interfaces": "Engine NoiseKey Signature Tool WeightSource",
         "core.keyed": "keyed_choice keyed_int keyed_unit",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
         ),
-        "core.text": "describe plain",
+        "core.text": "plain",
         "core.types": (
             "LEARNING_RULES Below Branch BranchCause Completion Expand GraftCause Leaf PathView "
             "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
@@ -227,11 +264,11 @@ _HOMES = homes(
         "explore.independent": "Independent",
         "policy.learn.credit": "credit_trees",
         "policy.publish": "Publisher",
-        "rollout.limits": "training_limits",
-        "runs.checkpoint": "TrainState",
+        "policy.shapes": "ModelShape",
         "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
-        "settings.sampling": "unknown_encoder",
+        "settings.load": "setting_rows",
+        "settings.recipe": "merged read_based",
         "settings.table": "Contradiction Settings flatten has setting value_of when",
         "settings.tools": "EnvironmentSettings",
         "tasks.open": "OpenTasks",
@@ -239,7 +276,11 @@ _HOMES = homes(
         "tools.environments.own": "OVER ClassEnvironments EnvironmentTool row_of",
         "tools.json_tools": "tag_of",
         "tools.search.encoders": "build_encoder",
+        "traces.fill": "BufferBuild",
+        "traces.prune_buffer": "BufferPruning",
         "traces.remote": "RemoteTrees TreeHost",
+        "view.bundle": "standalone_page",
+        "view.runs": "RunReader",
     }
 )
 __getattr__ = loader("treegraft.parts", _HOMES)

@@ -345,7 +345,8 @@ class Run:
         They are there before the update's line of metrics and before a checkpoint."""
         if self.config.track.record_trees:
             path = self.folder.trees_path(update, kind)
-            self._writer.submit(lambda: write_trees(path, trees))
+            with span("record"):
+                self._writer.submit(lambda: write_trees(path, trees))
 
     def written(self) -> None:
         """Waits for all trees and metrics so far to be in the run folder."""
@@ -411,7 +412,7 @@ class Run:
         if state.warmup_steps < self.config.warmup.num_steps:
             beside |= self._imitated
         self.state = replace(state, beside=beside)
-        with self.stop.shielded():
+        with self.stop.shielded(), span("checkpoint"):
             self._write_checkpoint(place, self.state)
 
     def _checkpoint_path(self) -> Path:

@@ -92,14 +92,14 @@ class BalancedBranching(EntropyBranching):
         wanted = num_global_rollouts(
             self._changes(tree), max_leaves, weight=self._balance.budget_weight
         )
-        if (more := wanted - sum(step.parent == tree.steps[0].id for step in tree.steps)) > 0:
+        if (more := wanted - sum(step.parent == tree.root.id for step in tree.steps)) > 0:
             return Start(min(missing, more))
         return Start(min(wanted, (missing + 1) // 2))
 
     def _changes(self, tree: Tree) -> list[float]:
         """ΔH of the probe's steps after a result; its own continuations are the first children."""
         by_id, probe = {step.id: step for step in tree.steps}, []
-        name = f"{tree.steps[0].id}.0"
+        name = f"{tree.root.id}.0"
         while name in by_id:
             probe.append(by_id[name])
             name += ".0"

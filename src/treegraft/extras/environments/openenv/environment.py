@@ -23,7 +23,6 @@ from treegraft.parts import (
     Settings,
     Signature,
     Tool,
-    describe,
     row_of,
     tag_of,
 )
@@ -119,7 +118,7 @@ class OpenEnvEnvironments:
         except Exception as error:  # none there, or of another kind
             raise SettingError(
                 f"environment.options: url is '{self.options.url}', where no OpenEnv server"
-                f" answers: {describe(error)}. Start it first, or correct the url."
+                f" answers: {type(error).__name__}: {error}. Start it first, or correct the url."
             ) from error
         names = [str(one["name"]) for one in listed]
         if unknown := sorted(set(self.options.tools) - set(names)):

@@ -26,7 +26,6 @@ from treegraft.parts import (
     Settings,
     Signature,
     Tool,
-    describe,
     tag_of,
 )
 
@@ -243,7 +242,8 @@ def load_environment(options: VerifiersOptions, place: str) -> Any:
         return load_environment(config)
     except Exception as error:  # a taskset's module may raise anything on import
         raise SettingError(
-            f"{place}: taskset '{options.taskset}' cannot be loaded: {describe(error)}"
+            f"{place}: taskset '{options.taskset}' cannot be loaded:"
+            f" {type(error).__name__}: {error}"
         ) from error
 
 
@@ -264,7 +264,8 @@ def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
             tasks.append(Task(id=name, question=question, reference=(), columns={INDEX: index}))
     except Exception as error:  # a taskset may fail as it likes
         raise DataError(
-            f"{place}: the tasks of '{options.taskset}' cannot be read: {describe(error).strip()}"
+            f"{place}: the tasks of '{options.taskset}' cannot be read:"
+            f" {type(error).__name__}: {str(error).strip()}"
         ) from error
     return tasks
 
