@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from treegraft.core.errors import ToolError
-from treegraft.core.text import read_json
 from treegraft.core.types import (
     Branch,
     Completion,
@@ -312,6 +312,15 @@ class Signature:
         if not isinstance(arguments, dict):
             raise ToolError(f"{needs}; got {type(arguments).__name__}")
         return arguments
+
+
+def read_json(body: str, needs: str) -> Any:
+    """Returns a call's body as JSON. Raises `ToolError`, which begins with `needs`, for other
+    texts."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"{needs}; this is not JSON: {error}") from None
 
 
 def signature_of(tool: Tool) -> Signature:

@@ -10,8 +10,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from treegraft.core.errors import ToolError
-
 
 def as_text(result: Any) -> str:
     """Returns a tool's result as text: nothing for None, bytes read as UTF-8, JSON of mappings,
@@ -31,15 +29,6 @@ def as_text(result: Any) -> str:
 def _bare(value: Any) -> Any:
     """Numbers and arrays of NumPy and torch as Python's own; anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def read_json(body: str, needs: str) -> Any:
-    """Returns a call's body as JSON. Raises `ToolError`, which begins with `needs`, for other
-    texts."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ToolError(f"{needs}; this is not JSON: {error}") from None
 
 
 def describe(error: BaseException | None) -> str:
