@@ -12,7 +12,7 @@ from benchmarks.card.bench import Bench
 from benchmarks.speed.plans import TreePlan, arpo_tree, grow_plan
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Sampling
-from treegraft.policy.bounds import decode_bound
+from treegraft.extras.lab.roofline import decode_bound
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.settings.policy import EngineSettings, NativeSettings
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from treegraft.core.errors import ToolError
 from treegraft.core.types import (
     Branch,
     Completion,
@@ -295,6 +297,39 @@ class Signature:
         """Returns the signature of a tool that takes one text."""
         described = {"type": "string"} | ({"description": description} if description else {})
         return cls({"type": "object", "properties": {name: described}, "required": [name]}, name)
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any]) -> Signature:
+        """Returns the signature of a tool with this JSON schema; a single text is a call's whole
+        body."""
+        # A single text needs no JSON around it, which small models write badly.
+        properties = schema.get("properties") or {}
+        single = next(iter(properties)) if len(properties) == 1 else ""
+        described = properties.get(single)
+        is_text = isinstance(described, Mapping) and described.get("type") == "string"
+        return cls(dict(schema), single if is_text else None)
+
+    def arguments(self, body: str, name: str) -> dict[str, Any]:
+        """Returns the arguments of a call; none for an empty body.
+
+        Raises `ToolError`, with the tool's name, for a body that is no JSON object.
+        """
+        if (parameter := self.text_parameter) is not None:
+            return {parameter: body} if body.strip() or self.requires(parameter) else {}
+        needs = f"{name} needs a JSON object of its arguments"
+        arguments = read_json(body, needs) if body.strip() else {}
+        if not isinstance(arguments, dict):
+            raise ToolError(f"{needs}; got {type(arguments).__name__}")
+        return arguments
+
+
+def read_json(body: str, needs: str) -> Any:
+    """Returns a call's body as JSON. Raises `ToolError`, which begins with `needs`, for other
+    texts."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"{needs}; this is not JSON: {error}") from None
 
 
 def signature_of(tool: Tool) -> Signature:

@@ -40,15 +40,15 @@ class AgentChoice:
     names."""
 
     agent: str
-    model: str | None
-    source: str | None
-    temperature: float | None
-    max_tokens: int | None
-    timeout_s: float | None
-    max_retries: int | None
-    api_key_env: str | None
     num_samples: int
-    concurrency: int | None
+    model: str | None = None
+    source: str | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    timeout_s: float | None = None
+    max_retries: int | None = None
+    api_key_env: str | None = None
+    concurrency: int | None = None
 
     @property
     def kind(self) -> str:
@@ -80,6 +80,13 @@ class BufferBuild:
         """The counts so far, also where the work broke off."""
         self.stopped_by: int | None = None
         """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+
+    @classmethod
+    def by(cls, agent: str, config: Config, out: Path, *, num_samples: int = 16) -> BufferBuild:
+        """Returns the work of "expert", of a checkpoint or of the endpoint at an address, with the
+        recipe's encoder and defaults for the rest."""
+        choice = AgentChoice(agent=agent, num_samples=num_samples)
+        return cls(config, choice, out, config.buffer.encoder)
 
     @property
     def is_stopped(self) -> bool:

@@ -107,6 +107,12 @@ class BufferPruning:
         self.stopped_by: int | None = None
         """The signal that ended it; None where none did."""
 
+    @classmethod
+    def of(cls, config: Config, **choice: Any) -> BufferPruning:
+        """Returns the work for the fields of a `PruneChoice`: model, buffer, out, margin, only_best
+        and kept_tools."""
+        return cls(config, PruneChoice(**choice))
+
     @property
     def is_stopped(self) -> bool:
         """Whether a signal ended it."""
