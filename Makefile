@@ -6,7 +6,7 @@ STAMP := $(VENV)/.treegraft-installed
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test cluster-test check smoke bench gpu docs install clean
+.PHONY: vllm-env demo figures test cluster-test check smoke bench mutants gpu docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -58,6 +58,10 @@ check: install
 bench: install
 	@for name in engine update whole buffer growth; do $(BIN)/python -m benchmarks.speed $$name || exit 1; done
 	@for file in benchmarks/search.py benchmarks/tools.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+# Sixty changed lines, one by one: which of them does no test notice? Takes about an hour.
+mutants: install
+	$(BIN)/python -m benchmarks.mutants --results build/mutants.jsonl
 
 # Checks and measurements on one GPU: PART=1 correct, 2 sampling, 3 learning, 4 a whole update; rows go to build/gpu.
 # It takes the environment where there is one, else the Python that has torch, and fetches nothing.
