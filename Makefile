@@ -6,7 +6,7 @@ STAMP := $(VENV)/.treegraft-installed
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test cluster-test check smoke bench mutants gpu docs install clean
+.PHONY: vllm-env demo figures test border cluster-test check smoke bench mutants gpu docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -41,6 +41,12 @@ figures: install
 # One process for each core; a file stays in one, so that what its tests share is made once.
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# One file of tests for each room of the core, with the folder of extensions deleted.
+border: install
+	rm -rf build/core && mkdir -p build/core && cp -r src/treegraft build/core && rm -rf build/core/treegraft/extras
+	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/test_%.py)
+BORDER := files names rapo explore loop pack tools buffer rewards evals_scores health view assemble train
 
 # Each of the papers' recipes, each study and each benchmark of speed, in miniature.
 smoke: install
