@@ -301,7 +301,7 @@ class _Planner:
         # As they are read back from a file of results.
         plain = {name: default_of(config, name) for name in known_settings() if name not in _LABELS}
         defaults = json.loads(json.dumps(plain, default=str))
-        return _Loaded(config, told, defaults, not _is_idle("buffer.path", config))
+        return _Loaded(config, told, defaults, not is_idle("buffer.path", config))
 
     def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
@@ -379,7 +379,8 @@ def _is_source(name: str) -> bool:
     return name in settings_with("retrieval_source")
 
 
-def _is_idle(name: str, config: Config) -> bool:
+def is_idle(name: str, config: Config) -> bool:
+    """Returns whether a setting has no effect in a run."""
     return bool(idle_reasons(name, config))
 
 
