@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.licences import PROJECT, required, same
 from packaging.requirements import Requirement
-from tests.installed import PROJECT, required, same
 from tests.test_architecture import FILES, TREES, imports, is_core
 
 from treegraft.cli.doctor import REQUIRED, examine

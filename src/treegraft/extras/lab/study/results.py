@@ -9,10 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+<<<<<<< HEAD
 from treegraft import DataError
 from treegraft.extras.lab.study.plan import RunPlan
 from treegraft.extras.lab.text import counted
 from treegraft.parts import LineFile
+=======
+from treegraft.core.errors import DataError
+from treegraft.core.files import append_line, drop_cut_line, parse_json, whole_lines
+from treegraft.core.text import counted
+from treegraft.extras.lab.study.plan import RunPlan, is_idle
+>>>>>>> deps
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
@@ -82,7 +89,11 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
             found[run.key]["changed"] = {
                 name: [then[name], now]
                 for name, now in run.defaults.items()
-                if name not in run.told and name in then and then[name] != now
+                if name not in run.told
+                and name in then
+                and then[name] != now
+                # Such as the backend of a tool that the run does not use.
+                and not is_idle(name, run.config)
             }
     # Lines of other arms belong to studies that share the file.
     keys, wanted = {run.key for run in runs}, {(*run.key, run.fingerprint) for run in runs}
