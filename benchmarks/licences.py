@@ -73,7 +73,8 @@ def licence(package: str) -> str:
     found = metadata.metadata(package)
     heads = [one for one in found.get_all("Classifier") or () if one.startswith("License ::")]
     named = " AND ".join(one.rpartition(" :: ")[2] for one in heads)
-    return str(found.get("License-Expression") or found.get("License") or named)
+    stated = [found[head] for head in ("License-Expression", "License") if head in found]
+    return str(next(filter(None, stated), named))
 
 
 def is_permissive(text: str) -> bool:

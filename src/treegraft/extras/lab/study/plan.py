@@ -297,12 +297,8 @@ class _Planner:
         # As they are read back from a file of results.
         plain = {row.name: row.default for row in rows}
         defaults = json.loads(json.dumps(plain, default=str))
-<<<<<<< HEAD
         is_idle = any(row.idle for row in rows if row.name == "buffer.path")
         return _Loaded(config, told, defaults, not is_idle)
-=======
-        return _Loaded(config, told, defaults, not is_idle("buffer.path", config))
->>>>>>> deps
 
     def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
@@ -384,16 +380,7 @@ def _of_defaults() -> list[Any]:
 
 
 def _is_source(name: str) -> bool:
-<<<<<<< HEAD
     return any(row.is_source for row in _of_defaults() if row.name == name)
-=======
-    return name in settings_with("retrieval_source")
-
-
-def is_idle(name: str, config: Config) -> bool:
-    """Returns whether a setting has no effect in a run."""
-    return bool(idle_reasons(name, config))
->>>>>>> deps
 
 
 def _hash(parts: Any) -> str:

@@ -9,17 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
 from treegraft import DataError
 from treegraft.extras.lab.study.plan import RunPlan
 from treegraft.extras.lab.text import counted
-from treegraft.parts import LineFile
-=======
-from treegraft.core.errors import DataError
-from treegraft.core.files import append_line, drop_cut_line, parse_json, whole_lines
-from treegraft.core.text import counted
-from treegraft.extras.lab.study.plan import RunPlan, is_idle
->>>>>>> deps
+from treegraft.parts import LineFile, setting_rows
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
@@ -86,6 +79,7 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
         # Lines of earlier versions have none.
         then = defaults.get(str(found.get(run.key, {}).get("defaults")))
         if then is not None:
+            idle = {row.name for row in setting_rows(run.config) if row.idle}
             found[run.key]["changed"] = {
                 name: [then[name], now]
                 for name, now in run.defaults.items()
@@ -93,7 +87,7 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
                 and name in then
                 and then[name] != now
                 # Such as the backend of a tool that the run does not use.
-                and not is_idle(name, run.config)
+                and name not in idle
             }
     # Lines of other arms belong to studies that share the file.
     keys, wanted = {run.key for run in runs}, {(*run.key, run.fingerprint) for run in runs}
