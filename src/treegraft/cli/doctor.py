@@ -283,7 +283,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
     if config is None:
         return found
     config = with_value(config, "tools", with_backend(config.tools))
-    lacking = missing_packages(config)
+    gaps = missing_packages(config)
     planned = plan.card.name if plan else ""
     plan = plan or Plan.here(config)
     try:
@@ -299,7 +299,7 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
             *weights(config),
             *data_files(config),
             *services(config),
-            *(Finding(what, "missing", False, text) for what, text in lacking.items()),
+            *(Finding(one, "missing", False, text[len(one) + 1 :]) for one, text in gaps.items()),
             *import_paths(config),
         ],
         "what runs where": [
