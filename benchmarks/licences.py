@@ -41,6 +41,9 @@ EXCEPTIONS = {
     "tqdm": "MPL-2.0 AND MIT: used as it is; the licence binds changes to its own files alone",
 }
 """Packages that may be required although their licence is not permissive, and why."""
+OF_CUDA = ("cuda-", "nvidia-")
+"""How the names of NVIDIA's libraries begin: builds of torch for CUDA bring them, those for the CPU
+need none."""
 
 
 def same(name: str) -> str:
@@ -95,7 +98,7 @@ def refused(packages: Iterable[str]) -> list[str]:
     return [
         f"{name}: got the licence '{licence(name)}', expected one of {known}"
         for name in sorted(packages)
-        if name not in EXCEPTIONS and not is_permissive(licence(name))
+        if not (name in EXCEPTIONS or name.startswith(OF_CUDA) or is_permissive(licence(name)))
     ]
 
 

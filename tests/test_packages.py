@@ -230,7 +230,7 @@ def test_a_run_says_what_it_lacks_before_any_work(
         train(config, display=False)
     assert not (tmp_path / "runs").exists()
     note = {one.name: one for one in examine(config).sections["data and own parts"]}[what]
-    assert not note.is_good and note.note == sentence
+    assert not note.is_good and f"{what} {note.note}" == sentence
 
 
 def _gguf() -> None:

@@ -333,7 +333,7 @@ def examine(config: Config | None, **asked: Any) -> Examination:
     if config is None:
         return found
     config = with_value(config, "tools", with_backend(config.tools))
-    lacking = missing_packages(config)
+    gaps = missing_packages(config)
     planned, more = "", dict[str, list[Finding]]()
     try:
         place = _machine_for(config, asked)
@@ -350,7 +350,7 @@ def examine(config: Config | None, **asked: Any) -> Examination:
             *weights(config),
             *data_files(config),
             *services(config),
-            *(Finding(what, "missing", False, text) for what, text in lacking.items()),
+            *(Finding(one, "missing", False, text[len(one) + 1 :]) for one, text in gaps.items()),
             *import_paths(config),
         ],
         "what runs where": [
