@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
-from treegraft.cli.build import build
+from treegraft.cli.build import RETIRED, build
 from treegraft.cli.config import show_config
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
@@ -32,6 +32,7 @@ from treegraft.cli.options import (
     AsJson,
     Overrides,
     Smoke,
+    command_without,
     complete_recipe,
     complete_run,
     refuse_idle,
@@ -117,7 +118,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-buffer_app.command()(build)
+buffer_app.command(cls=command_without(RETIRED))(build)
 app.add_typer(buffer_app)
 buffer_app.command()(prune)
 buffer_app.command()(show)

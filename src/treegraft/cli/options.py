@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
@@ -60,6 +63,38 @@ Smoke = Annotated[
         help="With the recipe's own table [smoke]: a small model and few tasks, in seconds.",
     ),
 ]
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns (files and names, settings to change) of these words, each in order; a file whose
+    name holds "=" is written as ./a=b."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for word in words:
+        name, equals, _ = word.partition("=")
+        parts[bool(equals) and "/" not in name].append(word)
+    return parts
+
+
+def command_without(retired: Mapping[str, str]) -> type[TyperCommand]:
+    """Returns the class of a command that refuses options of earlier versions.
+
+    Args:
+        retired: each option with what is written in its place; {} stands for its value.
+    """
+
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            for place, word in enumerate(args):
+                name, is_joined, value = word.partition("=")
+                if name in retired:
+                    value = value if is_joined else "".join(args[place + 1 : place + 2])
+                    instead = retired[name].format(shlex.quote(value) if value else "...")
+                    raise SettingError(
+                        f"command line: {name} is gone since 0.8; write {instead} instead."
+                    )
+            return super().parse_args(ctx, args)
+
+    return Command
 
 
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:

@@ -142,34 +142,30 @@ def _warm_up(job: WarmupPlan, out: Path) -> Line:
 
 def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.fill import AgentChoice, BufferBuild
+    from treegraft.traces.fill import BufferBuild
 
     place = out / job.file
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = place.with_name(f".{place.name}.partial")
-    choice = AgentChoice(
-        agent=job.agent,
-        model=None,
-        source=None,
-        temperature=None,
-        max_tokens=None,
-        timeout_s=None,
-        max_retries=None,
-        api_key_env=None,
-        num_samples=job.samples,
-        concurrency=None,
-    )
     if place.exists():
         # Complete, but killed before its note.
         place.replace(partial)
-    work = BufferBuild(job.config, choice, partial, job.config.buffer.encoder)
+    own = {
+        "agent": job.agent,
+        "num_samples": job.samples,
+        "num_best": job.keep,
+        "min_reward": job.min_reward,
+        "num_tasks": job.num_tasks,
+    }
+    data = job.config.model_dump(mode="json", exclude_unset=True)
+    work = BufferBuild(load_config(merged(data, {"buffer": {"build": own}})), partial)
     report = work.report
     sittings.now = lambda: {
         "cpu_s": report.cpu_s,
         "attempts": report.num_attempts,
         "calls": report.num_calls,
     }
-    work.run(job.keep, job.min_reward, job.num_tasks, display=sittings)
+    work.run(display=sittings)
     if work.stopped_by is not None:
         raise Ended(work.stopped_by)
     with TraceBuffer(partial, job.config.buffer.encoder) as buffer:
