@@ -42,9 +42,9 @@ figures: install
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# Each of the papers' recipes and each study, in miniature.
+# Each of the papers' recipes, each study and each benchmark of speed, in miniature.
 smoke: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k smoke_test tests/test_recipe_files.py tests/test_study.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k "smoke_test or test_bench.py" tests/test_recipe_files.py tests/test_study.py tests/test_bench.py
 
 # Runs on a Ray cluster of three nodes on the loopback interface, disturbed and compared with undisturbed ones: takes minutes.
 cluster-test: install

@@ -26,18 +26,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from treegraft.cli.sizing import (
+from treegraft.core.types import ROOT_ID, Leaf, Origin, Status, Step, Task, Tree
+from treegraft.extras.lab.roofline import CARDS, Card, decode_bytes, forward_flops
+from treegraft.extras.lab.sizing import (
     BRANCH_FRAC,
     DECODE_SHARE,
     FORWARD_SHARE,
     LEARN_SHARE,
     SAMPLED_FRAC,
 )
-from treegraft.core.types import ROOT_ID, Leaf, Origin, Status, Step, Task, Tree
-from treegraft.policy.bounds import CARDS, Card, ModelShape, decode_bytes, forward_flops
-from treegraft.policy.learn.handover import packed, unpacked
+from treegraft.policy.learn.orders import packed, unpacked
 from treegraft.policy.learn.pack import num_tree_tokens, pack_trees
-from treegraft.policy.shapes import num_shape_weights, published_shape
+from treegraft.policy.shapes import ModelShape, num_shape_weights, published_shape
 
 Layout = Literal["packed", "rows", "padded"]
 BFLOAT16 = 2

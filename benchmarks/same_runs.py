@@ -3,11 +3,13 @@ number.
 
     python -m benchmarks.same_runs --before 61c8e94 [--work-dir FOLDER] [--after SETTING]
 
-Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO, both together, commit
-branching and Tree-GRPO, once with the code
-of this working tree and once with that of a commit, which is checked out into a worktree of its
-own. Both sides run in the same environment and each reads its own recipe. `time/*` is left out of
-the comparison; everything else has to be equal. Ends with exit code 1 where something differs.
+Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO, both together, commit branching and
+Tree-GRPO, once with the code of this working tree and once with that of a commit, which is checked
+out into a worktree of its own. Both sides run in the same environment and each reads its own
+recipe. `time/*` is left out of the comparison; everything else has to be equal. Ends with exit code
+1 where something differs.
+With --timed ROUNDS both sides run so many times more, in turn, and the ratio of the medians of the
+seconds of sampling and of learning is printed: above 1, this tree is slower.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import argparse
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +92,32 @@ def differences(before: Path, after: Path) -> Iterator[str]:
                 yield f"update {old['update']:g}: {key} was {old[key]}, now {new[key]}"
 
 
+def seconds_of(run: Path, part: str) -> float:
+    """Returns the seconds of a part of the last update, such as "rollout"; credit was once counted
+    as learning, so it is added there."""
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    added = last.get("time/credit_s", 0.0) if part == "learn" else 0.0
+    return float(last[f"time/{part}_s"]) + added
+
+
+def speed(
+    sides: Sequence[tuple[Path, str]], explorers: str, options: list[str], rounds: int, work: Path
+) -> Iterator[str]:
+    """Yields the ratio of seconds, after to before, of sampling and of learning."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds):
+        for code, side in sides if number % 2 else reversed(sides):
+            run = Path(tempfile.mkdtemp(prefix="timed-", dir=work)).resolve() / "run"
+            run_method(code, explorers, run, options)
+            for part in ("rollout", "learn"):
+                found.setdefault((part, side), []).append(seconds_of(run, part))
+    for part in ("rollout", "learn"):
+        before, after = (found[part, side] for _, side in sides)
+        ratio = statistics.median(after) / statistics.median(before)
+        spread = [b / a for a, b in zip(before, after, strict=True)]
+        yield f"{part} {ratio:.2f} ({min(spread):.2f} to {max(spread):.2f} in {rounds} rounds)"
+
+
 def main() -> int:
     """Runs both sides and prints what differs."""
     parser = argparse.ArgumentParser(
@@ -107,6 +136,9 @@ def main() -> int:
         default=[],
         metavar="SETTING",
         help="a setting of this side alone",
+    )
+    parser.add_argument(
+        "--timed", type=int, default=0, metavar="ROUNDS", help="also compare the speed"
     )
     parser.add_argument(
         "options", nargs="*", help="further settings of both sides, such as warmup.num_steps=50"
@@ -129,6 +161,10 @@ def main() -> int:
         )
         print(": equal" if not found else "".join(f"\n  {line}" for line in found), flush=True)
         num_different += bool(found)
+        if asked.timed:
+            sides = ((code, "before"), (ROOT, "after"))
+            for line in speed(sides, METHODS[method], options, asked.timed, after):
+                print(f"  {line}", flush=True)
     return min(num_different, 1)
 
 

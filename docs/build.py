@@ -103,12 +103,12 @@ def references() -> dict[str, str]:
 def settings_page() -> str:
     """Returns all settings with type, default and meaning, grouped by the tables of a recipe."""
     from treegraft.settings.config import Config, known_settings
-    from treegraft.settings.load import describe
+    from treegraft.settings.load import setting_rows
 
     known = known_settings()
     lines = [SETTINGS_HEAD]
     tables: dict[str, list[str]] = {}
-    for row in describe(Config()):
+    for row in setting_rows(Config()):
         table, _, name = row.name.rpartition(".")
         default = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
         kind = type_name(known[row.name].field.annotation)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from tests.test_engine import ids_of, make_engine, run
 
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.engine import gathered
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.paged import attend_blocks
 
 Numbers = list[list[float]]
@@ -98,7 +99,10 @@ def completions(num: int, prompt: int) -> list[list[int]]:
     async def work(engine: NativeEngine) -> list[Completion]:
         own = [ids_of(prompt, 1) + ids_of(1 + n % 3, 10 + n) for n in range(num)]
         return await asyncio.gather(
-            *(engine.complete(own[n], sampling, noise_key=("paged", n)) for n in range(num))
+            *(
+                engine.complete(Request(own[n], sampling, noise_key=("paged", n)))
+                for n in range(num)
+            )
         )
 
     return [list(one.token_ids) for one in run(make_engine(compile_kernels=False), work)]

@@ -28,8 +28,8 @@ from treegraft.policy.engine.blocks import BlockPool, PathCache
 from treegraft.policy.engine.forward import HookedForward
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
 from treegraft.policy.engine.sampling import sample_tokens
-from treegraft.policy.head import Head
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.output_head import OutputHead
 from treegraft.policy.shapes import published_shape
 from treegraft.policy.weights import bit_sum
 from treegraft.settings.policy import LearnSettings, LossSettings
@@ -115,7 +115,7 @@ def sample(model: Any) -> None:
             )
             plan._on_device = ids, positions, blocks
             hidden = forward(*plan.inputs(model.device), plan)
-            logits = Head(model)(hidden[:4])
+            logits = OutputHead(model)(hidden[:4])
             keys = [("a",), ("b",), None, ("c",)]
             drawn = sample_tokens(logits, [1.0, 0.5, 0.0, 1.0], keys, [0, 1, 2, 3])
         assert {column.shape for column in drawn} == {torch.Size([4])}

@@ -20,8 +20,8 @@ from tests.test_build_traces import SCORER, format, world
 
 from treegraft.core.chat_client import MAX_BACKOFF_S, api_key_from, api_root, served_model
 from treegraft.core.errors import ModelError, SettingError, ToolUnavailable
-from treegraft.core.interfaces import Capability
-from treegraft.core.types import StepContent, Task, Tree
+from treegraft.core.interfaces import Capability, Request
+from treegraft.core.types import Completion, StepContent, Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
@@ -494,12 +494,11 @@ def test_a_model_here_answers_as_the_leaves_of_one_tree() -> None:
     grown: list[str] = []
 
     class ByStart(ScriptedEngine):
-        async def complete(
-            self, prefix_ids: Any, sampling: Any, *, noise_key: Any, **hints: Any
-        ) -> Any:
-            grown.append(noise_key[-1])
-            engine = ScriptedEngine(lambda path: text[noise_key[-1][:3]], self._tokenizer)
-            return await engine.complete(prefix_ids, sampling, noise_key=noise_key, **hints)
+        async def complete(self, request: Request) -> Completion:
+            step_id = str(request.noise_key[-1])
+            grown.append(step_id)
+            engine = ScriptedEngine(lambda path: text[step_id[:3]], self._tokenizer)
+            return await engine.complete(request)
 
     async def unscored(tree: Tree) -> Tree:
         return tree

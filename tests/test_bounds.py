@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from treegraft.policy.bounds import (
+from treegraft.extras.lab.roofline import (
     CARDS,
-    ModelShape,
     decode_bound,
     decode_bytes,
     forward_flops,
     known_card,
-    kv_bytes,
     model_flops_utilisation,
 )
-from treegraft.policy.shapes import num_shape_weights, published_shape
+from treegraft.policy.shapes import ModelShape, num_shape_weights, published_shape
 
 # One layer: query and output 4 x 4, key and value 4 x 2, three of 4 x 6, two norms; 10 words, not
 # tied, and a last norm.
@@ -32,7 +30,7 @@ SMALL = ModelShape(
 
 def test_bounds_by_hand() -> None:
     assert SMALL.num_layer_weights == 132
-    assert kv_bytes(SMALL, 2) == 1 * 2 * 1 * 2 * 2 == 8
+    assert SMALL.kv_bytes(2) == 1 * 2 * 1 * 2 * 2 == 8
     # 132 weights of the layers and 40 of the head, then 3 rows of 5 tokens.
     assert decode_bytes(SMALL, 3, 5, 2) == 172 * 2 + 3 * 5 * 8 == 464
     assert decode_bound(SMALL, 3, 5, 2, 928.0) == pytest.approx(6.0)
@@ -53,7 +51,7 @@ def test_a_7b_model_takes_what_the_estimates_say() -> None:
     rows with 2k tokens each takes 13.5 ms at best."""
     fields = published_shape("shape:qwen2.5-7b")
     shape = ModelShape.of_config(fields, num_shape_weights(fields))
-    assert kv_bytes(shape, 2) == 57_344
+    assert shape.kv_bytes(2) == 57_344
     assert forward_flops(shape, 2048, 0.6) == pytest.approx(14.5e9, rel=0.02)
     bound = decode_bound(shape, 256, 2048, 2, CARDS["H100"].bandwidth)
     assert 256 / bound == pytest.approx(13.4e-3, rel=0.02)

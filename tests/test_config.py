@@ -21,9 +21,9 @@ from treegraft.settings.config import (
 from treegraft.settings.load import (
     REMOVED,
     config_json,
-    describe,
     load_config,
     refuse_ignored,
+    setting_rows,
     traced,
     without_removed,
 )
@@ -603,7 +603,7 @@ def test_options_go_to_an_engine_of_your_own() -> None:
 
 
 def test_every_setting_with_a_choice_is_described() -> None:
-    rows = describe(load_config({}, ["run.seed=3"]))
+    rows = setting_rows(load_config({}, ["run.seed=3"]))
     assert [row.name for row in rows] == list(known_settings())
     assert [row.name for row in rows if not row.is_default] == ["run.seed"]
     assert [row.name for row in rows if not row.meaning] == []
@@ -673,8 +673,8 @@ def test_defaults_follow_the_model() -> None:
     given = Config(learn=LearnSettings(lr=0.5))
     followed = load_config(given, ["model.path=a/b"])
     assert (followed.learn.lr, followed.warmup.lr) == (0.5, 2e-5)
-    assert not any(row.is_default for row in describe(followed) if row.name == "learn.lr")
-    assert all(row.is_default for row in describe(followed) if row.name.startswith("warmup."))
+    assert not any(row.is_default for row in setting_rows(followed) if row.name == "learn.lr")
+    assert all(row.is_default for row in setting_rows(followed) if row.name.startswith("warmup."))
     # A resolved configuration holds them all.
     assert load_config(json.loads(config_json(model))) == model
 

@@ -22,9 +22,10 @@ from benchmarks.costs import (
 )
 from tests.trees import Part, build_tree
 
-from treegraft.policy.bounds import Card, ModelShape, forward_flops
+from treegraft.extras.lab.roofline import Card, forward_flops
 from treegraft.policy.learn.pack import num_tree_tokens
 from treegraft.policy.learn.plan import plan_passes
+from treegraft.policy.shapes import ModelShape
 
 WORK = Work(
     num_tasks=4,

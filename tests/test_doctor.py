@@ -11,8 +11,9 @@ import pytest
 
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
-from treegraft.cli.machine import num_cpus
+from treegraft.cli.doctor import num_cpus
 from treegraft.core.errors import ModelError
+from treegraft.core.finding import Finding
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
@@ -170,8 +171,12 @@ def test_sizes_for_people() -> None:
 def test_every_recipe_fits_in_24_gigabytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory_room", lambda: room(24))
     monkeypatch.setattr(memory, "gpu_room", lambda: None)
-    parts, total = memory.recipe_memory(load_config(path))
+    parts, total = recipe_memory(load_config(path))
     assert parts and total.is_good and total.value.endswith(("MB", "GB"))
+
+
+def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
+    return memory.recipe_memory(config, memory.model_shape(config))
 
 
 def room(free_gb: float, whole_gb: float = 24) -> memory.Room:
@@ -184,7 +189,7 @@ def test_too_little_memory_is_said_with_the_settings_that_help(
     monkeypatch.setattr(memory, "gpu_room", lambda: None)
     # What is free counts, not what there is.
     monkeypatch.setattr(memory, "memory_room", lambda: room(0.25))
-    _, total = memory.recipe_memory(Config())
+    _, total = recipe_memory(Config())
     assert not total.is_good and "268 MB of 25.8 GB" in total.note
     assert "learn.max_pack_tokens=2048" in total.note and "smaller model" in total.note
     # A model of 1.5 B weights in 24 GB: adapters are named, as settings that can be typed.
@@ -198,12 +203,12 @@ def test_too_little_memory_is_said_with_the_settings_that_help(
         vocab_size=151_936,
     )
     monkeypatch.setattr(memory, "model_shape", lambda config: shape)
-    _, total = memory.recipe_memory(load_config({"model": {"path": "a/b"}}))
+    _, total = recipe_memory(load_config({"model": {"path": "a/b"}}))
     advice = total.note.partition("It would fit")[2]
     overrides = [one for one in advice.split() if "=" in one]
     assert "model.lora.rank=16" in overrides
     fixed = load_config({"model": {"path": "a/b"}}, overrides)
-    assert memory.recipe_memory(fixed)[1].is_good
+    assert recipe_memory(fixed)[1].is_good
 
 
 def test_a_huge_model_is_told_that_no_setting_helps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +223,7 @@ def test_a_huge_model_is_told_that_no_setting_helps(monkeypatch: pytest.MonkeyPa
         vocab_size=128_256,
     )
     monkeypatch.setattr(memory, "model_shape", lambda config: shape)
-    _, total = memory.recipe_memory(load_config({"model": {"path": "a/b"}}))
+    _, total = recipe_memory(load_config({"model": {"path": "a/b"}}))
     assert not total.is_good and "take a smaller model" in total.note
 
 

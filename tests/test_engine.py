@@ -25,15 +25,15 @@ from tests.families import (
 from tests.trees import VOCABULARY
 
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
-from treegraft.core.interfaces import Engine
+from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.engine.blocks import PathCache, Row
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
 from treegraft.policy.engine.ragged import usable_rows
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
-from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.kernels.engine import kernels_for
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.settings.policy import EngineSettings, NativeSettings
@@ -78,7 +78,7 @@ def complete_one(
     engine: NativeEngine, prefix: Sequence[int], sampling: Sampling, **options: Any
 ) -> Completion:
     async def work(engine: NativeEngine) -> Completion:
-        return await engine.complete(prefix, sampling, noise_key=(1,), **options)
+        return await engine.complete(Request(prefix, sampling, noise_key=(1,), **options))
 
     result: Completion = run(engine, work)
     return result
@@ -100,9 +100,11 @@ def test_scores_are_those_of_a_plain_forward_pass(family: str, compiled: bool) -
         return await asyncio.gather(
             *(
                 engine.complete(
-                    prompt + own[n],
-                    Sampling(max_new_tokens=12, temperature=temperatures[n]),
-                    noise_key=(n,),
+                    Request(
+                        prompt + own[n],
+                        Sampling(max_new_tokens=12, temperature=temperatures[n]),
+                        noise_key=(n,),
+                    )
                 )
                 for n in range(3)
             )
@@ -155,7 +157,10 @@ def test_frequencies_agree_with_the_distribution() -> None:
 
     async def work(engine: NativeEngine) -> list[Completion]:
         return await asyncio.gather(
-            *(engine.complete(prefix, sampling, noise_key=("chi", n)) for n in range(count))
+            *(
+                engine.complete(Request(prefix, sampling, noise_key=("chi", n)))
+                for n in range(count)
+            )
         )
 
     drawn = torch.tensor([c.token_ids[0] for c in run(make_engine(max_rows=256), work)])
@@ -248,9 +253,9 @@ def test_packed_weights_give_the_products_of_plain_ones_also_after_a_publish(fam
     }
 
     async def work(engine: NativeEngine) -> list[Completion]:
-        before = await engine.complete(ids_of(40, 1), greedy(1), noise_key=(0,))
+        before = await engine.complete(Request(ids_of(40, 1), greedy(1), noise_key=(0,)))
         await engine.publish(ModelWeights(other), 1)
-        return [before, await engine.complete(ids_of(40, 1), greedy(1), noise_key=(0,))]
+        return [before, await engine.complete(Request(ids_of(40, 1), greedy(1), noise_key=(0,)))]
 
     packed, plain = (
         run(make_engine(model=build_model(family).bfloat16(), pack_weights=choice), work)
@@ -300,9 +305,9 @@ async def ask(engine: NativeEngine, what: Ask, delay_s: float = 0.0) -> list[Com
     """A completion, and another after it on the same path with a "tool result" between them."""
     prefix, sampling, key = what
     await asyncio.sleep(delay_s)
-    first = await engine.complete(prefix, sampling, noise_key=(*key, "a"))
+    first = await engine.complete(Request(prefix, sampling, noise_key=(*key, "a")))
     longer = (*prefix, *first.token_ids, *ids_of(4, 99))
-    return [first, await engine.complete(longer, sampling, noise_key=(*key, "b"))]
+    return [first, await engine.complete(Request(longer, sampling, noise_key=(*key, "b")))]
 
 
 async def one_by_one(engine: NativeEngine) -> list[list[Completion]]:
@@ -397,11 +402,15 @@ def test_a_long_neighbour_changes_no_bit() -> None:
     prompt, mine, sampling = ids_of(30, 1), ids_of(300, 2), Sampling(max_new_tokens=15)
 
     async def alone(engine: NativeEngine) -> Completion:
-        return await engine.complete(prompt + mine, sampling, noise_key=(1,))
+        return await engine.complete(Request(prompt + mine, sampling, noise_key=(1,)))
 
     async def accompanied(engine: NativeEngine) -> Completion:
-        long = engine.complete(prompt + ids_of(700, 3), Sampling(max_new_tokens=20), noise_key=(2,))
-        other = engine.complete(ids_of(600, 4), Sampling(max_new_tokens=20), noise_key=(3,))
+        long = engine.complete(
+            Request(prompt + ids_of(700, 3), Sampling(max_new_tokens=20), noise_key=(2,))
+        )
+        other = engine.complete(
+            Request(ids_of(600, 4), Sampling(max_new_tokens=20), noise_key=(3,))
+        )
         done: list[Completion] = await asyncio.gather(long, other, alone(engine))
         return done[2]
 
@@ -466,12 +475,12 @@ def test_a_branch_by_copy_equals_a_fresh_computation() -> None:
     prompt = ids_of(20, 1)
 
     async def branching(engine: NativeEngine) -> list[Completion]:
-        first = await engine.complete(prompt, Sampling(max_new_tokens=12), noise_key=(1,))
+        first = await engine.complete(Request(prompt, Sampling(max_new_tokens=12), noise_key=(1,)))
         path = prompt + first.token_ids
         more = Sampling(max_new_tokens=10)
         return await asyncio.gather(
             *(
-                engine.complete(path[: 20 + cut], more, noise_key=("branch", cut, n))
+                engine.complete(Request(path[: 20 + cut], more, noise_key=("branch", cut, n)))
                 for cut in (12, 12, 5)
                 for n in range(2)
             )
@@ -480,13 +489,13 @@ def test_a_branch_by_copy_equals_a_fresh_computation() -> None:
     together = run(make_engine(), branching)
 
     async def apart(engine: NativeEngine, cut: int, n: int) -> Completion:
-        first = await engine.complete(prompt, Sampling(max_new_tokens=12), noise_key=(1,))
+        first = await engine.complete(Request(prompt, Sampling(max_new_tokens=12), noise_key=(1,)))
         await engine.publish(
             ModelWeights(engine.model.state_dict()), 0
         )  # nothing is cached any more
         path = prompt + first.token_ids
         return await engine.complete(
-            path[: 20 + cut], Sampling(max_new_tokens=10), noise_key=("branch", cut, n)
+            Request(path[: 20 + cut], Sampling(max_new_tokens=10), noise_key=("branch", cut, n))
         )
 
     async def all_apart(engine: NativeEngine) -> list[Completion]:
@@ -515,7 +524,7 @@ def assert_traffic_agrees(seed: int, **options: Any) -> None:
         sampling = Sampling(
             max_new_tokens=draw.randint(1, 20), temperature=draw.choice([0.7, 1.0, 1.5])
         )
-        completion = await engine.complete(path, sampling, noise_key=key)
+        completion = await engine.complete(Request(path, sampling, noise_key=key))
         finished.append(key)
         done: list[Done] = [(path, sampling.temperature, completion)]
         if depth:
@@ -634,7 +643,10 @@ def test_limits_are_per_request_and_the_context_holds() -> None:
     async def work(engine: NativeEngine) -> list[Completion]:
         prefix = ids_of(6, 1)
         return await asyncio.gather(
-            *(engine.complete(prefix, Sampling(max_new_tokens=n), noise_key=(n,)) for n in limits)
+            *(
+                engine.complete(Request(prefix, Sampling(max_new_tokens=n), noise_key=(n,)))
+                for n in limits
+            )
         )
 
     done = run(make_engine(), work)
@@ -687,14 +699,15 @@ def test_a_publish_drains_and_then_everything_is_new() -> None:
             old.state_dict()
         )
         running = [
-            asyncio.create_task(engine.complete(prefix, long, noise_key=(n,))) for n in range(3)
+            asyncio.create_task(engine.complete(Request(prefix, long, noise_key=(n,))))
+            for n in range(3)
         ]
         # Two of them wait until the first has taken in the prompt that they share.
         while len(engine._running) + sum(task.done() for task in running) < len(running):
             await asyncio.sleep(0.001)
         publish = asyncio.create_task(engine.publish(ModelWeights(new.state_dict()), 5))
         await asyncio.sleep(0)
-        late = asyncio.create_task(engine.complete(prefix, short, noise_key=(7,)))
+        late = asyncio.create_task(engine.complete(Request(prefix, short, noise_key=(7,))))
         await publish
         assert engine.policy_version == 5 and engine.fingerprint == weights_fingerprint(
             new.state_dict()
@@ -702,7 +715,7 @@ def test_a_publish_drains_and_then_everything_is_new() -> None:
         return (
             await asyncio.gather(*running),
             await late,
-            await engine.complete(prefix, short, noise_key=(7,)),
+            await engine.complete(Request(prefix, short, noise_key=(7,))),
         )
 
     before, late, after = run(make_engine(), work)
@@ -712,7 +725,7 @@ def test_a_publish_drains_and_then_everything_is_new() -> None:
 
     async def fresh(engine: NativeEngine) -> list[Completion]:
         return [
-            await engine.complete(prefix, s, noise_key=(n,))
+            await engine.complete(Request(prefix, s, noise_key=(n,)))
             for s, n in ((short, 7), (long, 0), (long, 1), (long, 2))
         ]
 
@@ -729,7 +742,7 @@ def test_foreign_weights_are_refused_and_the_engine_lives_on() -> None:
         with pytest.raises(EngineError, match="names in only one of them"):
             await engine.publish(ModelWeights({"x": torch.zeros(1)}), 1)
         assert engine.policy_version == 0
-        return await engine.complete(ids_of(4, 1), greedy(2), noise_key=(0,))
+        return await engine.complete(Request(ids_of(4, 1), greedy(2), noise_key=(0,)))
 
     assert len(run(make_engine(), work).token_ids) == 2
 
@@ -758,7 +771,9 @@ def test_a_death_reaches_every_waiter() -> None:
         sampling = Sampling(max_new_tokens=30)
         # With two rows, one request waits for a row and one publish for an idle engine.
         waiters = [
-            asyncio.create_task(engine.complete(ids_of(5, n), sampling, noise_key=(n + 1,)))
+            asyncio.create_task(
+                engine.complete(Request(ids_of(5, n), sampling, noise_key=(n + 1,)))
+            )
             for n in range(3)
         ]
         await asyncio.sleep(0.2)
@@ -767,7 +782,7 @@ def test_a_death_reaches_every_waiter() -> None:
         gate.set()
         results = list(await asyncio.gather(*waiters, publish, return_exceptions=True))
         for later in (
-            engine.complete(ids_of(5, 9), sampling, noise_key=(9,)),
+            engine.complete(Request(ids_of(5, 9), sampling, noise_key=(9,))),
             engine.publish(ModelWeights({}), 2),
         ):
             results.extend(await asyncio.gather(later, return_exceptions=True))
@@ -807,13 +822,13 @@ def test_no_memory_for_a_row_lets_it_wait_and_then_fails_it(
 
     async def work(engine: NativeEngine) -> list[Completion]:
         found = await asyncio.gather(
-            *(engine.complete(ids_of(5, n), greedy(9), noise_key=(n,)) for n in range(3))
+            *(engine.complete(Request(ids_of(5, n), greedy(9), noise_key=(n,))) for n in range(3))
         )
         nonlocal is_over
         is_over = opened[0] > 0
         if is_over:
             with pytest.raises(EngineError, match="no memory left"):
-                await engine.complete(ids_of(5, 3), greedy(9), noise_key=(3,))
+                await engine.complete(Request(ids_of(5, 3), greedy(9), noise_key=(3,)))
         return found
 
     plain = run(make_engine(), work)
@@ -831,7 +846,10 @@ def test_out_of_memory_shrinks_the_passes_and_changes_no_token(
 
     async def work(engine: NativeEngine) -> list[Completion]:
         return await asyncio.gather(
-            *(engine.complete(ids_of(40 + n, n), sampling, noise_key=(n + 1,)) for n in range(5))
+            *(
+                engine.complete(Request(ids_of(40 + n, n), sampling, noise_key=(n + 1,)))
+                for n in range(5)
+            )
         )
 
     plain = run(make_engine(), work)
@@ -856,8 +874,8 @@ def test_memory_that_does_not_come_back_fails_what_runs_and_not_the_engine(
     async def work(engine: NativeEngine) -> tuple[Completion, int]:
         sampling = Sampling(max_new_tokens=4)
         with pytest.raises(EngineError, match=r"no memory left for a pass of 16 tokens \(CUDA out"):
-            await engine.complete(ids_of(5, 0), sampling, noise_key=(1,))
-        return await engine.complete(ids_of(5, 1), greedy(9), noise_key=(1,)), engine._room
+            await engine.complete(Request(ids_of(5, 0), sampling, noise_key=(1,)))
+        return await engine.complete(Request(ids_of(5, 1), greedy(9), noise_key=(1,))), engine._room
 
     engine = make_engine()
     assert engine._room == 1024
@@ -870,7 +888,7 @@ def test_closing_tells_those_who_wait() -> None:
     async def work(engine: NativeEngine) -> Any:
         slow_down(engine, 0.1)
         task = asyncio.create_task(
-            engine.complete(ids_of(5, 1), Sampling(max_new_tokens=900), noise_key=(1,))
+            engine.complete(Request(ids_of(5, 1), Sampling(max_new_tokens=900), noise_key=(1,)))
         )
         await asyncio.sleep(0.02)
         await engine.close()
@@ -879,7 +897,7 @@ def test_closing_tells_those_who_wait() -> None:
             await asyncio.gather(engine.publish(ModelWeights({}), 1), return_exceptions=True)
         )
         with pytest.raises(EngineError, match="closed"):
-            await engine.complete((3,), greedy(1), noise_key=(1,))
+            await engine.complete(Request((3,), greedy(1), noise_key=(1,)))
         return results
 
     assert all(
@@ -891,12 +909,12 @@ def test_closing_tells_those_who_wait() -> None:
 def test_a_request_that_is_given_up_frees_its_row() -> None:
     async def work(engine: NativeEngine) -> Completion:
         task = asyncio.create_task(
-            engine.complete(ids_of(5, 1), Sampling(max_new_tokens=1000), noise_key=(1,))
+            engine.complete(Request(ids_of(5, 1), Sampling(max_new_tokens=1000), noise_key=(1,)))
         )
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return await engine.complete(ids_of(6, 2), greedy(2), noise_key=(2,))
+        return await engine.complete(Request(ids_of(6, 2), greedy(2), noise_key=(2,)))
 
     engine = make_engine(max_rows=1)
     assert len(run(engine, work).token_ids) == 2
@@ -911,7 +929,7 @@ def test_a_long_prompt_is_taken_in_beside_rows_that_decode() -> None:
         ended: list[str] = []
 
         async def complete(name: str, prefix: tuple[int, ...], count: int) -> None:
-            await engine.complete(prefix, greedy(count), noise_key=(name,))
+            await engine.complete(Request(prefix, greedy(count), noise_key=(name,)))
             ended.append(name)
 
         long = asyncio.create_task(complete("decodes", ids_of(5, 1), 150))
@@ -936,14 +954,16 @@ def slow_down(engine: NativeEngine, seconds: float) -> None:
 def test_a_deadline_is_kept_and_named() -> None:
     async def work(engine: NativeEngine) -> Completion:
         slow_down(engine, 0.3)
-        running = asyncio.create_task(engine.complete(ids_of(5, 1), greedy(2), noise_key=(1,)))
+        running = asyncio.create_task(
+            engine.complete(Request(ids_of(5, 1), greedy(2), noise_key=(1,)))
+        )
         await asyncio.sleep(0.02)
         with pytest.raises(DeadlineExceeded, match="version 3 was not published within"):
             await engine.publish(ModelWeights(engine.model.state_dict()), 3)
         with pytest.raises(DeadlineExceeded, match=r"engine\.deadline_s = 0\.05 s"):
             await running
         engine.settings = EngineSettings(deadline_s=30.0)
-        return await engine.complete(ids_of(3, 1), greedy(1), noise_key=(1,))
+        return await engine.complete(Request(ids_of(3, 1), greedy(1), noise_key=(1,)))
 
     assert len(run(make_engine(deadline_s=0.05), work).token_ids) == 1
 
@@ -969,7 +989,7 @@ def test_a_loop_that_is_gone_kills_nobody() -> None:
 
     async def leave() -> None:
         task = asyncio.create_task(
-            engine.complete(ids_of(5, 1), Sampling(max_new_tokens=200), noise_key=(1,))
+            engine.complete(Request(ids_of(5, 1), Sampling(max_new_tokens=200), noise_key=(1,)))
         )
         await asyncio.sleep(0.02)
         task.cancel()
@@ -991,15 +1011,19 @@ def test_a_group_fills_its_prompt_once_and_a_continued_path_is_not_fed_again() -
     prompt, sampling = ids_of(50, 1), Sampling(max_new_tokens=4)
 
     async def group(engine: NativeEngine) -> None:
-        await asyncio.gather(*(engine.complete(prompt, sampling, noise_key=(n,)) for n in range(8)))
+        await asyncio.gather(
+            *(engine.complete(Request(prompt, sampling, noise_key=(n,))) for n in range(8))
+        )
 
     # 49 shared, then for each of 8 rows the prompt's last token and three sampled ones (the fourth
     # is not fed).
     assert num_rows_fed(group) == 49 + 8 * 4
 
     async def steps(engine: NativeEngine) -> None:
-        first = await engine.complete(prompt, sampling, noise_key=(1,))
-        await engine.complete(prompt + first.token_ids + ids_of(5, 2), sampling, noise_key=(2,))
+        first = await engine.complete(Request(prompt, sampling, noise_key=(1,)))
+        await engine.complete(
+            Request(prompt + first.token_ids + ids_of(5, 2), sampling, noise_key=(2,))
+        )
 
     # The second step feeds the last sampled token, five of the result, and three sampled ones.
     assert num_rows_fed(steps) == 49 + 4 + 6 + 3
@@ -1012,11 +1036,11 @@ def test_forgotten_prompts_give_back_their_blocks() -> None:
 
     async def work(engine: NativeEngine) -> None:
         for prompt in (one, two):
-            await engine.complete(prompt, sampling, noise_key=(1,))
+            await engine.complete(Request(prompt, sampling, noise_key=(1,)))
         cache = engine._cache
         assert cache.matched(one) == 143 and cache.matched(two) == 133
         engine.forget(one)
-        await engine.complete(ids_of(7, 3), sampling, noise_key=(1,))
+        await engine.complete(Request(ids_of(7, 3), sampling, noise_key=(1,)))
         assert cache.matched(one) == 128 and cache.matched(two) == 133
 
     engine = make_engine(max_rows=4)
@@ -1030,7 +1054,7 @@ def test_one_row_is_enough_for_branches_of_one_prompt() -> None:
 
     async def work(engine: NativeEngine) -> list[Completion]:
         return [
-            await engine.complete(prompt + ids_of(4, 2) + (n,), sampling, noise_key=(n,))
+            await engine.complete(Request(prompt + ids_of(4, 2) + (n,), sampling, noise_key=(n,)))
             for n in (7, 8, 9)
         ]
 

@@ -21,7 +21,7 @@ from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
-from treegraft.tools.environments.own import row_of
+from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.train import train
 
 
@@ -131,7 +131,7 @@ def test_siblings_agree_on_all_that_they_share(done: Path) -> None:
         for path in tree.trajectories():
             sums = [int(one.text[1:]) for content in path.contents for one in content.observations]
             die = Dice()
-            seed = row_of(path.task)["seed"]
+            seed = EnvironmentTool.reset_arguments(path.task)["seed"]
             asyncio.run(die.reset(seed, ""))
             assert sums == [int(asyncio.run(die.roll())[1:]) for _ in sums]
 

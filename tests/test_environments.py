@@ -53,7 +53,7 @@ from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments
-from treegraft.tools.environments.own import ClassEnvironments, capability_of, row_of
+from treegraft.tools.environments.own import ClassEnvironments, EnvironmentTool, capability_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
@@ -220,7 +220,7 @@ def test_what_the_agent_does_wrong_is_an_observation_and_part_of_the_state() -> 
 
 
 def test_reset_is_told_the_columns_it_names() -> None:
-    row = row_of(
+    row = EnvironmentTool.reset_arguments(
         Task(
             id="t/1",
             question="q",
@@ -237,9 +237,9 @@ def test_reset_is_told_the_columns_it_names() -> None:
         "seed": 3,
     }
     assert (
-        row_of(TASK)["seed"]
-        == row_of(TASK)["seed"]
-        != row_of(Task(id="t/2", question="", reference=()))["seed"]
+        EnvironmentTool.reset_arguments(TASK)["seed"]
+        == EnvironmentTool.reset_arguments(TASK)["seed"]
+        != EnvironmentTool.reset_arguments(Task(id="t/2", question="", reference=()))["seed"]
     )
 
 

@@ -24,13 +24,22 @@ NAMES = (
     *("retrieval_reward", "combined_advantages", "shaping_factor"),
     *("entropy_change", "branch_probability", "shared_advantages"),
     *("TraceBuffer", "pack_trees", "TreeBatch", "token_scores", "group_advantages"),
-    *("exact_match", "f1", "math_equal", "read_trees", "ScriptedEngine", "train", "RunResult"),
+    *(
+        "exact_match",
+        "f1",
+        "math_equal",
+        "read_trees",
+        "ScriptedEngine",
+        "train",
+        "sft",
+        "RunResult",
+    ),
     *("Config", "load_config", "evaluate_checkpoint", "answer_question"),
     *("TreegraftError", "SettingError", "DataError", "ToolError", "ToolUnavailable"),
 )
 
 SIGNATURES = {
-    "pack_trees": ["trees", "*device", "*takes_lessons"],
+    "pack_trees": ["trees", "*device", "*takes_imitated"],
     "token_scores": ["model", "batch", "*vocab_chunk"],
     "group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
     "retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],
@@ -340,5 +349,5 @@ def test_every_part_is_described_and_stands_in_an_example_that_runs() -> None:
     for name in treegraft.parts.__all__:
         found = getattr(treegraft.parts, name)
         assert re.search(rf"\b{name}\b", code), f"docs/parts.md: no example has {name}"
-        is_value = not callable(found) or name in ("NoiseKey", "Floats", "Scale")
+        is_value = not callable(found) or name == "NoiseKey"
         assert is_value or found.__doc__, f"{name} has no docstring"

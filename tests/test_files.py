@@ -12,29 +12,27 @@ from pathlib import Path
 import pytest
 
 from treegraft.core.files import (
-    append_line,
-    drop_cut_line,
+    LineFile,
     file_checksum,
     parse_json,
     storage_fault,
-    whole_lines,
     write_atomically,
 )
 
 
 def test_a_line_that_was_cut_off_is_neither_read_nor_joined(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "lines.jsonl"
-    drop_cut_line(path)
-    assert list(whole_lines(path)) == [] and not path.exists()
-    append_line(path, "one")
+    LineFile(path).drop_cut()
+    assert list(LineFile(path).lines()) == [] and not path.exists()
+    LineFile(path).append("one")
     with path.open("ab") as file:
         file.write("tw\u00f6".encode())
-    assert list(whole_lines(path)) == [(1, "one")]
-    drop_cut_line(path)
-    append_line(path, "two")
-    assert list(whole_lines(path)) == [(1, "one"), (2, "two")]
+    assert list(LineFile(path).lines()) == [(1, "one")]
+    LineFile(path).drop_cut()
+    LineFile(path).append("two")
+    assert list(LineFile(path).lines()) == [(1, "one"), (2, "two")]
     path.write_bytes(b"cut")
-    drop_cut_line(path)
+    LineFile(path).drop_cut()
     assert path.read_bytes() == b""
 
 
@@ -51,11 +49,11 @@ def full_disk() -> Iterator[None]:
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     write_atomically(tmp_path / "whole", "1234567890")
-    append_line(tmp_path / "lines", "1234")
+    LineFile(tmp_path / "lines").append("1234")
     with pytest.raises(OSError, match="File too large"), full_disk():
         write_atomically(tmp_path / "whole", "12345678901")
     with pytest.raises(OSError), full_disk():
-        append_line(tmp_path / "lines", "123456")
+        LineFile(tmp_path / "lines").append("123456")
     assert (tmp_path / "whole").read_text() == "1234567890"
     assert (tmp_path / "lines").read_text() == "1234\n"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["lines", "whole"]

@@ -15,6 +15,7 @@ from tests.families import build_model
 from tests.test_engine import complete_one, ids_of, make_engine
 from transformers.generation import logits_process as hf
 
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Filters, Sampling
 from treegraft.policy.engine.filters import EXCLUDED, filtered
 from treegraft.policy.engine.sampling import sample_tokens
@@ -131,7 +132,7 @@ def test_an_engine_draws_from_what_is_left_and_scores_that() -> None:
         try:
             found = await asyncio.gather(
                 *(
-                    engine.complete(prefix, one, noise_key=(number,))
+                    engine.complete(Request(prefix, one, noise_key=(number,)))
                     for number, one in enumerate((sampling, *company))
                 )
             )

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from treegraft.core.errors import ModelError
-from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.learn import flex as flex_module
 from treegraft.policy.learn import tree_attention as attention
 from treegraft.policy.learn.dense import AttentionShape, probe_tree

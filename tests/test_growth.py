@@ -12,10 +12,11 @@ import pytest
 from tests.families import word_tokenizer
 from tests.test_loop import ANSWER, SEARCH, TASKS, by_step, leave, search
 
-from treegraft.core.interfaces import Explorer, NoiseKey, Retrieved
+from treegraft.core.interfaces import Explorer, NoiseKey, Request, Retrieved
 from treegraft.core.types import (
     Branch,
     BranchCause,
+    Completion,
     ContinuationCause,
     Expand,
     GraftCause,
@@ -435,12 +436,10 @@ def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
         return by_step(path)
 
     class Lame(ScriptedEngine):
-        async def complete(
-            self, prefix_ids: Any, sampling: Any, *, noise_key: Any, **hints: Any
-        ) -> Any:
-            if noise_key[-1] == "0.1":
+        async def complete(self, request: Request) -> Completion:
+            if request.noise_key[-1] == "0.1":
                 await asyncio.sleep(3600)
-            return await super().complete(prefix_ids, sampling, noise_key=noise_key, **hints)
+            return await super().complete(request)
 
     engine = Lame(breaks, word_tokenizer(), entropy=unsure_after_results)
     tree = grow(
@@ -461,18 +460,15 @@ class Belated(ScriptedEngine):
     """Start 0.1 hangs after its first result, and its probe is posted when its deadline has long
     passed."""
 
-    async def complete(
-        self, prefix_ids: Any, sampling: Any, *, noise_key: Any, on_probe: Any = None, **hints: Any
-    ) -> Any:
-        if noise_key[-1] == "0.1.0":
-            assert on_probe is not None
-            asyncio.get_running_loop().call_later(0.45, on_probe, (1.0,))
+    async def complete(self, request: Request) -> Completion:
+        step_id = str(request.noise_key[-1])
+        if step_id == "0.1.0":
+            assert request.on_probe is not None
+            asyncio.get_running_loop().call_later(0.45, request.on_probe, (1.0,))
             await asyncio.sleep(3600)
-        if len(noise_key[-1].split(".")) == 4:
+        if len(step_id.split(".")) == 4:
             await asyncio.sleep(0.3)  # others are still under way when it comes
-        return await super().complete(
-            prefix_ids, sampling, noise_key=noise_key, on_probe=on_probe, **hints
-        )
+        return await super().complete(request)
 
 
 @pytest.mark.parametrize("allocate", [Rounds, lambda budget: Shares(budget, 2)])

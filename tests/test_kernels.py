@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.families import build_model
 from transformers import Phi3Config, Phi3ForCausalLM
 
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.engine.blocks import BlockPool, PathCache
 from treegraft.policy.engine.forward import (
     FusedForward,
@@ -24,11 +25,10 @@ from treegraft.policy.engine.forward import (
     shape_problem,
 )
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
-from treegraft.policy.head import max_context
-from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels import engine as module
 from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass, kernels_for, padded_width
 from treegraft.policy.kernels.library import load_library, shares_runtime
+from treegraft.policy.output_head import max_context
 
 
 def compiled(width: int, dtype: torch.dtype = torch.float32) -> Kernels:

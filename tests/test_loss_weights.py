@@ -90,7 +90,7 @@ def test_law_3_a_shared_token_weighs_what_the_leaves_below_it_weigh() -> None:
     logprobs = torch.full((5,), -2.0, requires_grad=True)
     factors = learner._factors(pack.batch, learner._denominators([tree]))
     loss = learner._pack_loss(
-        pack, logprobs, torch.zeros(5), logprobs.detach(), factors, learner_module.Tally()
+        pack, logprobs, torch.zeros(5), logprobs.detach(), factors, learner_module.MetricSums()
     )
     loss.backward()
     # Rewards 1, 0, 0: mean 1/3, deviation 1/sqrt(3); A = 2/sqrt(3), -1/sqrt(3) twice; w = 1/3, |y|

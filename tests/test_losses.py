@@ -12,8 +12,8 @@ from treegraft.algo.losses import (
     clipped_surrogate,
     contribution_weights,
     engine_correction,
+    imitated_loss,
     k3_divergence,
-    lesson_loss,
 )
 
 
@@ -156,31 +156,29 @@ def test_dual_clip_acts_on_the_shaped_ratio(
         ("luffy", 0.4, -3.0, 0.0, 0.0),
     ],
 )
-def test_lessons_by_hand(
+def test_imitated_tokens_by_hand(
     form: str, prob: float, advantage: float, loss: float, gradient: float
 ) -> None:
     logprob = torch.tensor([math.log(prob)], dtype=torch.float64, requires_grad=True)
-    taught = lesson_loss(
+    found = imitated_loss(
         logprob, torch.tensor([advantage], dtype=torch.float64), coef=2.0, form=form, gamma=0.1
     )  # type: ignore[arg-type]
-    taught.sum().backward()
+    found.sum().backward()
     assert logprob.grad is not None
-    assert (float(taught.detach()), float(logprob.grad)) == (
+    assert (float(found.detach()), float(logprob.grad)) == (
         pytest.approx(loss),
         pytest.approx(gradient),
     )
 
 
-def test_lessons_of_vanishing_probability_stay_finite() -> None:
+def test_imitated_tokens_of_vanishing_probability_stay_finite() -> None:
     for form in ("log", "luffy"):
         logprob = torch.tensor([-300.0], requires_grad=True)
-        taught = lesson_loss(logprob, torch.ones(1), coef=1.0, form=form)  # type: ignore[arg-type]
-        taught.sum().backward()
-        assert (
-            taught.isfinite().all() and logprob.grad is not None and logprob.grad.isfinite().all()
-        )
+        found = imitated_loss(logprob, torch.ones(1), coef=1.0, form=form)  # type: ignore[arg-type]
+        found.sum().backward()
+        assert found.isfinite().all() and logprob.grad is not None and logprob.grad.isfinite().all()
     with pytest.raises(ValueError, match="form is 'sft'; expected 'log' or 'luffy'"):
-        lesson_loss(torch.zeros(1), torch.ones(1), coef=1.0, form="sft")  # type: ignore[arg-type]
+        imitated_loss(torch.zeros(1), torch.ones(1), coef=1.0, form="sft")  # type: ignore[arg-type]
 
 
 def test_an_absurd_ratio_stays_finite() -> None:

@@ -21,14 +21,14 @@ import pytest
 
 from mcp_hostile import GOOD, OVER_HTTP, WAYS
 from treegraft.core.errors import SettingError, ToolUnavailable
-from treegraft.core.interfaces import Capability, Tool
+from treegraft.core.interfaces import Capability, Signature, Tool
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.tools import McpSettings, ToolsSettings
 from treegraft.tools.build import build_tools
-from treegraft.tools.json_tools import signature_from, tag_of
+from treegraft.tools.json_tools import tag_of
 from treegraft.tools.mcp import McpServer, McpTool
 from treegraft.tools.toolbox import Toolbox
 
@@ -416,10 +416,11 @@ def test_names_become_tags(name: str, tag: str) -> None:
 
 def test_a_single_text_is_the_whole_body() -> None:
     text, number = {"type": "string"}, {"type": "integer"}
-    assert signature_from({"type": "object", "properties": {"q": text}}).text_parameter == "q"
-    assert signature_from({"type": "object", "properties": {"q": number}}).text_parameter is None
-    assert (
-        signature_from({"type": "object", "properties": {"q": text, "n": number}}).text_parameter
-        is None
-    )
-    assert signature_from({"type": "object"}).text_parameter is None
+    for properties, parameter in (
+        ({"q": text}, "q"),
+        ({"q": number}, None),
+        ({"q": text, "n": number}, None),
+    ):
+        signature = Signature.of_schema({"type": "object", "properties": properties})
+        assert signature.text_parameter == parameter
+    assert Signature.of_schema({"type": "object"}).text_parameter is None

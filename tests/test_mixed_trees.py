@@ -170,14 +170,14 @@ def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None)
                         bounded = torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
                         total = total - factor * torch.minimum(ratio * carried, bounded * carried)
                     place += 1
-            total = total + factor * plain_lessons(model, path, advantage, loss)
+            total = total + factor * plain_imitated(model, path, advantage, loss)
     return total
 
 
-def plain_lessons(
+def plain_imitated(
     model: Any, path: Trajectory, advantage: float, loss: LossSettings
 ) -> torch.Tensor:
-    """Each lesson after the path above its graft, in a forward pass of its own."""
+    """Each imitated text after the path above its graft, in a forward pass of its own."""
     total = torch.zeros((), dtype=torch.float64)
     if not loss.graft_coef or advantage <= 0:
         return total
@@ -228,7 +228,7 @@ def loss_settings(**fields: Any) -> LossSettings:
 
 
 AGGREGATIONS = ["token-mean", "sequence-mean", "sequence-sum"]
-LESSONS = [{"graft_coef": 0.0}, {"graft_coef": 1.5}, {"graft_coef": 0.7, "graft_form": "luffy"}]
+IMITATED = [{"graft_coef": 0.0}, {"graft_coef": 1.5}, {"graft_coef": 0.7, "graft_form": "luffy"}]
 
 
 @pytest.fixture(params=[*WAYS, "rowwise"])
@@ -241,11 +241,11 @@ def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
-@pytest.mark.parametrize("lessons", LESSONS, ids=["none", "log", "luffy"])
+@pytest.mark.parametrize("imitated", IMITATED, ids=["none", "log", "luffy"])
 @pytest.mark.parametrize("attribution", ["soft", "hard"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_law_1_by_setting(aggregation: str, attribution: str, lessons: dict[str, Any]) -> None:
-    rules = Rules(loss_settings(aggregation=aggregation, **lessons), attribution)
+def test_law_1_by_setting(aggregation: str, attribution: str, imitated: dict[str, Any]) -> None:
+    rules = Rules(loss_settings(aggregation=aggregation, **imitated), attribution)
     assert_exact([build_tree(RICH, seed=1), build_tree(SMALL, seed=2)], rules)
 
 
@@ -261,7 +261,7 @@ def test_law_1_however_it_is_run(path_kind: str) -> None:
     st.lists(mixed_trees(), min_size=1, max_size=3),
     st.sampled_from(AGGREGATIONS),
     st.sampled_from(["soft", "hard"]),
-    st.sampled_from(LESSONS),
+    st.sampled_from(IMITATED),
     st.booleans(),
     st.sampled_from(list(WAYS)),
 )
@@ -270,12 +270,12 @@ def test_law_1_on_random_mixed_trees(
     trees: list[Tree],
     aggregation: str,
     attribution: str,
-    lessons: dict[str, Any],
+    imitated: dict[str, Any],
     truncated: bool,
     kind: str,
 ) -> None:
     rules = Rules(
-        loss_settings(aggregation=aggregation, learn_from_truncated=truncated, **lessons),
+        loss_settings(aggregation=aggregation, learn_from_truncated=truncated, **imitated),
         attribution,
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -283,14 +283,14 @@ def test_law_1_on_random_mixed_trees(
         assert_exact(trees, rules)
 
 
-def test_scores_of_samples_and_lessons_are_those_of_plain_passes(path_kind: str) -> None:
+def test_scores_of_samples_and_imitated_tokens_are_those_of_plain_passes(path_kind: str) -> None:
     trees = credited([build_tree(RICH, seed=1), build_tree(SMALL, seed=2)], Rules(loss_settings()))
     model = build_model("llama")
     learner, _ = make_learner(build_model("llama"))
-    batch = pack_trees(trees, takes_lessons=True)
-    assert batch.lessons is not None
+    batch = pack_trees(trees, takes_imitated=True)
+    assert batch.imitated is not None
     with torch.no_grad():
-        logprobs, entropies, taught = learner.scores_with_lessons(batch)
+        logprobs, entropies, taught = learner.scores_with_imitated(batch)
         alone = token_scores(build_model("llama"), pack_trees(trees))
         torch.testing.assert_close(logprobs, alone[0], atol=1e-5, rtol=0)
         torch.testing.assert_close(entropies, alone[1], atol=1e-5, rtol=0)
@@ -300,17 +300,18 @@ def test_scores_of_samples_and_lessons_are_those_of_plain_passes(path_kind: str)
                 torch.tensor(path.sampled_mask[1:])
             ]
             torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=0)
-        for ids, ours in zip(batch.lessons.paths, taught.split(batch.lessons.lengths), strict=True):
+        texts = taught.split(batch.imitated.lengths)
+        for ids, ours in zip(batch.imitated.paths, texts, strict=True):
             plain = logprobs_of(model, ids, [1.0] * len(ids))[-len(ours) :]
             torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("attribution", ["soft", "hard"])
-@pytest.mark.parametrize("lessons", LESSONS, ids=["none", "log", "luffy"])
-def test_law_1_over_two_minibatches(attribution: str, lessons: dict[str, Any]) -> None:
-    """RAPO's two mini-batches: old log-probabilities are those of the start, lessons follow the
-    policy as it is."""
-    rules, lr = Rules(loss_settings(clip_low=0.1, clip_high=0.1, **lessons), attribution), 0.3
+@pytest.mark.parametrize("imitated", IMITATED, ids=["none", "log", "luffy"])
+def test_law_1_over_two_minibatches(attribution: str, imitated: dict[str, Any]) -> None:
+    """RAPO's two mini-batches: old log-probabilities are those of the start, imitated tokens follow
+    the policy as it is."""
+    rules, lr = Rules(loss_settings(clip_low=0.1, clip_high=0.1, **imitated), attribution), 0.3
     trees = [
         build_tree(RICH, seed=1),
         build_tree(SMALL, seed=2),
@@ -358,23 +359,23 @@ def gradient_rows(loss: LossSettings, trees: Sequence[Tree]) -> set[int]:
 
 def test_law_4_no_gradient_from_retrieved_tokens() -> None:
     """Without learning from grafts only what predicts a loss token is pulled at: no retrieved, tool
-    or lesson token."""
+    or imitated token."""
     trees = credited([build_tree(RICH, seed=1)], Rules(loss_settings()))
     batch = pack_trees(trees)
     loss_tokens = {int(batch.tokens[row]) for row in batch.carries_loss.nonzero()[:, 0]}
     sources = {int(batch.sources[token]) for token in loss_tokens}
     assert gradient_rows(loss_settings(), trees) == sources
     pulled = gradient_rows(loss_settings(graft_coef=1.0), trees)
-    taught = pack_trees(trees, takes_lessons=True)
-    assert taught.lessons is not None
+    taught = pack_trees(trees, takes_imitated=True)
+    assert taught.imitated is not None
     own = {int(taught.sources[token]) for token in loss_tokens}
-    assert pulled == own | set(taught.lessons.sources.tolist())
+    assert pulled == own | set(taught.imitated.sources.tolist())
 
 
 @pytest.mark.parametrize("graft_coef", [0.0, 1.0])
 def test_law_4_what_is_known_of_retrieved_tokens_changes_nothing(graft_coef: float) -> None:
-    """Other log-probabilities and entropies on the tokens of grafts: same gradient. Other lessons:
-    only when they are learned."""
+    """Other log-probabilities and entropies on the tokens of grafts: same gradient. Other imitated
+    texts: only when they are learned."""
     tree = credited([build_tree(RICH, seed=1)], Rules(loss_settings()))[0]
 
     def gradient(steps: Sequence[Any]) -> torch.Tensor:
@@ -397,8 +398,8 @@ def test_law_4_what_is_known_of_retrieved_tokens_changes_nothing(graft_coef: flo
     assert torch.equal(taught, plain) == (graft_coef == 0)
 
 
-def test_lessons_are_counted_and_scored() -> None:
-    """SMALL: the graft's leaf did best, so its two lesson tokens are learned once; without a
+def test_imitated_tokens_are_counted_and_scored() -> None:
+    """SMALL: the graft's leaf did best, so its two imitated tokens are learned once; without a
     coefficient nothing is packed."""
     trees = credited([build_tree(SMALL, seed=2)], Rules(loss_settings()))
     unique = sum(len(step.token_ids) for step in trees[0].steps)
@@ -412,20 +413,20 @@ def test_lessons_are_counted_and_scored() -> None:
         )
         assert metrics.get("learn/num_lesson_tokens", 0.0) == extra
         assert ("learn/lesson_logprob" in metrics) == bool(extra)
-        # The record holds what was sampled; lessons are no part of the tree.
+        # The record holds what was sampled; imitated texts are no part of the tree.
         assert [step.id for step in learned[0].steps] == [step.id for step in trees[0].steps]
         assert all(o == 0.0 for o in learned[0].steps[2].old_logprobs or (1.0,))
-    batch = pack_trees(trees, takes_lessons=True)
-    assert batch.lessons is not None
+    batch = pack_trees(trees, takes_imitated=True)
+    assert batch.imitated is not None
     with torch.no_grad():
         expected = logprobs_of(
-            build_model("llama"), batch.lessons.paths[0], [1.0] * len(batch.lessons.paths[0])
+            build_model("llama"), batch.imitated.paths[0], [1.0] * len(batch.imitated.paths[0])
         )[-2:].mean()
     assert metrics["learn/lesson_logprob"] == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_packs_leave_room_for_lessons() -> None:
-    """64 tokens a pack: two trees of 31 fit together, not with 8 lesson tokens each."""
+def test_packs_leave_room_for_imitated_texts() -> None:
+    """64 tokens a pack: two trees of 31 fit together, not with 8 imitated tokens each."""
     part = Part.of(
         "p" * 20,
         Part.of("s" * 4, Part.of("rrr", Part("s", reward=1.0), lesson=8), Part("ss")),
@@ -438,7 +439,7 @@ def test_packs_leave_room_for_lessons() -> None:
         )
         packs = list(
             learner._batches(
-                learner._plan(trees, (0, 1), takes_lessons=coef > 0), takes_lessons=coef > 0
+                learner._plan(trees, (0, 1), takes_imitated=coef > 0), takes_imitated=coef > 0
             )
         )
         assert len(packs) == count and all(batch.num_tokens <= 64 for _, batch in packs)
@@ -491,7 +492,7 @@ def test_hard_differs_where_clipping_acts() -> None:
         new = torch.tensor([math.log(1.5), 0.0, 0.0], requires_grad=True)
         factors = learner._factors(pack.batch, learner._denominators(trees))
         loss = learner._pack_loss(
-            pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module.Tally()
+            pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module.MetricSums()
         )
         loss.backward()
         assert new.grad is not None

@@ -14,7 +14,7 @@ from tests.slow_learner import (
     plain_scores,
 )
 
-from treegraft.policy.learn import scored as scored_module
+from treegraft.policy.learn import scores
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.plan import split_evenly
@@ -59,9 +59,9 @@ def test_the_first_step_needs_no_pass_before_it(
     """One for each minibatch of each epoch, and one more for the old log-probabilities of every
     minibatch but the first."""
     calls = []
-    plain = scored_module.packed_hidden
+    plain = scores.packed_hidden
     monkeypatch.setattr(
-        scored_module,
+        scores,
         "packed_hidden",
         lambda *args, **options: calls.append(1) or plain(*args, **options),
     )

@@ -14,7 +14,7 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Status, Tree
 from treegraft.policy.learn.pack import (
     Node,
-    num_lesson_tokens,
+    num_imitated_tokens,
     num_tree_tokens,
     pack_trees,
     plan_packs,
@@ -171,7 +171,7 @@ def test_contributions_follow_paths(trees: list[Tree]) -> None:
 
 
 def taught(*rewards: float) -> Tree:
-    """0: p p   0.0: s s t   0.0.0: r r r (two lesson tokens)   0.0.0.0: s   0.0.0.1: s   0.0.1: s
+    """0: p p   0.0: s s t   0.0.0: r r r (two imitated tokens)   0.0.0.0: s   0.0.0.1: s   0.0.1: s
     0.1: s"""
     graft = Part.of("rrr", Part("s", reward=rewards[0]), Part("s", reward=rewards[1]), lesson=2)
     search = Part.of("sst", graft, Part("s", reward=rewards[2]))
@@ -180,13 +180,13 @@ def taught(*rewards: float) -> Tree:
     )
 
 
-def test_a_lesson_stands_beside_its_graft() -> None:
-    """Packed: pp sst LL rrr s s s s; the lesson sees the path above the graft and nothing sees
-    it."""
+def test_an_imitated_text_stands_beside_its_graft() -> None:
+    """Packed: pp sst LL rrr s s s s; the imitated text sees the path above the graft and nothing
+    sees it."""
     tree = taught(1.0, 0.0, 0.0, 0.0)
-    batch = pack_trees([tree], takes_lessons=True)
-    lessons = batch.lessons
-    assert lessons is not None
+    batch = pack_trees([tree], takes_imitated=True)
+    imitated = batch.imitated
+    assert imitated is not None
     assert batch.token_ids.tolist() == [
         11,
         12,
@@ -201,50 +201,50 @@ def test_a_lesson_stands_beside_its_graft() -> None:
         *(Node(0, 2, 14), Node(2, 5, 13), Node(5, 7, 7), Node(7, 10, 12)),
         *(Node(10, 11, 11), Node(11, 12, 12), Node(12, 13, 13), Node(13, 14, 14)),
     )
-    assert lessons.packed.tolist() == [5, 6]
-    assert lessons.sources.tolist() == [
+    assert imitated.packed.tolist() == [5, 6]
+    assert imitated.sources.tolist() == [
         4,
         5,
     ]  # the search's result predicts its first token, as it does the graft's siblings
-    assert lessons.paths == (
+    assert imitated.paths == (
         (11, 12, 13, 14, 15, *tree.steps[2].lesson_ids),
-    ) and lessons.lengths == (2,)
+    ) and imitated.lengths == (2,)
     # Leaf 0 did better than its group; leaf 1 below the same graft did not.
-    assert (lessons.tokens.tolist(), lessons.trajectories.tolist()) == ([0, 1], [0, 0])
+    assert (imitated.tokens.tolist(), imitated.trajectories.tolist()) == ([0, 1], [0, 0])
     assert batch.step_offsets == (
         {"0": 0, "0.0": 2, "0.0.0": 7, "0.0.0.0": 10, "0.0.0.1": 11, "0.0.1": 12, "0.1": 13},
     )
     assert batch.sampled.tolist() == [2, 3, 10, 11, 12, 13]
-    assert num_lesson_tokens(tree) == 2
+    assert num_imitated_tokens(tree) == 2
 
 
 def test_what_two_trajectories_learned_is_contributed_twice() -> None:
-    batch = pack_trees([taught(1.0, 1.0, 0.0, 0.0)], takes_lessons=True)
-    assert batch.lessons is not None
-    assert batch.lessons.tokens.tolist() == [0, 1, 0, 1]
-    assert batch.lessons.trajectories.tolist() == [0, 0, 1, 1]
+    batch = pack_trees([taught(1.0, 1.0, 0.0, 0.0)], takes_imitated=True)
+    assert batch.imitated is not None
+    assert batch.imitated.tokens.tolist() == [0, 1, 0, 1]
+    assert batch.imitated.trajectories.tolist() == [0, 0, 1, 1]
 
 
-def test_lessons_that_did_not_pay_are_not_packed() -> None:
+def test_grafts_that_did_not_pay_are_not_packed() -> None:
     for rewards in ((0.0, 0.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)):
         tree = taught(*rewards)
-        batch = pack_trees([tree], takes_lessons=True)
-        assert batch.lessons is None and num_lesson_tokens(tree) == 0
+        batch = pack_trees([tree], takes_imitated=True)
+        assert batch.imitated is None and num_imitated_tokens(tree) == 0
         assert batch.token_ids.tolist() == list(range(11, 23))
-    assert pack_trees([taught(1.0, 0.0, 0.0, 0.0)]).lessons is None
+    assert pack_trees([taught(1.0, 0.0, 0.0, 0.0)]).imitated is None
 
 
 def test_trajectories_without_loss_teach_nothing() -> None:
     """A truncated one did better than its group; where truncated ones carry no loss, its graft's
-    lesson is not packed."""
+    imitated text is not packed."""
     graft = Part.of("r", Part("s", reward=1.0, status=Status.TRUNCATED), lesson=2)
     tree = build_tree(Part.of("p", Part.of("s", graft), Part("s", reward=0.0)))
-    assert num_lesson_tokens(assign_credit(tree)) == 2
-    assert num_lesson_tokens(assign_credit(tree, learn_from_truncated=False)) == 0
+    assert num_imitated_tokens(assign_credit(tree)) == 2
+    assert num_imitated_tokens(assign_credit(tree, learn_from_truncated=False)) == 0
 
 
-def test_grafts_side_by_side_have_a_lesson_each() -> None:
-    """Two grafts below one step and one below the first: three lessons, each at its own place, in
+def test_grafts_side_by_side_have_an_imitated_text_each() -> None:
+    """Two grafts below one step and one below the first: three texts, each at its own place, in
     the order of the pack."""
     inner = Part.of("r", Part("s", reward=1.0), lesson=1)
     first = Part.of("r", Part.of("st", inner), lesson=1)
@@ -252,29 +252,36 @@ def test_grafts_side_by_side_have_a_lesson_each() -> None:
     tree = assign_credit(
         build_tree(Part.of("p", Part.of("s", first, second), Part("s"), Part("s")))
     )
-    lessons = pack_trees([tree], takes_lessons=True).lessons
-    assert lessons is not None
+    imitated = pack_trees([tree], takes_imitated=True).imitated
+    assert imitated is not None
     by_id = {step.id: step for step in tree.steps}
     above = [*by_id["0"].token_ids, *by_id["0.0"].token_ids]
     deep = [*above, *by_id["0.0.0"].token_ids, *by_id["0.0.0.0"].token_ids]
-    assert lessons.paths == (
+    assert imitated.paths == (
         (*above, *by_id["0.0.1"].lesson_ids),
         (*above, *by_id["0.0.0"].lesson_ids),
         (*deep, *by_id["0.0.0.0.0"].lesson_ids),
     )
-    assert lessons.lengths == (2, 1, 1)
-    assert lessons.tokens.tolist() == [2, 3, 0, 1] and lessons.trajectories.tolist() == [0, 0, 1, 1]
+    assert imitated.lengths == (2, 1, 1)
+    assert imitated.tokens.tolist() == [2, 3, 0, 1] and imitated.trajectories.tolist() == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 @given(st.lists(mixed_trees(), min_size=1, max_size=3))
 @settings(max_examples=25, deadline=None)
-def test_lessons_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> None:
+def test_imitated_texts_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> None:
     credited = [assign_credit(tree) for tree in trees]
-    batch, plain = pack_trees(credited, takes_lessons=True), pack_trees(credited)
-    assert batch.num_tokens == plain.num_tokens + sum(num_lesson_tokens(tree) for tree in credited)
-    if batch.lessons is None:
+    batch, plain = pack_trees(credited, takes_imitated=True), pack_trees(credited)
+    assert batch.num_tokens == plain.num_tokens + sum(
+        num_imitated_tokens(tree) for tree in credited
+    )
+    if batch.imitated is None:
         return
-    lesson_tokens = set(batch.lessons.packed.tolist())
+    imitated_tokens = set(batch.imitated.packed.tolist())
     place = {}
     for packed in batch.trees:
         part = slice(packed.start, packed.end)
@@ -282,15 +289,15 @@ def test_lessons_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> Non
         for row in range(packed.end - packed.start):
             seen = [packed.start + column for column in mask[row].nonzero()[:, 0].tolist()]
             place[packed.start + row] = seen
-            if packed.start + row not in lesson_tokens:
-                assert not lesson_tokens & set(seen)
-    ends = torch.tensor(batch.lessons.lengths).cumsum(0).tolist()
-    for path, end in zip(batch.lessons.paths, ends, strict=True):
-        seen = place[batch.lessons.packed.tolist()[end - 1]]
+            if packed.start + row not in imitated_tokens:
+                assert not imitated_tokens & set(seen)
+    ends = torch.tensor(batch.imitated.lengths).cumsum(0).tolist()
+    for path, end in zip(batch.imitated.paths, ends, strict=True):
+        seen = place[batch.imitated.packed.tolist()[end - 1]]
         assert batch.token_ids[seen].tolist() == list(path)
         assert batch.position_ids[seen].tolist() == list(range(len(path)))
-    # Without its lessons the batch is the plain one.
-    rest = [index for index in range(batch.num_tokens) if index not in lesson_tokens]
+    # Without them the batch is the plain one.
+    rest = [index for index in range(batch.num_tokens) if index not in imitated_tokens]
     assert torch.equal(batch.token_ids[rest], plain.token_ids) and torch.equal(
         batch.position_ids[rest], plain.position_ids
     )
@@ -317,12 +324,12 @@ def test_contributions_carry_the_step_s_advantage_where_there_is_one() -> None:
 
 
 def test_a_batch_moves_as_a_whole() -> None:
-    batch = pack_trees([taught(1.0, 0.0, 0.0, 0.0)], takes_lessons=True).to(torch.device("meta"))
-    assert batch.lessons is not None
+    batch = pack_trees([taught(1.0, 0.0, 0.0, 0.0)], takes_imitated=True).to(torch.device("meta"))
+    assert batch.imitated is not None
     assert {
         batch.token_ids.device.type,
         batch.advantages.device.type,
-        batch.lessons.packed.device.type,
+        batch.imitated.packed.device.type,
     } == {"meta"}
 
 

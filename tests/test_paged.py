@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.engine import gathered
 from treegraft.policy.engine.gathered import Gathered, makes_copies
-from treegraft.policy.hook import AttentionOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 triton_only = pytest.mark.skipif(

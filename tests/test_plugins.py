@@ -22,8 +22,8 @@ MINE = '''
 
 from treegraft import Trajectory
 from treegraft.parts import (
-    Branch, BranchCause, Command, Contradiction, ExplorerKind, Independent, OutcomeKind, Plugin,
-    Settings, Start, TrackerKind, has, setting,
+    Branch, BranchCause, Command, Contradiction, ExplorerKind, Finding, Independent,
+    OutcomeKind, Plugin, Settings, Start, TrackerKind, has, setting,
 )
 
 
@@ -100,6 +100,11 @@ def hello(name: str = "you") -> None:
     print(f"hello {name}")
 
 
+def disk(config, machine):
+    shown = Finding("run.dir", config.run.dir, note=f"{machine.shape.num_layers} layers")
+    return [shown] if config.run.dir != "runs" else None
+
+
 def wrong(config):
     if "echo" in config.explore.explorers and config.explore.echo.num > 3:
         yield Contradiction(("explore.echo.num",), "explore.echo.num: expected at most 3.")
@@ -121,6 +126,7 @@ plugin = Plugin(
     environments={"corridor": "mine:corridor"},
     trackers={"lines": TrackerKind(path="mine:Tracker", module="json", install="mine")},
     commands={"hello": Command(path="mine:hello", help="Say hello.")},
+    examinations={"disk": "mine:disk"},
     settings={"explore": Tables},
     checks=(wrong,),
 )
@@ -247,6 +253,47 @@ config = load_config("demo", ["environment.kind=corridor"])
 print([tool.name for tool in open_environments(config.environment).tools])
 """
     assert run(code, folder).stdout.strip() == "['step']"
+
+
+EXAMINED = """
+from treegraft import load_config
+from treegraft.cli.doctor import examine
+for folder in ("elsewhere", "runs"):
+    config = load_config({"run": {"dir": folder}, "tasks": {"num_train": 8, "num_eval": 4}})
+    found = examine(config).sections
+    print(folder, [str(one) for one in found.get("disk", [])], found["memory"][-1].name)
+"""
+
+
+def test_its_examination_is_a_section_of_doctor(tmp_path: Path) -> None:
+    folder = install(tmp_path / "site", MINE)
+    done = run(EXAMINED, folder)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("elsewhere ['run.dir: elsewhere: ") and lines[0].endswith("sum")
+    assert lines[1] == "runs [] sum", done.stderr
+
+
+SEVERAL = """
+import treegraft.core.plugin as seam
+from treegraft import load_config
+from treegraft.cli.doctor import examine
+from treegraft.parts import Finding
+config = load_config({"tasks": {"num_train": 8, "num_eval": 4}})
+def memory(config, machine):
+    return [Finding("all", machine.planned)] if machine.num_gpus == 3 else None
+kinds = {"memory": memory}
+seam.plugins = lambda: seam.Plugins((seam.Plugin(name="mine", examinations=kinds),), ())
+print([str(one) for one in examine(config, num_gpus=3, gpu="h100").sections["memory"]])
+print(examine(config).sections["memory"][-1].name)
+kinds.clear()
+examine(config, num_gpus=3)
+"""
+
+
+def test_its_section_takes_the_place_of_ours_and_gpus_need_one() -> None:
+    done = run(SEVERAL)
+    assert done.stdout.splitlines() == ["['all: H100']", "sum"]
+    assert "SettingError: command line: --gpus: got 3; expected a plugin" in done.stderr
 
 
 # ---------------------------------------------------------------------- plugins that are refused

@@ -8,10 +8,10 @@ import pytest
 
 from treegraft.cli.doctor import cards, data_files, services, weights
 from treegraft.cli.memory import model_shape
-from treegraft.cli.sizing import Plan, sizing
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
 from treegraft.core.types import GraftCause
+from treegraft.extras.lab.sizing import Plan, sizing
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
 from treegraft.settings.recipe import merged

@@ -40,7 +40,7 @@ from treegraft.extras.lab.report.records import (
 from treegraft.extras.lab.report.trees import read_updates, spread
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.view.metrics import clean_lines
-from treegraft.view.runs import Run
+from treegraft.view.runs import RunReader
 
 ACCURACY = "eval/accuracy_sampled"
 CALLS = "rollout/num_tool_calls"
@@ -396,7 +396,7 @@ def test_sets_that_differ_in_one_thing_alone() -> None:
 def test_trajectories_of_a_tree_by_hand(tmp_path: Path) -> None:
     path = made_run(tmp_path / "run", {}, [], {3: [grown_tree(3, "t/1", note="hm")]})
     notes: list[str] = []
-    ((update, tree),) = read_updates(Run(path), notes)
+    ((update, tree),) = read_updates(RunReader(path), notes)
     means = TreeMeans()
     means.add(update, tree)
     # Paths: ssstt rrrr ss; ssstt sss; ssstt sstt s; ssssssss. The graft's call is not the policy's.
@@ -417,7 +417,7 @@ def test_damaged_trees_are_left_out_and_said(tmp_path: Path) -> None:
     with (path / "trees" / "update-000001.jsonl").open("a") as file:
         file.write('{"group_id":"1/t/2"}\nnonsense\n')
     notes: list[str] = []
-    assert len(list(read_updates(Run(path), notes))) == 1
+    assert len(list(read_updates(RunReader(path), notes))) == 1
     assert notes == ["run: update-000001 has 2 lines that are no tree; they were left out"]
 
 

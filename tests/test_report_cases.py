@@ -62,9 +62,7 @@ def questions(verdicts: str) -> list[Tree]:
 
 def held(page: Path) -> Any:
     """Returns the data of a page."""
-    found = re.search(
-        r'<script type="application/json" id="cases">(.*?)</script>', page.read_text()
-    )
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
     assert found is not None
     return json.loads(found[1])
 

@@ -10,7 +10,7 @@ import pytest
 from tests.families import byte_tokenizer, word_tokenizer
 
 from treegraft.core.errors import EngineError
-from treegraft.core.interfaces import Engine
+from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.weights import ModelWeights
@@ -28,7 +28,7 @@ def complete(
     sampling: Sampling = SAMPLING,
     **rest: Any,
 ) -> Completion:
-    return asyncio.run(engine.complete(prefix, sampling, noise_key=("k",), **rest))
+    return asyncio.run(engine.complete(Request(prefix, sampling, noise_key=("k",), **rest)))
 
 
 def test_it_is_an_engine() -> None:

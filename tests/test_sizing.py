@@ -4,15 +4,19 @@ and what cannot fit."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from treegraft.cli.layout import Layout
 from treegraft.cli.main import app
 from treegraft.cli.memory import model_shape
-from treegraft.cli.sizing import (
+from treegraft.core.errors import SettingError
+from treegraft.core.finding import Finding
+from treegraft.explore.build import num_starts
+from treegraft.extras.lab.layout import Layout
+from treegraft.extras.lab.sizing import (
     RESERVED,
     Plan,
     gpu_parts,
@@ -22,10 +26,8 @@ from treegraft.cli.sizing import (
     server_bytes,
     sizing,
 )
-from treegraft.core.errors import SettingError
-from treegraft.core.finding import Finding
-from treegraft.core.text import ranges
-from treegraft.policy.bounds import ModelShape
+from treegraft.extras.lab.text import ranges
+from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
@@ -53,7 +55,8 @@ def shaped(config: Config) -> ModelShape:
 
 
 def found_for(config: Config, num_gpus: int, memory: float | None = None) -> dict[str, Finding]:
-    plan = Plan.of(num_gpus, "h100", memory)
+    starts = num_starts(config.explore)
+    plan = replace(Plan.of(num_gpus, "h100", memory), num_starts=starts)
     return {one.name: one for one in sizing(config, shaped(config), plan)}
 
 
@@ -105,7 +108,7 @@ def test_eight_cards_at_7b_are_those_of_the_design() -> None:
     """Shards of 15 GB, activations of a 32k pack 12, 0.46 to 0.5 M tokens of keys and values; 19 s
     of old log-probabilities, 79 s of learning, 50 s of sampling."""
     config = load_config(SEVEN, SERVED)
-    plan = Plan.of(8, "H100", 80)
+    plan = replace(Plan.of(8, "H100", 80), num_starts=num_starts(config.explore))
     parts = gpu_parts(config, shaped(config), plan)
     shards = parts["masters"] + parts["gradients"] + parts["AdamW"]
     assert shards == pytest.approx(15.2e9, rel=0.01)
@@ -141,7 +144,11 @@ def test_what_cannot_fit_is_refused_with_what_to_change() -> None:
 
 def test_phases_follow_the_settings() -> None:
     config = load_config(SEVEN, [*SERVED, "loss.old_logprobs=engine", "loss.kl_coef=0.01"])
-    phases = seconds_by_phase(config, shaped(config), Plan.of(8, "H100", None))
+    phases = seconds_by_phase(
+        config,
+        shaped(config),
+        replace(Plan.of(8, "H100", None), num_starts=num_starts(config.explore)),
+    )
     assert list(phases) == ["sampling", "forward and backward", "reference"]
 
 
@@ -241,14 +248,11 @@ def test_offloaded_shards_are_in_the_hosts_memory() -> None:
     assert found_for(config, 8)["hosts' memory"].value == "121.8 GB"
 
 
-def test_the_gpus_of_this_machine_are_taken_where_ranks_or_servers_divide_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_gpus_of_this_machine_are_taken_where_ranks_or_servers_divide_them() -> None:
     cards = ["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2
-    monkeypatch.setattr("treegraft.cli.sizing.gpus", lambda: cards)
-    assert Plan.here(load_config(SEVEN)) is None
-    plan = Plan.here(load_config(SEVEN, ["learn.ranks=2"]))
+    assert Plan.here(load_config(SEVEN), cards) is None
+    plan = Plan.here(load_config(SEVEN, ["learn.ranks=2"]), cards)
     assert plan is not None and (plan.num_gpus, plan.card.memory) == (2, 81559 * 2.0**20)
-    assert Plan.here(load_config(SEVEN, ["engine.kind=vllm"])) == plan
+    assert Plan.here(load_config(SEVEN, ["engine.kind=vllm"]), cards) == plan
     cards[:] = ["NVIDIA Unheard, 100 MiB"]
-    assert Plan.here(load_config(SEVEN, ["learn.ranks=2"])) is None
+    assert Plan.here(load_config(SEVEN, ["learn.ranks=2"]), cards) is None

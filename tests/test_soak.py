@@ -16,6 +16,7 @@ import pytest
 from tests.families import build_model, word_tokenizer
 from tests.trees import VOCABULARY
 
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.weights import ModelWeights
@@ -42,7 +43,11 @@ async def tree(engine: NativeEngine, draw: random.Random, number: int) -> None:
         asked = [
             asyncio.create_task(
                 engine.complete(
-                    path, Sampling(max_new_tokens=draw.randint(1, 40)), noise_key=(number, step, n)
+                    Request(
+                        path,
+                        Sampling(max_new_tokens=draw.randint(1, 40)),
+                        noise_key=(number, step, n),
+                    )
                 )
             )
             for n, path in enumerate(sources)
@@ -98,7 +103,8 @@ def test_soak() -> None:
         await asyncio.gather(*running)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(
-                engine.complete((5, 6), Sampling(max_new_tokens=1), noise_key=("last",)), 30.0
+                engine.complete(Request((5, 6), Sampling(max_new_tokens=1), noise_key=("last",))),
+                30.0,
             )
 
     async def main() -> None:

@@ -22,6 +22,7 @@ from treegraft.cli import main as cli
 from treegraft.core.errors import DataError, SettingError, StorageError
 from treegraft.core.types import StepContent, ToolCall, Trace
 from treegraft.extras.lab.report.records import read_study as read_study_lines
+from treegraft.extras.lab.study.controls import shuffled, swapped
 from treegraft.extras.lab.study.file import read_study
 from treegraft.extras.lab.study.markdown import brief, markdown
 from treegraft.extras.lab.study.plan import make_plan
@@ -43,7 +44,6 @@ from treegraft.extras.lab.study.tables import Question, Runs, as_data, rows
 from treegraft.extras.lab.study.tables import tests as primary_tests
 from treegraft.extras.lab.study.work import _Sittings, carry_out
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.controls import shuffled, swapped
 from treegraft.traces.keys import split_steps
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -129,7 +129,8 @@ def test_scores_of_a_model_in_training_hands() -> None:
 def test_an_unknown_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("granite")
     monkeypatch.setattr(
-        "treegraft.policy.head.Head.__call__", lambda self, hidden: self._project(hidden)
+        "treegraft.policy.output_head.OutputHead.__call__",
+        lambda self, hidden: self._project(hidden),
     )
     with pytest.raises(ModelError, match="logits differ"):
         token_scores(model, pack_trees(example_trees(1)))

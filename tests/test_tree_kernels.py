@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.families import build_model
 from tests.slow_learner import example_trees
 
-from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
 from treegraft.policy.learn import tree_attention as attention
 from treegraft.policy.learn import tree_attention as module

@@ -42,7 +42,7 @@ from treegraft.runs.health import recorded
 from treegraft.runs.record import RunFolder, read_places, read_trajectory, write_trees
 from treegraft.runs.tree_json import tree_to_json
 from treegraft.view.pages import draw, page_warnings, path_tokens, summarise
-from treegraft.view.runs import Run, open_runs
+from treegraft.view.runs import RunReader, open_runs
 from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app
 
 
@@ -116,7 +116,7 @@ def test_tokens_carry_what_was_recorded() -> None:
 
 def test_metrics_are_followed_and_a_cut_is_noticed(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=2, with_buffer=False)
-    run = Run(path)
+    run = RunReader(path)
     era, lines = run.metrics()
     assert (era, [line["update"] for line in lines]) == (0, [0, 1, 2])
     with (path / "metrics.jsonl").open("a") as file:
@@ -135,7 +135,7 @@ def test_metrics_are_followed_and_a_cut_is_noticed(tmp_path: Path) -> None:
 
 def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
-    run = Run(path)
+    run = RunReader(path)
     assert len(run.groups("update-000001")) == 2
     file = path / "trees" / "update-000001.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
@@ -399,7 +399,7 @@ def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
     (path / "trees" / "update-000007.jsonl").symlink_to(outside / "trees" / "update-000001.jsonl")
     (path / "buffer" / "traces.sqlite").unlink()
     (path / "buffer" / "traces.sqlite").symlink_to(outside / "buffer" / "traces.sqlite")
-    run = Run(path)
+    run = RunReader(path)
     assert [file.update for file in run.files()] == [1, 2]
     with pytest.raises(DataError):
         run.tree("update-000007", 0)
@@ -549,7 +549,7 @@ def test_a_path_read_by_its_places_is_the_path_of_the_whole_tree(trees: list[Tre
 def test_the_next_leaf_parses_its_path_alone(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(run_dir)
+    run = RunReader(run_dir)
     whole = run.tree("update-000001", 0).trajectories()
     parsed: list[str] = []
     loads = json.loads
@@ -566,7 +566,7 @@ def test_the_next_leaf_parses_its_path_alone(
 
 def test_a_file_written_anew_is_indexed_anew(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
-    run, file = Run(path), path / "trees" / "update-000001.jsonl"
+    run, file = RunReader(path), path / "trees" / "update-000001.jsonl"
     assert len(run.path_of("update-000001", 0, 0).steps) == 4
     write_trees(file, [plain_tree(1, "t/1")])
     assert len(run.path_of("update-000001", 0, 0).steps) == 2
@@ -650,4 +650,4 @@ def test_many_metrics_are_read_in_the_background_and_thinned(tmp_path: Path) -> 
     assert [by[n]["warnings"][0]["is_new"] for n in (7777, 7778)] == [True, False]
     assert client.get("/api/runs").json()[0]["num_lines"] == 50_000
     # The report reads all of them.
-    assert len(Run(path).metrics()[1]) == 50_000
+    assert len(RunReader(path).metrics()[1]) == 50_000

@@ -30,6 +30,7 @@ from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
 
 from treegraft.core.errors import DeadlineExceeded, DriftError, EngineError, SettingError
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.canary import Canaries
 from treegraft.policy.engine.native import NativeEngine
@@ -98,7 +99,7 @@ def key(number: int) -> tuple[int | str, ...]:
 
 
 async def ask(engine: Any, number: int, sampling: Sampling = LONG) -> Completion:
-    return await engine.complete(PREFIX, sampling, noise_key=key(number))
+    return await engine.complete(Request(PREFIX, sampling, noise_key=key(number)))
 
 
 def native(model: Any, numbers: range, sampling: Sampling = LONG) -> list[Completion]:
@@ -167,7 +168,13 @@ def test_a_probe_comes_early_and_changes_no_token(tmp_path: Path) -> None:
 
     async def work(engine: VllmEngine) -> Completion:
         return await engine.complete(
-            PREFIX, LONG, noise_key=key(0), probe_tokens=3, on_probe=lambda x: seen.append(tuple(x))
+            Request(
+                PREFIX,
+                LONG,
+                noise_key=key(0),
+                probe_tokens=3,
+                on_probe=lambda x: seen.append(tuple(x)),
+            )
         )
 
     with fakes(MODEL) as servers:
@@ -256,7 +263,9 @@ def test_requests_of_a_tree_go_to_one_server(tmp_path: Path) -> None:
         for number in range(2):
             await asyncio.gather(
                 *(
-                    engine.complete(PREFIX, LONG, noise_key=(0, "train", 1, f"t{number}", str(n)))
+                    engine.complete(
+                        Request(PREFIX, LONG, noise_key=(0, "train", 1, f"t{number}", str(n)))
+                    )
                     for n in range(3)
                 )
             )
@@ -618,7 +627,13 @@ def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path, fam
         assert servers[0].owner == ""
         seen: list[int] = []
         found = await engine.complete(
-            PREFIX, LONG, noise_key=key(0), probe_tokens=3, on_probe=lambda x: seen.append(len(x))
+            Request(
+                PREFIX,
+                LONG,
+                noise_key=key(0),
+                probe_tokens=3,
+                on_probe=lambda x: seen.append(len(x)),
+            )
         )
         assert seen == [3]
         servers[0].model.load_state_dict(MODEL.state_dict())

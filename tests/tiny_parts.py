@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import ToolUnavailable, TreegraftError
-from treegraft.core.interfaces import NoiseKey, Tool, WeightSource
-from treegraft.core.types import Completion, Sampling, Start, Task, Tree
+from treegraft.core.interfaces import Request, Tool, WeightSource
+from treegraft.core.types import Completion, Start, Task, Tree
 from treegraft.core.workers import WorkerPool
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
@@ -105,11 +105,10 @@ class Habits:
         self.policy_version, self.capacity = 0, 64
         self.fingerprint, self.death, self.max_context = "", None, None
 
-    async def complete(
-        self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any
-    ) -> Completion:
-        engine = self._wrong if noise_key[1] == "train" and noise_key[-1] == "0.0" else self._right
-        return await engine.complete(prefix_ids, sampling, noise_key=noise_key, **hints)
+    async def complete(self, request: Request) -> Completion:
+        key = request.noise_key
+        engine = self._wrong if key[1] == "train" and key[-1] == "0.0" else self._right
+        return await engine.complete(request)
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Has nothing to forget."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from treegraft.core.interfaces import NoiseKey, WeightSource
-from treegraft.core.types import Completion, Sampling
+from treegraft.core.interfaces import Request, WeightSource
+from treegraft.core.types import Completion
 from treegraft.policy.engine.scripted import ScriptedEngine
 
 REFERENCES: dict[str, str] = {}
@@ -116,15 +116,11 @@ class Agent:
     @property
     def death(self) -> None: ...
 
-    async def complete(
-        self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """Lets the habit of the start reply; the last part of the key is the step's id,
         "0.START.…"."""
-        start = int(str(noise_key[-1]).split(".")[1])
-        return await self._engines[start].complete(
-            prefix_ids, sampling, noise_key=noise_key, **hints
-        )
+        start = int(str(request.noise_key[-1]).split(".")[1])
+        return await self._engines[start].complete(request)
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Has nothing to forget."""

@@ -19,13 +19,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.card.bench import Bench
 from benchmarks.card.one_rank import CannotShard, one_rank
 from benchmarks.card.trees import Workload
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
+from treegraft.policy.attention_hook import tree_attention
 from treegraft.policy.engine.forward import HookedForward
 from treegraft.policy.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.sampling import sample_tokens
-from treegraft.policy.head import Head
-from treegraft.policy.hook import tree_attention
 from treegraft.policy.learn import scores
 from treegraft.policy.learn.dense import AttentionShape, exactness
 from treegraft.policy.learn.flex import flex_distance, tree_block_mask
@@ -33,6 +33,7 @@ from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, pack_trees
 from treegraft.policy.learn.tree_attention import PROOF_TOKENS, PackedPlan
 from treegraft.policy.noise import philox_4x32, philox_gumbels
+from treegraft.policy.output_head import OutputHead
 from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import EngineSettings, LearnSettings, LossSettings, NativeSettings
 
@@ -170,7 +171,7 @@ def _logprobs_and_gradient(
     model: torch.nn.Module, batch: TreeBatch, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     targets = batch.token_ids[batch.sampled]
-    found = scores.chunked_scores(Head(model), hidden, targets, batch.temperatures, 2048)[0]
+    found = scores.chunked_scores(OutputHead(model), hidden, targets, batch.temperatures, 2048)[0]
     model.zero_grad(set_to_none=True)
     found.sum().backward()
     grads = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
@@ -187,7 +188,7 @@ def _keys(bench: Bench) -> None:
     sampling = Sampling(max_new_tokens=length)
 
     async def together(names: Sequence[int]) -> list[tuple[int, ...]]:
-        asked = (engine.complete(prompt, sampling, noise_key=(0, "gpu", n)) for n in names)
+        asked = (engine.complete(Request(prompt, sampling, noise_key=(0, "gpu", n))) for n in names)
         return [one.token_ids for one in await asyncio.gather(*asked)]
 
     async def compare() -> None:
@@ -280,9 +281,11 @@ def _written(
     async def write() -> list[Completion]:
         asked = (
             engine.complete(
-                bench.tokens(NAME, n, bench.pick(300, 10) + n),
-                Sampling(max_new_tokens=length - n % 3),
-                noise_key=(0, "graphs", n),
+                Request(
+                    bench.tokens(NAME, n, bench.pick(300, 10) + n),
+                    Sampling(max_new_tokens=length - n % 3),
+                    noise_key=(0, "graphs", n),
+                )
             )
             for n in range(count)
         )

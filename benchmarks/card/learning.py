@@ -12,7 +12,7 @@ import torch
 from benchmarks.card.bench import Bench
 from benchmarks.card.one_rank import CannotShard, one_rank
 from benchmarks.card.trees import Workload
-from treegraft.policy.bounds import model_flops_utilisation
+from treegraft.extras.lab.roofline import model_flops_utilisation
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import with_adapters
 from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings

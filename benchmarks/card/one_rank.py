@@ -32,9 +32,9 @@ def one_rank(
     """
     if importlib.util.find_spec("pydantic") is None:
         raise CannotShard("no pydantic here")
-    from treegraft.policy.learn.pieces import model_shape
     from treegraft.policy.learn.ranks import Ranks
     from treegraft.policy.learn.sharded import ShardedLearner
+    from treegraft.policy.learn.weight_files import model_shape
     from treegraft.settings.load import load_config
 
     given = {name: getattr(learn, name) for name in ("lr", "max_pack_tokens")}

@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.card.bench import Bench
 from benchmarks.speed.plans import TreePlan, arpo_tree, grow_plan
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Sampling
-from treegraft.policy.bounds import decode_bound
+from treegraft.extras.lab.roofline import decode_bound
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.settings.policy import EngineSettings, NativeSettings
 
@@ -71,7 +72,7 @@ async def _decode(
         sampling = Sampling(max_new_tokens=count)
         await asyncio.gather(
             *(
-                engine.complete(prompt, sampling, noise_key=(0, purpose, n))
+                engine.complete(Request(prompt, sampling, noise_key=(0, purpose, n)))
                 for n, prompt in enumerate(prompts)
             )
         )
@@ -100,7 +101,7 @@ def _tree(bench: Bench, engine: NativeEngine, name: str, what: str, length: int)
         prefix: Sequence[int], count: int, key: tuple[int | str, ...]
     ) -> Sequence[int]:
         sampling = Sampling(max_new_tokens=count)
-        return (await engine.complete(prefix, sampling, noise_key=key)).token_ids
+        return (await engine.complete(Request(prefix, sampling, noise_key=key))).token_ids
 
     async def grow(plan: TreePlan, seed: int) -> float:
         begun = time.perf_counter()

@@ -11,6 +11,7 @@ import torch
 from benchmarks.card.bench import Bench
 from benchmarks.card.trees import Workload
 from benchmarks.speed.plans import arpo_tree, grow_plan
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.learner import Learner
@@ -46,7 +47,7 @@ def _update(bench: Bench) -> None:
         prefix: Sequence[int], count: int, key: tuple[int | str, ...]
     ) -> Sequence[int]:
         sampling = Sampling(max_new_tokens=count)
-        return (await engine.complete(prefix, sampling, noise_key=key)).token_ids
+        return (await engine.complete(Request(prefix, sampling, noise_key=key))).token_ids
 
     async def sample() -> float:
         nonlocal sampled

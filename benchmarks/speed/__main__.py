@@ -114,7 +114,7 @@ def _add_command(name: str, text: str) -> None:
         from benchmarks.speed.measure import Report, markdown
         from benchmarks.speed.peers import work_folder
         from benchmarks.speed.stage import Stage
-        from treegraft.cli.machine import machine
+        from treegraft.extras.lab.machine import machine
 
         if dtype not in ("bfloat16", "float32"):
             raise SettingError(f"--dtype is '{dtype}'; expected bfloat16 or float32.")

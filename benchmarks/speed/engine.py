@@ -22,10 +22,11 @@ from benchmarks.speed.measure import Case, Row, Side, alternate, speed_row, time
 from benchmarks.speed.peers import VllmServer
 from benchmarks.speed.plans import TreePlan, arpo_tree, grow_plan
 from benchmarks.speed.stage import OurEngine, Stage
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.forward import FusedForward, build_forward, model_kernels
 from treegraft.policy.engine.packed import PackedLinears, Product, product_kind
-from treegraft.policy.head import base_model
+from treegraft.policy.output_head import base_model
 
 PROMPT, TOKENS = 200, 128
 GROUPS = (16, 64)
@@ -208,7 +209,7 @@ def _our_side(
         prefix: Sequence[int], count: int, key: tuple[int | str, ...]
     ) -> Sequence[int]:
         completion = await ours.engine.complete(
-            prefix, Sampling(max_new_tokens=count), noise_key=("bench", name, *key)
+            Request(prefix, Sampling(max_new_tokens=count), noise_key=("bench", name, *key))
         )
         seen.append((list(prefix), completion))
         return completion.token_ids

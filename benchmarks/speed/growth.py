@@ -20,6 +20,7 @@ from benchmarks.speed.measure import Case, Row, Side, alternate, fit_exponent, t
 from benchmarks.speed.plans import PathPlan, TreePlan, arpo_tree, grow_plan
 from benchmarks.speed.stage import OurEngine, Stage, passage
 from benchmarks.speed.update import Shape, example_trees
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Leaf, Origin, Sampling, Status, Step, Task, Tree
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees
@@ -282,7 +283,7 @@ def _sampling_depth(stage: Stage) -> Iterator[Row]:
             ) -> Sequence[int]:
                 sampling = Sampling(max_new_tokens=count)
                 return (
-                    await ours.engine.complete(prefix, sampling, noise_key=("bench", *key))
+                    await ours.engine.complete(Request(prefix, sampling, noise_key=("bench", *key)))
                 ).token_ids
 
             async def whole() -> int:

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treegraft.cli.machine import load_average, number
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.files import write_atomically
+from treegraft.extras.lab.machine import load_average, number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

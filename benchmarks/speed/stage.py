@@ -16,10 +16,11 @@ import torch
 
 from benchmarks.speed.peers import VllmServer, missing, peer_python
 from treegraft.core.errors import EngineError
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.head import base_model
 from treegraft.policy.load import limit_threads, load_model
+from treegraft.policy.output_head import base_model
 from treegraft.settings.policy import EngineSettings, ModelSettings, TinySettings
 
 Result = TypeVar("Result")
@@ -234,7 +235,7 @@ class OurEngine:
         async def sample() -> list[Completion]:
             sampling = Sampling(max_new_tokens=num_tokens)
             calls = [
-                self.engine.complete(prompt, sampling, noise_key=("bench", run, row))
+                self.engine.complete(Request(prompt, sampling, noise_key=("bench", run, row)))
                 for row in range(num_rows)
             ]
             found = await asyncio.gather(*calls)

@@ -25,10 +25,10 @@ from benchmarks.speed.measure import Case, Row, Side, alternate, time_row
 from benchmarks.speed.stage import Stage, passage
 from treegraft.core.errors import EngineError
 from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
-from treegraft.policy.head import Head, base_model, decoder, head_width
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.scores import chunked_scores
+from treegraft.policy.output_head import OutputHead, base_model, decoder, head_width
 from treegraft.settings.policy import LearnSettings, LossSettings
 
 MICRO_BATCH = 8
@@ -222,9 +222,9 @@ class Padded:
             return torch.log_softmax(logits, -1).gather(2, targets[..., None])[..., 0]
         flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         ones = torch.ones(wanted.shape, device=wanted.device)
-        return chunked_scores(Head(self.model), flat, wanted, ones, LearnSettings().vocab_chunk)[
-            0
-        ].view(targets.shape)
+        return chunked_scores(
+            OutputHead(self.model), flat, wanted, ones, LearnSettings().vocab_chunk
+        )[0].view(targets.shape)
 
     def clear(self) -> None:
         """Drops the gradients."""

@@ -20,12 +20,13 @@ from benchmarks.speed.measure import Case, Row, Side, alternate, time_row
 from benchmarks.speed.methods import method_cases
 from benchmarks.speed.peers import ScriptPeer, missing, peer_python
 from benchmarks.speed.stage import OurEngine, Stage
-from treegraft.algo.advantages import assign_credit
+from treegraft import load_config
 from treegraft.core.errors import EngineError
 from treegraft.core.types import Completion, Leaf, Origin, Status, Step, Task, Tree
+from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.weights import ModelWeights
-from treegraft.settings.policy import CreditSettings, LearnSettings, LossSettings
+from treegraft.settings.policy import LearnSettings, LossSettings
 
 PROMPT, GROUP = 200, 16
 LENGTHS = (64, 256)
@@ -126,7 +127,7 @@ class _Update:
         self.engine = engine
         learn = LearnSettings(lr=LR, max_grad_norm=1.0)
         self._learner = Learner(stage.load()[0], learn, LossSettings(), length_constant=256)
-        self._credit = CreditSettings().model_dump(exclude={"rule"})
+        self._config = load_config({})
         self._sampled_s = self._all_s = 0.0
 
     @property
@@ -141,7 +142,7 @@ class _Update:
         tree = group_tree(
             prompt, completions, [float(sum(one.token_ids) % 7) for one in completions]
         )
-        self._learner.learn([assign_credit(tree, **self._credit, learn_from_truncated=True)])
+        self._learner.learn(credit_trees([tree], self._config))
         weights = self._learner.weights()
         self.engine.runner.run(self._publish(weights, run + 1))
         self._sampled_s += sampled - began

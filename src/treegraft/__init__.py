@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from treegraft.settings.load import load_config
     from treegraft.tasks.scoring import exact_match, f1, math_equal
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.train import train
+    from treegraft.train import sft, train
 
 __version__ = "0.8.0.dev0"
 
@@ -78,6 +78,7 @@ __all__ = [
     "pack_trees",
     "read_trees",
     "retrieval_reward",
+    "sft",
     "shaping_factor",
     "shared_advantages",
     "token_scores",
@@ -100,7 +101,7 @@ _NAMES = {
     "settings.load": "load_config",
     "tasks.scoring": "exact_match f1 math_equal",
     "traces.buffer": "TraceBuffer",
-    "train": "train",
+    "train": "sft train",
 }
 _HOMES = homes(_NAMES)
 """The module of each public name, loaded on first use: importing treegraft does not import

@@ -32,7 +32,7 @@ from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
-from treegraft.rollout.limits import Limits
+from treegraft.rollout.limits import Limits, training_limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
 from treegraft.settings.config import Config
@@ -176,16 +176,17 @@ class Parts(Setup):
     """Where engines and growers stand; None for this process."""
 
     def grower(
-        self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
+        self, explorer: Explorer, limits: Limits | None = None, retriever: Retriever | None = None
     ) -> Grower:
-        """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
+        """Returns a grower of trees within `limits`, None for those of training; without a
+        retriever nothing is grafted."""
         make = Grower if self.placement is None else self.placement.grower
         return make(
             self.engine,
             self.format,
             self.toolbox,
             explorer,
-            limits,
+            limits or training_limits(self.config),
             self.scorer,
             retriever=retriever,
             allocate=build_allocation(self.config.explore),
@@ -359,10 +360,10 @@ async def assemble_training(
 
 def _weight_files(config: Config, model_path: Path | str) -> Sequence[Path] | None:
     """The files from which ranks read the weights by themselves, None for none."""
-    from treegraft.policy.learn.pieces import weight_files
+    from treegraft.policy.learn.weight_files import shardable_files
 
     with about("model.path"):
-        return weight_files(config, model_path)
+        return shardable_files(config, model_path)
 
 
 def _build_learner(
@@ -461,11 +462,12 @@ class _Scenario:
                 already.
             max_context: of the engine, in tokens.
         """
-        from treegraft.policy import head
+        from treegraft.policy import output_head
 
         config = self.config
         # The learner packs whole paths, so its model's limit counts beside the engine's.
-        limits = [limit for limit in (head.max_context(model), max_context) if limit is not None]
+        own = output_head.max_context(model)
+        limits = [limit for limit in (own, max_context) if limit is not None]
         max_prompt = None
         if limits:
             refuse(check_context(config, min(limits)))
@@ -477,7 +479,7 @@ class _Scenario:
             tokenizer,
             self.tools,
             max_context=max_prompt,
-            end_ids=head.end_token_ids(model, tokenizer),
+            end_ids=output_head.end_token_ids(model, tokenizer),
             mentions_retrieval="graft" in config.explore.explorers,
         )
         environments = None if self.kind is None else Environments(self.kind, config.environment)

@@ -19,10 +19,9 @@ from treegraft.evals.during import is_evaluation_due
 from treegraft.evals.preflight import Preflight
 from treegraft.evals.warmup import demonstrations_of, evaluate_warmup, warm_up_from
 from treegraft.policy.checkpoint import save_checkpoint
-from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.lessons import Given, LessonBook
+from treegraft.policy.learn.torchrun import joined
 from treegraft.policy.publish import Publisher
-from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
 from treegraft.runs.checkpoint import TrainState
@@ -159,8 +158,7 @@ class Training:
             if doubt := unusable(self.buffer.buffer, config, parts.train_tasks):
                 run.display.warn(doubt)
             run.checkpoints.replays(self.replay.files)
-            limits = training_limits(config)
-            self.grower = parts.grower(parts.explorer, limits, self.buffer.retriever)
+            self.grower = parts.grower(parts.explorer, retriever=self.buffer.retriever)
             yield
 
     async def remaining(self) -> AsyncIterator[int]:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 from treegraft.core.lazy import homes, loader
 
 if TYPE_CHECKING:
-    from treegraft.algo.groups import (
-        Floats,
-        Scale,
-    )
     from treegraft.assemble import (
         assemble_engine,
         assemble_training,
+    )
+    from treegraft.cli.doctor import (
+        Machine,
+    )
+    from treegraft.cli.options import (
+        Overrides,
+        refuse_idle,
     )
     from treegraft.cli.train import (
         RunAsked,
@@ -28,15 +31,18 @@ if TYPE_CHECKING:
         interrupt,
         spans,
     )
-    from treegraft.core.errors import (
-        nearest,
-    )
     from treegraft.core.files import (
+        LineFile,
         code_checksum,
+        write_atomically,
+    )
+    from treegraft.core.finding import (
+        Finding,
     )
     from treegraft.core.interfaces import (
         Engine,
         NoiseKey,
+        Request,
         Signature,
         Tool,
         WeightSource,
@@ -56,12 +62,10 @@ if TYPE_CHECKING:
         TrackerKind,
     )
     from treegraft.core.text import (
-        describe,
         plain,
     )
     from treegraft.core.types import (
         LEARNING_RULES,
-        ROOT_ID,
         Below,
         Branch,
         BranchCause,
@@ -92,11 +96,8 @@ if TYPE_CHECKING:
     from treegraft.policy.publish import (
         Publisher,
     )
-    from treegraft.rollout.limits import (
-        training_limits,
-    )
-    from treegraft.runs.checkpoint import (
-        TrainState,
+    from treegraft.policy.shapes import (
+        ModelShape,
     )
     from treegraft.runs.display import (
         NoDisplay,
@@ -104,14 +105,14 @@ if TYPE_CHECKING:
     from treegraft.runs.tracked import (
         Tracked,
     )
-    from treegraft.settings.explore import (
-        EntropySettings,
+    from treegraft.settings.load import (
+        setting_rows,
     )
-    from treegraft.settings.sampling import (
-        unknown_encoder,
+    from treegraft.settings.recipe import (
+        merged,
+        read_based,
     )
     from treegraft.settings.table import (
-        Condition,
         Contradiction,
         Settings,
         flatten,
@@ -133,63 +134,74 @@ if TYPE_CHECKING:
         OVER,
         ClassEnvironments,
         EnvironmentTool,
-        capability_without_fork,
-        options_of,
-        row_of,
     )
     from treegraft.tools.json_tools import (
-        arguments_from,
-        signature_from,
         tag_of,
     )
     from treegraft.tools.search.encoders import (
         build_encoder,
     )
+    from treegraft.traces.fill import (
+        BufferBuild,
+    )
+    from treegraft.traces.prune_buffer import (
+        BufferPruning,
+    )
     from treegraft.traces.remote import (
         RemoteTrees,
         TreeHost,
+    )
+    from treegraft.view.bundle import (
+        standalone_page,
+    )
+    from treegraft.view.runs import (
+        RunReader,
     )
 
 __all__ = [
     "LEARNING_RULES",
     "OVER",
-    "ROOT_ID",
     "Below",
     "Branch",
     "BranchCause",
+    "BufferBuild",
+    "BufferPruning",
     "ClassEnvironments",
     "Command",
     "Completion",
-    "Condition",
     "Contradiction",
     "Engine",
     "EntropyBranching",
-    "EntropySettings",
     "EnvironmentSettings",
     "EnvironmentTool",
     "Epochs",
     "Expand",
     "ExplorerFacts",
     "ExplorerKind",
-    "Floats",
+    "Finding",
     "GraftCause",
     "Independent",
     "Leaf",
+    "LineFile",
+    "Machine",
+    "ModelShape",
     "NoDisplay",
     "NoiseKey",
     "OpenTasks",
     "OutcomeKind",
+    "Overrides",
     "PathView",
     "PlacementKind",
     "Plugin",
     "Publisher",
     "RemoteTrees",
+    "Request",
     "RestartCause",
     "Retry",
     "RetryCause",
     "RunAsked",
+    "RunReader",
     "Sampling",
-    "Scale",
     "Settings",
     "Signature",
     "Start",
@@ -199,17 +211,13 @@ __all__ = [
     "ToolCall",
     "Tracked",
     "TrackerKind",
-    "TrainState",
     "TreeHost",
     "WeightSource",
-    "arguments_from",
     "assemble_engine",
     "assemble_training",
     "build_encoder",
-    "capability_without_fork",
     "code_checksum",
     "credit_trees",
-    "describe",
     "errors",
     "flatten",
     "has",
@@ -218,60 +226,61 @@ __all__ = [
     "keyed_choice",
     "keyed_int",
     "keyed_unit",
-    "nearest",
-    "options_of",
+    "merged",
     "plain",
-    "row_of",
+    "read_based",
+    "refuse_idle",
     "run_command",
     "setting",
-    "signature_from",
+    "setting_rows",
     "spans",
+    "standalone_page",
     "tag_of",
-    "training_limits",
-    "unknown_encoder",
     "value_of",
     "when",
+    "write_atomically",
 ]
 
 _HOMES = homes(
     {
-        "algo.groups": "Floats Scale",
         "assemble": "assemble_engine assemble_training",
+        "cli.doctor": "Machine",
+        "cli.options": "Overrides refuse_idle",
         "cli.train": "RunAsked run_command",
         "core": "errors interrupt spans",
-        "core.errors": "nearest",
-        "core.files": "code_checksum",
-        "core.interfaces": "Engine NoiseKey Signature Tool WeightSource",
+        "core.files": "LineFile code_checksum write_atomically",
+        "core.finding": "Finding",
+        "core.interfaces": "Engine NoiseKey Request Signature Tool WeightSource",
         "core.keyed": "keyed_choice keyed_int keyed_unit",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
         ),
-        "core.text": "describe plain",
+        "core.text": "plain",
         "core.types": (
-            "LEARNING_RULES ROOT_ID Below Branch BranchCause Completion Expand GraftCause "
-            "Leaf PathView RestartCause Retry RetryCause Sampling Start Stored StoredCause "
-            "ToolCall ids_to"
+            "LEARNING_RULES Below Branch BranchCause Completion Expand GraftCause Leaf PathView "
+            "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
         "policy.learn.credit": "credit_trees",
         "policy.publish": "Publisher",
-        "rollout.limits": "training_limits",
-        "runs.checkpoint": "TrainState",
+        "policy.shapes": "ModelShape",
         "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
-        "settings.explore": "EntropySettings",
-        "settings.sampling": "unknown_encoder",
-        "settings.table": "Condition Contradiction Settings flatten has setting value_of when",
+        "settings.load": "setting_rows",
+        "settings.recipe": "merged read_based",
+        "settings.table": "Contradiction Settings flatten has setting value_of when",
         "settings.tools": "EnvironmentSettings",
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
-        "tools.environments.own": (
-            "OVER ClassEnvironments EnvironmentTool capability_without_fork options_of row_of"
-        ),
-        "tools.json_tools": "arguments_from signature_from tag_of",
+        "tools.environments.own": "OVER ClassEnvironments EnvironmentTool",
+        "tools.json_tools": "tag_of",
         "tools.search.encoders": "build_encoder",
+        "traces.fill": "BufferBuild",
+        "traces.prune_buffer": "BufferPruning",
         "traces.remote": "RemoteTrees TreeHost",
+        "view.bundle": "standalone_page",
+        "view.runs": "RunReader",
     }
 )
 __getattr__ = loader("treegraft.parts", _HOMES)

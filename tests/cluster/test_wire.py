@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from treegraft.core.errors import DataError, DriftError, EngineError
+from treegraft.core.interfaces import Request
 from treegraft.core.sessions import COUNTS
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason, Task, ToolCall
 from treegraft.extras.ray.actors import error_reply, replying, value_of
@@ -133,14 +134,16 @@ def test_a_request_moves_from_an_engine_without_the_weights() -> None:
         engine = ClusterEngine(Config(), max_context=None)
         engine.take(3, 3, {0: old, 1: new})
         done = await engine.complete(
-            [1, 2],
-            Sampling(max_new_tokens=4),
-            noise_key=(0, "a"),
-            probe_tokens=1,
-            on_probe=told.append,
+            Request(
+                [1, 2],
+                Sampling(max_new_tokens=4),
+                noise_key=(0, "a"),
+                probe_tokens=1,
+                on_probe=told.append,
+            )
         )
         # The tree keeps to the engine that answered.
-        await engine.complete([1], Sampling(max_new_tokens=4), noise_key=(0, "b"))
+        await engine.complete(Request([1], Sampling(max_new_tokens=4), noise_key=(0, "b")))
         return done, engine.take_metrics()
 
     done, metrics = asyncio.run(ask())
@@ -151,7 +154,8 @@ def test_a_request_moves_from_an_engine_without_the_weights() -> None:
         "time/engine_stale": 1.0,
     }
     assert (len(old.asked), len(new.asked)) == (1, 2)
-    asked = json.loads(request_to_json([1, 2], Sampling(max_new_tokens=4), (0, "a"), 1, 3))
+    request = Request([1, 2], Sampling(max_new_tokens=4), (0, "a"), 1, told.append)
+    asked = json.loads(request_to_json(request, 3))
     assert old.asked[0] == new.asked[0] == asked
 
 
@@ -162,7 +166,7 @@ def test_an_engine_that_refuses_is_not_asked_again() -> None:
     async def ask() -> None:
         engine = ClusterEngine(Config(), max_context=None)
         engine.take(0, 0, {0: refusing})
-        await engine.complete([], Sampling(max_new_tokens=4), noise_key=(0, "a"))
+        await engine.complete(Request([], Sampling(max_new_tokens=4), noise_key=(0, "a")))
 
     with pytest.raises(EngineError, match="the prefix is empty"):
         asyncio.run(ask())

@@ -21,11 +21,11 @@ from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Tree
-from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.pieces import Pieces, model_shape
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.sharded import ShardedLearner
+from treegraft.policy.learn.torchrun import joined
+from treegraft.policy.learn.weight_files import WeightFiles, model_shape
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import plain_weights, weights_fingerprint
 from treegraft.settings.config import Config
@@ -202,7 +202,7 @@ def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
     }
 
 
-def pieces(ranks: Ranks, config: Config, family: str) -> dict[str, Any]:
+def own_files(ranks: Ranks, config: Config, family: str) -> dict[str, Any]:
     """Weights that each rank has read from files by its rows, and those of the whole model."""
     folder = Path(sys.argv[1]) / family
     model = build_model(family)
@@ -210,8 +210,8 @@ def pieces(ranks: Ranks, config: Config, family: str) -> dict[str, Any]:
         model.save_pretrained(folder, max_shard_size="20KB")
     ranks.barrier()
     shape, files = model_shape(model), sorted(folder.glob("*.safetensors"))
-    found = Pieces(files, shape, "float32")
-    many = ShardedLearner(ranks, shape, config, pieces=found)
+    found = WeightFiles(files, shape, "float32")
+    many = ShardedLearner(ranks, shape, config, files=found)
     whole, (one, other) = dict(many.stream()), learners(ranks, config, family)
     many.learn(some_trees())
     other.learn(some_trees())
@@ -228,9 +228,9 @@ def pieces(ranks: Ranks, config: Config, family: str) -> dict[str, Any]:
 
 
 def many_state(place: Path) -> Weights:
-    from treegraft.policy.shards import Rows
+    from treegraft.policy.shards import TensorFiles
 
-    rows = Rows(sorted((place / "treegraft").glob("optimiser*.safetensors")))
+    rows = TensorFiles(sorted((place / "treegraft").glob("optimiser*.safetensors")))
     return {name: rows.whole(name) for name in rows.names}
 
 
@@ -273,8 +273,8 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "offload": lambda ranks: law_1(ranks, settings(learn={"offload": True})),
     "replicate": lambda ranks: law_1(ranks, settings(learn={"replicate": 2})),
     "twice": lambda ranks: twice(ranks, settings()),
-    "pieces": lambda ranks: pieces(ranks, settings(), "llama"),
-    "pieces tied": lambda ranks: pieces(ranks, settings(), "llama-tied"),
+    "files": lambda ranks: own_files(ranks, settings(), "llama"),
+    "files tied": lambda ranks: own_files(ranks, settings(), "llama-tied"),
     "resumed": lambda ranks: resumed(ranks, settings()),
 }
 

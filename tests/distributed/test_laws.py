@@ -14,7 +14,7 @@ NAMES = {
     2: (
         *("llama", "tied", "qwen3", "minibatches", "kl", "lora", "lessons", "stored", "idle"),
         *("checkpointing", "offload", "replicate", "twice", "resumed"),
-        *("pieces", "pieces tied"),
+        *("files", "files tied"),
     ),
     3: ("idle",),
 }
@@ -54,7 +54,7 @@ def test_three_ranks_equal_one(name: str) -> None:
 def assert_equal(name: str, found: dict[str, Any]) -> None:
     if name == "twice":
         assert found["equal"]
-    elif name.startswith("pieces"):
+    elif name.startswith("files"):
         assert found["files"] > 1 and not found["problem"]
         assert found["equal"] and found["learned"]
     elif name == "resumed":

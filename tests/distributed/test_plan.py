@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +22,11 @@ from tests.trees import recorded_trees
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
-from treegraft.policy.learn.handover import packed, unpacked
-from treegraft.policy.learn.launch import num_started
 from treegraft.policy.learn.leader import StreamedWeights, _refuse
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.orders import arguments_of, order_of, packed, unpacked
 from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
+from treegraft.policy.learn.torchrun import num_started
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import bit_sum
 from treegraft.settings.load import config_json
@@ -181,6 +182,22 @@ def test_trees_reach_the_other_ranks_as_they_are(trees: list[Tree]) -> None:
     steps = [step for tree in trees for step in tree.steps]
     assert columns[0] == sum(len(step.token_ids) + len(step.lesson_ids) for step in steps)
     assert columns.numel() > columns[0] + 2 * sum(sum(step.sampled_mask) for step in steps)
+
+
+@given(st.lists(recorded_trees(), max_size=2), st.lists(recorded_trees(), max_size=2))
+def test_a_call_reaches_the_other_ranks_as_it_is(trees: list[Tree], lessons: list[Tree]) -> None:
+    args, options = [trees, 1e-3, Path("/a/b")], {"lessons": lessons, "decay": None, "is_new": True}
+    order, columns = order_of(args, options)
+    assert (columns is None) == (not trees and not lessons)
+    order = json.loads(json.dumps(order)) | ({} if columns is None else {"columns": columns})
+    assert arguments_of(order) == (args, options)
+
+
+def test_folders_of_an_order_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    order, _ = order_of([Path("run")], {})
+    assert order["args"] == [{"path": str(tmp_path / "run")}]
+    assert arguments_of({}) == ([], {})
 
 
 def test_a_reader_that_gives_up_leaves_no_tensor_ungathered() -> None:

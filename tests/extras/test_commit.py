@@ -33,7 +33,7 @@ from treegraft.core.types import (
 )
 from treegraft.explore.build import build_explorer
 from treegraft.extras.methods.commit import CommitBranching, CommitSettings
-from treegraft.policy.learn.pack import num_lesson_tokens
+from treegraft.policy.learn.pack import num_imitated_tokens
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.rollout.retried import check_retries
@@ -192,11 +192,11 @@ def taught(lesson: int = 2) -> Tree:
     return assign_credit(tree, advantage="dr_grpo", restarts="together")
 
 
-def test_all_leaves_are_compared_and_winning_openings_are_lessons() -> None:
+def test_all_leaves_are_compared_and_winning_openings_are_imitated() -> None:
     """Of rewards 0, 0, 1, 0 the mean is 1/4. Of the two openings the one that paid is learned."""
     tree = taught()
     assert [leaf.advantage for leaf in tree.leaves] == [-0.25, -0.25, 0.75, -0.25]
-    assert num_lesson_tokens(tree) == 2
+    assert num_imitated_tokens(tree) == 2
     config = load_config({"explore": {"explorers": ["commit"]}})
     assert config.credit.restarts == "together" and config.loss.graft_coef == 0
     assert load_config({"explore": {"explorers": ["axpo"]}}).credit.restarts == "apart"

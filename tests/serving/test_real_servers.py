@@ -20,10 +20,11 @@ from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
 from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Tree
+from treegraft.policy.attention_hook import plain_attention
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm.build import build_engine, find_python
-from treegraft.policy.hook import plain_attention
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.publish import Publisher
@@ -242,10 +243,12 @@ def test_completions_are_those_of_the_native_engine(tmp_path: Path) -> None:
             found = await asyncio.gather(
                 *(
                     one.complete(
-                        *(prompt, sampling),
-                        noise_key=(0, "train", 1, f"t{number}", str(step)),
-                        probe_tokens=8,
-                        on_probe=probes[step].append,
+                        Request(
+                            *(prompt, sampling),
+                            noise_key=(0, "train", 1, f"t{number}", str(step)),
+                            probe_tokens=8,
+                            on_probe=probes[step].append,
+                        )
                     )
                     for step in range(16)
                 )
@@ -301,7 +304,9 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
                 found, again = [
                     await asyncio.gather(
                         *(
-                            engine.complete(prompt, sampling, noise_key=(0, "train", 1, str(n)))
+                            engine.complete(
+                                Request(prompt, sampling, noise_key=(0, "train", 1, str(n)))
+                            )
                             for n in range(4)
                         )
                     )

@@ -97,7 +97,7 @@ def engine_correction(
     return ratios.clamp(max=cap), ratios > cap
 
 
-def lesson_loss(
+def imitated_loss(
     logprobs: torch.Tensor,
     advantages: torch.Tensor,
     *,
@@ -125,7 +125,7 @@ def lesson_loss(
         ValueError: an unknown form.
     """
     if form not in ("log", "luffy"):
-        raise ValueError(f"lesson_loss: form is '{form}'; expected 'log' or 'luffy'")
+        raise ValueError(f"imitated_loss: form is '{form}'; expected 'log' or 'luffy'")
     # π / (π + γ) = sigmoid(log π - log γ), which neither overflows nor divides by a vanishing sum.
     raised = logprobs if form == "log" else torch.sigmoid(logprobs - math.log(gamma))
     return -coef * advantages.clamp(min=0.0) * raised

@@ -51,7 +51,7 @@ def show_config(
     A * marks values that differ from the default.
     """
     from treegraft.settings.config import Config
-    from treegraft.settings.load import config_json, describe, load_config
+    from treegraft.settings.load import config_json, load_config, setting_rows
 
     if as_json:
         refuse_idle(context, "with --json", "--toml")
@@ -60,7 +60,7 @@ def show_config(
     if as_json:
         print(config_json(config), end="")
         return
-    rows = [row for row in describe(config) if not chosen or _is_below(row.name, chosen)]
+    rows = [row for row in setting_rows(config) if not chosen or _is_below(row.name, chosen)]
     if as_toml:
         print("\n".join(recipe_lines(rows)))
         return

@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.machine import num_cpus
 from treegraft.cli.memory import gigabytes, gpus, memory_room, model_shape, recipe_memory
 from treegraft.cli.options import table
-from treegraft.cli.sizing import Plan, sizing
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import ModelError, TreegraftError
+from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.locate import locate
+from treegraft.core.plugin import loaded, offered
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
+from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 from treegraft.settings.explore import MADE_BY_RUN, retrieving, takes_warmup_of_buffer
 
@@ -65,6 +65,12 @@ def installed() -> Iterator[Finding]:
         yield Finding(package, version or "missing", version is not None, note)
     for package, use in OPTIONAL.items():
         yield Finding(package, _version(package) or "not installed", note=use)
+
+
+def num_cpus() -> int:
+    """Returns how many processors this process may run on."""
+    # A container may be held to fewer processors than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_threads(config: Config | None = None) -> int:
@@ -273,23 +279,68 @@ class Examination:
         return made | {"verdict": facts(self.verdict)}
 
 
-def examine(config: Config | None, plan: Plan | None = None) -> Examination:
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The model and the GPUs that a recipe is examined for."""
+
+    shape: ModelShape | None
+    """Of the recipe's model; None where it has not been fetched yet."""
+    num_starts: int
+    """First-level rollouts of a tree, by the recipe's explorers."""
+    gpus: Sequence[str] = ()
+    """This machine's, as their driver names them: "NVIDIA H100 80GB HBM3, 81559 MiB"."""
+    num_gpus: int | None = None
+    """Those of --gpus, which need not be here; None for this machine's."""
+    gpu: str = "H100"
+    """Their name, by --gpu."""
+    gpu_memory: float | None = None
+    """Gigabytes of each, by --gpu-memory; None for what its data sheet says."""
+
+    @property
+    def planned(self) -> str:
+        """Name of the GPUs that are not this machine's; empty for this machine's."""
+        return "" if self.num_gpus is None else self.gpu.upper()
+
+
+def _machine_for(config: Config, asked: Mapping[str, Any]) -> Machine:
+    # Here, since it loads numpy, and `doctor` is to answer at once.
+    from treegraft.explore.build import num_starts
+
+    starts = num_starts(config.explore)
+    return Machine(shape=model_shape(config), num_starts=starts, gpus=gpus(), **asked)
+
+
+def _examined(config: Config, machine: Machine) -> dict[str, list[Finding]]:
+    """The sections of plugins by title."""
+    made = {
+        title: loaded(entry)(config, machine) for title, entry in offered("examinations").items()
+    }
+    found = {title: list(findings) for title, findings in made.items() if findings is not None}
+    if machine.num_gpus is not None and "memory" not in found:
+        raise SettingError(
+            f"command line: --gpus: got {machine.num_gpus}; expected a plugin that estimates the"
+            " memory of GPUs which need not be here, and there is none. Leave it out."
+        )
+    return found
+
+
+def examine(config: Config | None, **asked: Any) -> Examination:
     """Returns what was found about this machine, and the recipe where one is given.
 
     Args:
-        plan: GPUs for which the recipe's memory and time are estimated; None looks at this
-            machine's GPUs where ranks or servers divide them, else at the memory of one process.
+        asked: num_gpus, gpu and gpu_memory of `Machine`, for GPUs which need not be here.
     """
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
-    planned = plan.card.name if plan else ""
-    plan = plan or Plan.here(config)
+    planned, more = "", dict[str, list[Finding]]()
     try:
-        if plan is None:
-            parts, total = recipe_memory(config)
+        place = _machine_for(config, asked)
+        planned, more = place.planned, _examined(config, place)
+        if "memory" in more:
+            *parts, total = more.pop("memory")
         else:
-            *parts, total = sizing(config, model_shape(config), plan)
+            parts, total = recipe_memory(config, place.shape)
     except ModelError as error:
         parts, total = [], Finding("model.path", config.model.path, False, str(error))
     found.sections |= {
@@ -301,9 +352,10 @@ def examine(config: Config | None, plan: Plan | None = None) -> Examination:
             *import_paths(config),
         ],
         "what runs where": [
-            *cards(config, len(gpus()) if plan is None else plan.num_gpus),
+            *cards(config, asked.get("num_gpus") or len(gpus())),
             *placement(config, planned),
         ],
+        **more,
     }
     # Without its data, its parts or its model nothing can be tried.
     if total.name != "model.path" and all(

@@ -329,7 +329,6 @@ def doctor(
     The exit code is 2 if something has to be corrected.
     """
     from treegraft.cli.doctor import examine, print_examination
-    from treegraft.cli.sizing import Plan
     from treegraft.settings.load import load_config
 
     if recipe is None:
@@ -337,7 +336,7 @@ def doctor(
     if num_gpus is None:
         refuse_idle(context, "without --gpus", "--gpu", "--gpu-memory")
     config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
-    found = examine(config, None if num_gpus is None else Plan.of(num_gpus, gpu, gpu_memory))
+    found = examine(config, num_gpus=num_gpus, gpu=gpu, gpu_memory=gpu_memory)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:

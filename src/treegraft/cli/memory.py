@@ -27,8 +27,13 @@ from typing import Any
 from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
-from treegraft.policy.bounds import ModelShape, kv_bytes
-from treegraft.policy.shapes import PREFIX, num_shape_weights, published_shape, shape_named
+from treegraft.policy.shapes import (
+    PREFIX,
+    ModelShape,
+    num_shape_weights,
+    published_shape,
+    shape_named,
+)
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import CPU_CACHE_GB
@@ -259,7 +264,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "engine's packed weights": weights if native.pack_weights else 0,
         # Under LoRA the reference is the same model with its adapters off.
         "reference": weights if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": min(rows * context * kv_bytes(shape, width), int(1e9 * cache_gb)),
+        "keys and values": min(rows * context * shape.kv_bytes(width), int(1e9 * cache_gb)),
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),
@@ -278,9 +283,8 @@ _SAVINGS: tuple[Mapping[str, Any], ...] = (
 """What takes less memory, in the order in which it is given up gladly; each keeps those before."""
 
 
-def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
+def recipe_memory(config: Config, shape: ModelShape | None) -> tuple[list[Finding], Finding]:
     """Returns the parts of the memory estimate, and the sum against what is free."""
-    shape = model_shape(config)
     if shape is None:
         note = f"'{config.model.path}' is not on this machine yet, so its size is not known"
         return [], Finding("memory", "unknown", note=note, is_doubtful=True)

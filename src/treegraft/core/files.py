@@ -94,44 +94,49 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def append_line(path: Path, line: str) -> None:
-    """Adds a line to a file; it is on the disk when this returns, and not there at all where it
-    could not be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        size, data = file.seek(0, os.SEEK_END), line.encode() + b"\n"
-        try:
-            # A disk that fills up takes a part of it.
-            if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            os.fsync(file.fileno())
-        except OSError:
-            with suppress(OSError):
-                file.truncate(size)
-            raise
+class LineFile:
+    """A file of one record a line, which a crash leaves readable: what it cut off is no line."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the complete lines, without line breaks, with their numbers from 1; none where there
-    is no file."""
-    if path.exists():
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                # A last line without its end is the trace of a crash.
-                if line.endswith(b"\n"):
-                    yield number, line[:-1].decode()
+    def append(self, line: str) -> None:
+        """Adds a line; it is on the disk when this returns, and not there at all where it could not
+        be written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            size, data = file.seek(0, os.SEEK_END), line.encode() + b"\n"
+            try:
+                # A disk that fills up takes a part of it.
+                if file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                os.fsync(file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(size)
+                raise
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yields the complete lines, without line breaks, with their numbers from 1; none where
+        there is no file."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    # A last line without its end is the trace of a crash.
+                    if line.endswith(b"\n"):
+                        yield number, line[:-1].decode()
+
+    def drop_cut(self) -> None:
+        """Removes a last line that a crash cut off, so that the next one begins a line of its
+        own."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        if data and not data.endswith(b"\n"):
+            os.truncate(self.path, data.rfind(b"\n") + 1)
 
 
 def leads_outside(path: Path, folder: Path) -> bool:
     """Returns whether links on the way lead `path` out of `folder`."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-
-
-def drop_cut_line(path: Path) -> None:
-    """Removes a last line that a crash cut off, so that the next one begins a line of its own."""
-    data = path.read_bytes() if path.exists() else b""
-    if data and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def code_checksum() -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from treegraft.core.errors import ToolError
 from treegraft.core.types import (
     Branch,
     Completion,
@@ -109,6 +111,26 @@ class LearnerLike(Protocol):
         """Writes the plain model and the optimiser's state into the folder of a checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine is asked for: one completion of a path.
+
+    Request((5, 6), Sampling(max_new_tokens=8), noise_key=(0, "train", 1, "task", "0.1"))
+    """
+
+    prefix_ids: Sequence[int]
+    """[tokens] The whole path so far, of at least one token."""
+    sampling: Sampling
+    """The temperature, the most tokens, and which texts end the completion."""
+    noise_key: NoiseKey
+    """The completion is a function of it, the prefix, the sampling and the weights alone."""
+    probe_tokens: int | None = None
+    """How many sampled tokens `on_probe` waits for, at least 1; None: it is never called."""
+    on_probe: Callable[[Sequence[float]], None] | None = None
+    """Called at most once, on the caller's event loop, with the entropies of the first
+    `probe_tokens` tokens in nats; not for a shorter completion. None: nobody waits for them."""
+
+
 @runtime_checkable
 class Engine(Measured, Protocol):
     """Turns token ids into more token ids. Stateless for the caller."""
@@ -133,23 +155,12 @@ class Engine(Measured, Protocol):
     def death(self) -> BaseException | None:
         """Why no completion can come from it any more; None while it serves."""
 
-    async def complete(
-        self,
-        prefix_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        noise_key: NoiseKey,
-        probe_tokens: int | None = None,
-        on_probe: Callable[[Sequence[float]], None] | None = None,
-    ) -> Completion:
-        """Returns one completion of `prefix_ids`, by one version of the policy.
+    async def complete(self, request: Request) -> Completion:
+        """Returns one completion, by one version of the policy.
 
-        Args:
-            prefix_ids: [tokens] the whole path so far.
-            noise_key: the completion is a function of it, the prefix, the sampling and the weights
-                alone.
-            probe_tokens, on_probe: once this many tokens are sampled, `on_probe` is called with
-                their entropies in nats.
+        Raises:
+            EngineError: a request that it cannot serve, or it has died.
+            DeadlineExceeded: no completion in time.
         """
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
@@ -286,6 +297,39 @@ class Signature:
         """Returns the signature of a tool that takes one text."""
         described = {"type": "string"} | ({"description": description} if description else {})
         return cls({"type": "object", "properties": {name: described}, "required": [name]}, name)
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any]) -> Signature:
+        """Returns the signature of a tool with this JSON schema; a single text is a call's whole
+        body."""
+        # A single text needs no JSON around it, which small models write badly.
+        properties = schema.get("properties") or {}
+        single = next(iter(properties)) if len(properties) == 1 else ""
+        described = properties.get(single)
+        is_text = isinstance(described, Mapping) and described.get("type") == "string"
+        return cls(dict(schema), single if is_text else None)
+
+    def arguments(self, body: str, name: str) -> dict[str, Any]:
+        """Returns the arguments of a call; none for an empty body.
+
+        Raises `ToolError`, with the tool's name, for a body that is no JSON object.
+        """
+        if (parameter := self.text_parameter) is not None:
+            return {parameter: body} if body.strip() or self.requires(parameter) else {}
+        needs = f"{name} needs a JSON object of its arguments"
+        arguments = read_json(body, needs) if body.strip() else {}
+        if not isinstance(arguments, dict):
+            raise ToolError(f"{needs}; got {type(arguments).__name__}")
+        return arguments
+
+
+def read_json(body: str, needs: str) -> Any:
+    """Returns a call's body as JSON. Raises `ToolError`, which begins with `needs`, for other
+    texts."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"{needs}; this is not JSON: {error}") from None
 
 
 def signature_of(tool: Tool) -> Signature:

@@ -188,6 +188,10 @@ class Plugin:
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Keys of metrics, and what each means."""
     commands: Mapping[str, Command] = field(default_factory=dict)
+    examinations: Mapping[str, Any] = field(default_factory=dict)
+    """Sections of `treegraft doctor RECIPE` by their titles: each called with the configuration and
+    a `Machine`; returns `Finding`s, in place of the core's section of that title, or None for
+    nothing. Or import paths."""
     settings: Mapping[str, type] = field(default_factory=dict)
     """Classes of settings whose fields join the table of this dotted name ("" for the root): a
     field whose type is a table of settings is a table of the plugin's own."""

@@ -8,13 +8,13 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError
-from treegraft.core.files import drop_cut_line
+from treegraft.core.files import LineFile
 
 FILE = "file"
 SETTING = "track.spans"
@@ -46,7 +46,7 @@ class _Recording:
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
         path = Path(self.folder) / f"spans-{re.sub('[^a-z0-9]+', '-', role)}.jsonl"
-        drop_cut_line(path)
+        LineFile(path).drop_cut()
         self._file = path.open("a", encoding="utf-8")
         return ConsoleSpanExporter(out=self._file, formatter=lambda one: one.to_json(None) + "\n")
 
@@ -58,6 +58,7 @@ class _Recording:
 
 
 _recording: _Recording | None = None
+_listener: Callable[[str], AbstractContextManager[Any]] | None = None
 _starting = threading.Lock()
 
 
@@ -107,11 +108,25 @@ def recorded(place: str | None, folder: Path, role: str) -> Iterator[None]:
         recording.end()
 
 
+@contextlib.contextmanager
+def heard(listener: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Lets `listener` take the place of recording in this process, for the time of the block:
+    called with the name of each span, it returns the context that is entered."""
+    global _listener
+    _listener = listener
+    try:
+        yield
+    finally:
+        _listener = None
+
+
 def span(name: str, **attributes: str | int | float) -> AbstractContextManager[Any]:
     """Returns a context that is one span, a child of the one around it; one without effect where
     nothing is recorded."""
     # Looked at once: another thread may work on after the recording has ended.
-    recording = _recording
+    recording, listener = _recording, _listener
+    if listener is not None:
+        return listener(name)
     if recording is None:
         return contextlib.nullcontext()
     return _recorded_span(recording, name, attributes)
@@ -184,4 +199,13 @@ def end_joined() -> None:
         recording.end()
 
 
-__all__ = ["carrier", "check_place", "end_joined", "joined", "recorded", "span", "trace_headers"]
+__all__ = [
+    "carrier",
+    "check_place",
+    "end_joined",
+    "heard",
+    "joined",
+    "recorded",
+    "span",
+    "trace_headers",
+]

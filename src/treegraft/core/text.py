@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -55,24 +55,3 @@ def plain(text: str, limit: int | None = None) -> str:
     if limit is not None and len(clean) > limit:
         return f"{clean[:limit]} … ({len(clean) - limit} more characters)"
     return clean
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers in words: [0, 1, 2, 5] -> "0 to 2, 5"."""
-    parts: list[list[int]] = []
-    for one in numbers:
-        if parts and parts[-1][-1] == one - 1:
-            parts[-1].append(one)
-        else:
-            parts.append([one])
-    return ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns a number of things: "1 pair", "1,200 pairs"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def quoted(names: Iterable[str]) -> str:
-    """Returns names that may hold commas as a list: "'a', 'b, c'"."""
-    return ", ".join(f"'{name}'" for name in names)

@@ -19,11 +19,9 @@ from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import (
-    append_line,
-    drop_cut_line,
+    LineFile,
     parse_json,
     storage_fault,
-    whole_lines,
     write_atomically,
 )
 from treegraft.core.types import Status, Tree
@@ -100,7 +98,7 @@ class EvalFolder:
         try:
             # Only after the lock: another process may be writing that very line.
             for lines in (folder.judge_path, *map(folder.trees_path, wanted)):
-                drop_cut_line(lines)
+                LineFile(lines).drop_cut()
             data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}
             write_atomically(
                 folder._asked_path,
@@ -173,7 +171,7 @@ class EvalFolder:
 
     def _lines(self, path: Path) -> Iterator[tuple[int, str]]:
         try:
-            yield from whole_lines(path)
+            yield from LineFile(path).lines()
         except (OSError, ValueError) as error:
             raise DataError(
                 f"'{path}' could not be read ({storage_fault(error) or error}); put back a copy of"
@@ -182,7 +180,7 @@ class EvalFolder:
 
     def add_tree(self, name: str, tree: Tree) -> None:
         """Writes a tree; it is on the disk when this returns."""
-        append_line(self.trees_path(name), tree_to_json(tree))
+        LineFile(self.trees_path(name)).append(tree_to_json(tree))
 
     # ------------------------------------------------------------------ verdicts
 
@@ -219,7 +217,7 @@ class EvalFolder:
 
     def add_verdict(self, row: Mapping[str, str]) -> None:
         """Writes a verdict: "key", "verdict", and question, answer and reply for people."""
-        append_line(self.judge_path, json.dumps(row, ensure_ascii=True))
+        LineFile(self.judge_path).append(json.dumps(row, ensure_ascii=True))
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Writes report.json."""

@@ -26,8 +26,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from treegraft.core.interfaces import LearnerLike
-from treegraft.policy.head import base_model
-from treegraft.policy.shards import Rows, write_rows
+from treegraft.policy.output_head import base_model
+from treegraft.policy.shards import TensorFiles, write_rows
 from treegraft.runs.checkpoint import (
     ASIDE,
     PARTIAL,
@@ -141,7 +141,7 @@ def read_optimiser(folder: Path) -> dict[str, Tensor]:
     """
     read_state(folder)
     try:
-        rows = Rows(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
-        return {name: rows.whole(name) for name in rows.names}
+        files = TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
+        return {name: files.whole(name) for name in files.names}
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(folder, error) from error

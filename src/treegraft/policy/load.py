@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from treegraft.core.errors import ModelError
 from treegraft.core.locate import at_hand, locate
-from treegraft.policy.head import first_line
+from treegraft.policy.output_head import first_line
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.tiny import (
     build_shaped_model,

@@ -14,10 +14,13 @@ class Publisher:
     """Publishes the learner's weights and compares versions, checksums and log-probabilities.
 
     `state` holds the gaps of the first update and the first publish, and the breaches in a row,
-    from before a resume.
+    from before a resume; None begins anew.
     """
 
-    def __init__(self, engine: Engine, learner: LearnerLike, dtype: str, state: TrainState) -> None:
+    def __init__(
+        self, engine: Engine, learner: LearnerLike, dtype: str, state: TrainState | None = None
+    ) -> None:
+        state = state or TrainState.fresh()
         self._engine, self._learner, self._dtype = engine, learner, dtype
         self._first_gap = state.first_gap
         self._num_breaches = state.num_breaches

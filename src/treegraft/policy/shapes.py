@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -12,6 +13,61 @@ from treegraft.core.errors import ModelError, nearest
 
 PREFIX = "shape:"
 """What model.path begins with where it names a shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=16,
+    vocab_size=100)"""
+
+    num_weights: int
+    """A head that is tied to the embeddings counts once."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 0
+    """0 where not known: hidden_size / head_dim is taken."""
+    intermediate_size: int = 0
+    """0 where not known: 4 times the width is taken."""
+    is_tied: bool = False
+
+    @classmethod
+    def of_config(cls, fields: Mapping[str, Any], num_weights: int) -> ModelShape:
+        """Returns the shape for the fields of a config.json."""
+        heads = fields["num_attention_heads"]
+        return cls(
+            num_weights=num_weights,
+            num_layers=fields["num_hidden_layers"],
+            num_kv_heads=fields.get("num_key_value_heads") or heads,
+            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+            hidden_size=fields["hidden_size"],
+            vocab_size=fields["vocab_size"],
+            num_heads=heads,
+            intermediate_size=fields.get("intermediate_size") or 0,
+            is_tied=bool(fields.get("tie_word_embeddings")),
+        )
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the feed-forward part."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def query_width(self) -> int:
+        """Query heads times their width."""
+        return self.num_heads * self.head_dim or self.hidden_size
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Those of the layers: all but embeddings and head."""
+        ends = self.vocab_size * self.hidden_size
+        return self.num_weights - (ends if self.is_tied else 2 * ends)
+
+    def kv_bytes(self, width: int) -> int:
+        """Returns the bytes of one token's keys and values, `width` bytes a number."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * width
 
 
 @functools.cache

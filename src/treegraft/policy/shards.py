@@ -52,7 +52,7 @@ def write_rows(path: Path, tensors: Mapping[str, Any], *, is_first: bool) -> Non
     save_file(own, path, None if whole else {"rows": json.dumps(rows)})
 
 
-class Rows:
+class TensorFiles:
     """The tensors of some files by name."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -61,7 +61,7 @@ class Rows:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        self._pieces: dict[str, list[tuple[int, Any]]] = {}
+        self._parts: dict[str, list[tuple[int, Any]]] = {}
         for path in paths:
             try:
                 file: Any = safe_open(path, framework="pt")
@@ -72,25 +72,25 @@ class Rows:
                 ) from error
             rows = json.loads((file.metadata() or {}).get("rows", "{}"))
             for name in file.keys():  # noqa: SIM118, it is no dict
-                self._pieces.setdefault(name, []).append((rows.get(name, 0), file))
+                self._parts.setdefault(name, []).append((rows.get(name, 0), file))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._pieces
+        return name in self._parts
 
     @property
     def names(self) -> list[str]:
-        return list(self._pieces)
+        return list(self._parts)
 
     def whole(self, name: str) -> Tensor:
         """Returns a tensor; a KeyError where no file has it."""
-        pieces = sorted(self._pieces[name], key=lambda piece: piece[0])
-        found = [file.get_tensor(name) for _, file in pieces]
+        parts = sorted(self._parts[name], key=lambda one: one[0])
+        found = [file.get_tensor(name) for _, file in parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """Returns `count` rows of a tensor; a KeyError where no file has them all."""
         found = []
-        for start, file in sorted(self._pieces[name], key=lambda piece: piece[0]):
+        for start, file in sorted(self._parts[name], key=lambda one: one[0]):
             part = file.get_slice(name)
             low, high = max(first - start, 0), min(first + count - start, part.get_shape()[0])
             if low < high:

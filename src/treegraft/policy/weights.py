@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from treegraft.policy.head import base_model
+from treegraft.policy.output_head import base_model
 
 CHUNK = 1 << 20
 """Words of a tensor that are summed at once: 8 MB as 64-bit integers."""

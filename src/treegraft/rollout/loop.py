@@ -20,6 +20,7 @@ from treegraft.core.interfaces import (
     Format,
     NoiseKey,
     Parsed,
+    Request,
     Restarting,
     Retrieved,
     Retriever,
@@ -456,13 +457,14 @@ class _Growth:
             if num_probed == 0 or path.after is Origin.RETRIEVED:
                 propose(())
         with self._g.watch.waiting("engine"):
-            completion = await self._g.engine.complete(
+            request = Request(
                 [*path.prefix_ids, *path.opening],
                 sampling,
                 noise_key=(*self._key, step_id),
                 probe_tokens=num_probed or None,
                 on_probe=propose.early if propose is not None and num_probed else None,
             )
+            completion = await self._g.engine.complete(request)
         if propose is not None:
             propose(completion.entropies[:num_probed])
         return completion

@@ -27,8 +27,7 @@ from typing import IO, Any
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
-    append_line,
-    drop_cut_line,
+    LineFile,
     parse_json,
     storage_fault,
     write_atomically,
@@ -291,16 +290,17 @@ class RunFolder:
     def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Adds one line to metrics.jsonl."""
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})
-        append_line(self.metrics_path, line)
+        LineFile(self.metrics_path).append(line)
 
     def append_warmup(self, metrics: Mapping[str, float]) -> None:
         """Adds one line, that of an evaluation during the warm-up, to warmup.jsonl."""
-        append_line(self.warmup_path, json.dumps({"update": 0, **dict(sorted(metrics.items()))}))
+        line = json.dumps({"update": 0, **dict(sorted(metrics.items()))})
+        LineFile(self.warmup_path).append(line)
 
     def cut_warmup(self, num_steps: int) -> None:
         """Removes the evaluations after so many warm-up steps, which come again."""
         if self.warmup_path.exists():
-            drop_cut_line(self.warmup_path)
+            LineFile(self.warmup_path).drop_cut()
             lines = read_metrics(self.path, self.warmup_path.name)
             kept = [line for line in lines if line.get("warmup/num_steps", 0) <= num_steps]
             text = "".join(json.dumps(line) + "\n" for line in kept)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from treegraft.core.interfaces import Display
-from treegraft.core.spans import check_place, recorded
+from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
 from treegraft.runs.background import BackgroundWriter
 from treegraft.runs.exporter import Exporter, check_exporter
@@ -108,7 +108,8 @@ class Reporter:
         They are there before the update's line of metrics and before a checkpoint."""
         if self._config.track.record_trees:
             path = self._folder.trees_path(update, kind)
-            self._writer.submit(lambda: write_trees(path, trees))
+            with span("record"):
+                self._writer.submit(lambda: write_trees(path, trees))
 
     def metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Writes a line of metrics, with the warnings that stand after it."""

@@ -13,6 +13,7 @@ from treegraft.core.errors import EngineError, StorageError, TreegraftError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
+from treegraft.core.spans import span
 from treegraft.core.types import Tree
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.checkpoints import Checkpoints, Write
@@ -129,18 +130,13 @@ class Run:
                 f"the run has failed; once the cause is mended, {how} with: {self._resume_command}"
             )
             if fault := storage_fault(error):
-                failed = (
-                    f"run folder '{self.path}': writing failed ({fault}). Everything up to its last"
-                    f" checkpoint is safe. Make room or mend the folder, then go on with:"
-                    f" {self._resume_command}"
-                )
-                if not self.checkpoints.is_any:
-                    failed = (
-                        f"run folder '{self.path}': writing failed ({fault}) before its first"
-                        f" checkpoint. Make room or mend the folder, then begin anew with:"
-                        f" {self._resume_command}"
-                    )
-                raise StorageError(failed) from error
+                lost = " before its first checkpoint."
+                if self.checkpoints.is_any:
+                    lost = ". Everything up to its last checkpoint is safe."
+                raise StorageError(
+                    f"run folder '{self.path}': writing failed ({fault}){lost} Make room or mend"
+                    f" the folder, then {how} with: {self._resume_command}"
+                ) from error
             raise
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
@@ -253,5 +249,5 @@ class Run:
 
     def _write(self, write: Callable[[TrainState], TrainState]) -> None:
         self.reporter.written()
-        with self.stop.shielded():
+        with self.stop.shielded(), span("checkpoint"):
             self.state = write(self.state)

@@ -37,12 +37,12 @@ from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 
 
 class RunSettings(Settings):
-    name: str | None = setting(None, ignored_by_eval=True, labels_run=True)
+    name: str | None = setting(None, ignored_by_eval=True)
     """Folder name of the run; None makes one from recipe, seed and time. One that exists is refused
     unless resuming."""
-    dir: str = setting("runs", same_answers=True, labels_run=True)
+    dir: str = setting("runs", same_answers=True)
     """Where run folders are made."""
-    seed: int = setting(0, ge=0, labels_run=True)
+    seed: int = setting(0, ge=0)
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
     num_updates: int = setting(20, ge=0, resumable=True, ignored_by_eval=True)
     """Updates to train; 0 warms up and evaluates only."""
@@ -228,9 +228,7 @@ def table_class(name: str) -> type[Settings]:
     return table
 
 
-Fact = Literal[
-    "resumable", "ignored_by_eval", "same_answers", "labels_run", "retrieval_source", "only_for"
-]
+Fact = Literal["resumable", "ignored_by_eval", "same_answers", "retrieval_source", "only_for"]
 
 
 @functools.cache

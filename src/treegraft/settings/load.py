@@ -425,18 +425,34 @@ def differences(own: Config, other: Config) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """SettingRow(name="run.seed", value=1, is_default=False, meaning="Seed of everything: ...")"""
+    """SettingRow(name="run.seed", value=1, default=0, meaning="Seed of everything: ...")"""
 
     name: str
     value: Any
-    is_default: bool
+    default: Any
+    """Its value where nothing names it, under these other settings."""
     meaning: str
+    idle: tuple[str, ...] = ()
+    """A sentence for each reason why it has no effect under these settings."""
+    is_source: bool = False
+    """Whether it decides whose steps are retrieved."""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it has its default."""
+        return bool(self.value == self.default)
 
 
-def describe(config: Config) -> list[SettingRow]:
+def setting_rows(config: Config) -> list[SettingRow]:
     """Returns one row for each setting, in the order of the tree."""
     return [
-        SettingRow(name, value, value == default_of(config, name), setting.meaning)
+        SettingRow(
+            name=name,
+            value=value_of(config, name),
+            default=default_of(config, name),
+            meaning=setting.meaning,
+            idle=tuple(idle_reasons(name, config)),
+            is_source=setting.facts.retrieval_source,
+        )
         for name, setting in known_settings().items()
-        for value in [value_of(config, name)]
     ]

@@ -132,8 +132,6 @@ class Facts:
     follows: bool = False
     """At None it takes the value of the setting of its name elsewhere, which the bare name
     means."""
-    labels_run: bool = False
-    """Tells runs apart that are one method all the same."""
     retrieval_source: bool = False
     """Decides whose steps are retrieved."""
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from pydantic import ValidationError
+
+from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Capability
 from treegraft.settings.table import Settings, has, setting, takes_path, when
+
+S = TypeVar("S", bound=Settings)
 
 
 class PythonToolSettings(Settings):
@@ -175,3 +181,28 @@ class EnvironmentSettings(Settings):
     success_reward: float = 1.0
     """Environment reward from which the trajectory of a task without a reference counts as
     correct."""
+
+    def capability_without_fork(self, reason: str) -> Capability:
+        """Returns the capability of environments that cannot be copied; none unless declared.
+
+        Raises `SettingError`, with the reason, where the settings ask for copies.
+        """
+        if self.capability == "fork":
+            raise SettingError(
+                f"environment.capability: got 'fork', but {reason}; expected 'replay'."
+            )
+        return Capability.NONE if self.capability == "auto" else Capability(self.capability)
+
+    def options_as(self, table: type[S]) -> S:
+        """Returns `options` as a table. Raises `SettingError` for wrong ones."""
+        try:
+            return table(**self.options)
+        except ValidationError as error:
+            faults = "; ".join(
+                f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
+                for one in error.errors(include_url=False)
+            )
+            raise SettingError(
+                f'environment.options: for "{self.kind}": {faults}. It takes'
+                f" {', '.join(table.model_fields)}."
+            ) from error

@@ -13,10 +13,10 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import JsonSchemaMode
 
 from treegraft.core.errors import SettingError, ToolError
-from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.interfaces import Capability, Signature, read_json
 from treegraft.core.text import describe
 from treegraft.core.types import Task
-from treegraft.tools.json_tools import read_json, tag_of
+from treegraft.tools.json_tools import tag_of
 from treegraft.tools.own_thread import run_either, run_in_thread
 
 

@@ -19,14 +19,14 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Capability
+from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.text import describe, plain
 from treegraft.core.types import Task
 from treegraft.settings.tools import McpSettings
 
 if TYPE_CHECKING:
     from treegraft.tools.mcp_bounds import Pipes
-from treegraft.tools.json_tools import arguments_from, signature_from, tag_of
+from treegraft.tools.json_tools import tag_of
 
 CLOSE_S = 10.0
 """Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a
@@ -55,7 +55,7 @@ class McpTool:
             Capability.STATELESS if only_reads or chosen == "stateless" else Capability.NONE
         )
         self.cacheable = server.settings.cacheable
-        self.signature = signature_from(described.input_schema)
+        self.signature = Signature.of_schema(described.input_schema)
         self._server = server
 
     async def __call__(self, body: str, task: Task) -> str:
@@ -65,7 +65,7 @@ class McpTool:
         where the server ended during the call; `ToolUnavailable` where the server has ended for
         good.
         """
-        arguments = arguments_from(body, self.signature, self.name)
+        arguments = self.signature.arguments(body, self.name)
         return await self._server.call(self.own_name, arguments)
 
     async def close(self) -> None:

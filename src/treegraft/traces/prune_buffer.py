@@ -107,6 +107,12 @@ class BufferPruning:
         self.stopped_by: int | None = None
         """The signal that ended it; None where none did."""
 
+    @classmethod
+    def of(cls, config: Config, **choice: Any) -> BufferPruning:
+        """Returns the work for the fields of a `PruneChoice`: model, buffer, out, margin, only_best
+        and kept_tools."""
+        return cls(config, PruneChoice(**choice))
+
     @property
     def is_stopped(self) -> bool:
         """Whether a signal ended it."""
@@ -138,8 +144,8 @@ class BufferPruning:
                 raise DataError(f"buffer '{choice.buffer}' is empty; there is nothing to prune.")
             async with assemble_judge(config, place) as (setup, model):
                 # Here, since it loads torch.
-                from treegraft.policy.head import max_context
                 from treegraft.policy.learn.likelihood import Likelihood
+                from treegraft.policy.output_head import max_context
 
                 score = Likelihood(model, config.learn)
                 self.packing_problem = score.packing_problem

@@ -19,6 +19,7 @@ from treegraft.core.errors import CheckpointError, DataError, about
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
+from treegraft.core.spans import span
 from treegraft.core.types import Origin, Status, Trace, Tree
 from treegraft.runs.beside import ways_out
 from treegraft.runs.start import Start
@@ -372,8 +373,9 @@ class RunBuffer:
         found = own_traces(
             trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
         )
-        self.buffer.add([trace for traces in found for trace in traces], update=update)
-        self.buffer.evict(settings.capacity, source=OWN, update=update)
+        with span("record"):
+            self.buffer.add([trace for traces in found for trace in traces], update=update)
+            self.buffer.evict(settings.capacity, source=OWN, update=update)
         return found
 
     def take_metrics(self) -> dict[str, float]:

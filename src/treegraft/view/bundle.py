@@ -10,6 +10,8 @@ a script that hands over one text.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import tempfile
@@ -18,6 +20,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -25,10 +28,11 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 
 from treegraft.core.errors import DataError, SettingError
+from treegraft.core.text import plain
 from treegraft.core.types import GraftCause
 from treegraft.view.query import places_of
-from treegraft.view.runs import Run, RunSet, TreeFile
-from treegraft.view.server import DAMAGE, Api, answering, static_files
+from treegraft.view.runs import RunReader, RunSet, TreeFile
+from treegraft.view.server import DAMAGE, Api, answering, json_bytes, static_files
 
 MOST_UPDATES = 10
 """Updates whose trees a bundle holds unless they are chosen."""
@@ -160,7 +164,7 @@ class _Writer:
         scope |= {"path_params": path, "query_string": urlencode(query or {}).encode()}
         return json.loads(bytes(answering(method)(Request(scope)).body))
 
-    def _write_run(self, key: str, run: Run, files: Sequence[TreeFile]) -> None:
+    def _write_run(self, key: str, run: RunReader, files: Sequence[TreeFile]) -> None:
         about = self._ask(self._api.run, run=run.name)
         if "files" in about:
             about["files"] = [
@@ -193,7 +197,7 @@ class _Writer:
             leaves.append([numbers.setdefault(text, len(numbers)) for text in texts])
         return {"tree": tree, "steps": [json.loads(text) for text in numbers], "leaves": leaves}
 
-    def _buffer(self, run: Run, grafts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def _buffer(self, run: RunReader, grafts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """Some of the traces, all those that were grafted with their trajectories, and where."""
         found = self._ask(self._api.buffer, run=run.name)
         if not found.get("stats", {}).get("is_there"):
@@ -216,7 +220,7 @@ class _Writer:
         return {"answer": found, "rows": rows, "members": members, "grafts": grafts}
 
 
-def _grafts(run: Run, file: str, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _grafts(run: RunReader, file: str, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the traces that were grafted into a tree, with where; nothing of a damaged tree."""
     try:
         tree = run.tree(file, number)
@@ -252,6 +256,46 @@ def _pages() -> dict[str, bytes]:
         "static/app.js": join_modules(modules).encode(),
         **{f"static/{name}": body for name, body in files.items()},
     }
+
+
+def standalone_page(title: str, script: str, data: Any) -> str:
+    """Returns a page of one file that needs neither a server nor the network: the viewer's styles,
+    a script that may import the viewer's modules, and data as JSON, in the element "data"."""
+    files = {name: body.decode() for name, (body, _) in static_files().items()}
+    modules = {name: text for name, text in files.items() if re.fullmatch(r"[a-z]+\.js", name)}
+    joined, style = (
+        join_modules(modules | {"page.js": script}, "page.js"),
+        files["style.css"] + files["tree.css"],
+    )
+    policy = (
+        f"default-src 'none'; script-src '{_digest(joined)}'; style-src '{_digest(style)}';"
+        " base-uri 'none'; form-action 'none'; require-trusted-types-for 'script';"
+        " trusted-types 'none'"
+    )
+    name = escape(plain(title))
+    # Within a script element only "<" can end it, or begin a comment.
+    text = json_bytes(data).decode().replace("<", r"\u003c")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name}</title>
+<style>{style}</style>
+</head>
+<body>
+<main id="page"><noscript>{name}. This page needs JavaScript.</noscript></main>
+<script type="application/json" id="data">{text}</script>
+<script>{joined}</script>
+</body>
+</html>
+"""
+
+
+def _digest(text: str) -> str:
+    """The name by which a Content-Security-Policy allows an inline script or style."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def join_modules(modules: dict[str, str], entry: str = "app.js") -> str:

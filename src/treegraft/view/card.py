@@ -21,7 +21,7 @@ from treegraft.runs.record import read_metrics
 from treegraft.runs.start import find_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.explore import chosen_kinds
-from treegraft.settings.load import describe, load_config
+from treegraft.settings.load import load_config, setting_rows
 
 SHOWN = (
     *("run", "model", "tasks", "format", "reward", "explore", "buffer", "rollout", "eval"),
@@ -193,7 +193,7 @@ def _settings(config: Config) -> Iterator[str]:
     yield "## Settings that differ from the defaults\n"
     lines = [
         f"{row.name} = {json.dumps(public(_plain_data(row.value)), ensure_ascii=False)}"
-        for row in describe(config)
+        for row in setting_rows(config)
         if not row.is_default and row.name.startswith(tuple(f"{table}." for table in SHOWN))
         if row.name not in LABELS
     ]

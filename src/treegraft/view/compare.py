@@ -7,7 +7,7 @@ from pathlib import Path
 
 from treegraft.core.errors import DataError
 from treegraft.runs.record import RunFolder
-from treegraft.view.runs import Run
+from treegraft.view.runs import RunReader
 
 ACCURACIES = ("eval/accuracy_sampled", "eval/accuracy")
 COSTS = {
@@ -41,7 +41,7 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[Row], list[str]]:
     """
     runs, notes = list[list[dict[str, float]]](), list[str]()
     for folder in folders:
-        run = Run(RunFolder.open(folder).path)
+        run = RunReader(RunFolder.open(folder).path)
         lines, left_out = run.clean_metrics()
         if not lines:
             raise DataError(f"run '{folder}' has no line of metrics yet; wait for its first")

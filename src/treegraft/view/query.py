@@ -14,7 +14,7 @@ from treegraft.core.errors import DataError
 from treegraft.core.types import GraftCause, Tree
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.pages import summarise, texts
-from treegraft.view.runs import Run, TreeFile
+from treegraft.view.runs import RunReader, TreeFile
 
 MAX_FOUND = 100
 """Trees of one answer; its cursor asks for the next."""
@@ -81,7 +81,7 @@ def _snippet(tree: Tree, text: str) -> str | None:
 
 
 def _candidates(
-    run: Run, wanted: Filter, file: TreeFile, first: int
+    run: RunReader, wanted: Filter, file: TreeFile, first: int
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yields the number of each tree of a file with its summary, None where it does not match."""
     # Without a text the summaries decide, which stay in memory.
@@ -104,7 +104,7 @@ def _candidates(
 
 
 def find(
-    run: Run, wanted: Filter, *, file: str = "", cursor: str = "", kinds: str = "update"
+    run: RunReader, wanted: Filter, *, file: str = "", cursor: str = "", kinds: str = "update"
 ) -> dict[str, Any]:
     """Returns the trees that match, and the cursor of the next part.
 
@@ -152,7 +152,7 @@ def find(
     return {**found, "cursor": None, "num_seen": len(files)}
 
 
-def task_history(run: Run, task_id: str) -> list[dict[str, Any]]:
+def task_history(run: RunReader, task_id: str) -> list[dict[str, Any]]:
     """Returns the summaries of all trees of a task, in order of updates."""
     return [
         summarise(run.tree(file.name, n)) | {"file": file.name, "n": n}
@@ -160,7 +160,7 @@ def task_history(run: Run, task_id: str) -> list[dict[str, Any]]:
     ]
 
 
-def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any]:
+def grafts_of(run: RunReader, content_hash: str, *, cursor: str = "") -> dict[str, Any]:
     """Returns the grafts of a trace of the buffer: file, tree, step and the leaves below, newest
     first, in parts."""
     needle = json.dumps(content_hash).encode()

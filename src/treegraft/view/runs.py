@@ -21,11 +21,21 @@ from typing import Any, TypeVar
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import leads_outside, parse_json
 from treegraft.core.types import Trajectory, Tree
-from treegraft.runs.record import RunFolder, TreePlace, read_places, read_trajectory, runs_beside
+from treegraft.runs.checkpoint import latest_checkpoint
+from treegraft.runs.metrics import meaning
+from treegraft.runs.record import (
+    RunFolder,
+    TreePlace,
+    read_metrics,
+    read_places,
+    read_trajectory,
+    runs_beside,
+)
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
-from treegraft.view.pages import summarise
+from treegraft.view.pages import draw, spell_unread, summarise
 from treegraft.view.roles import roles_line
+from treegraft.view.tokens import TokenTexts
 
 T = TypeVar("T")
 FILE_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
@@ -55,7 +65,7 @@ class TreeFile:
     mtime_ns: int
 
 
-class Run:
+class RunReader:
     """One run folder, finished or being written. Every method may be called from any thread."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -63,6 +73,8 @@ class Run:
         self.folder = RunFolder.open(path)
         self.path = path.resolve()
         self.name = name or self.path.name
+        self.tokens = TokenTexts(self.path)
+        """The texts of its tokens, where it has a checkpoint."""
         self._lock = threading.Lock()
         self._metrics = MetricsTable()
         self._state: tuple[Any, dict[str, Any]] | None = None
@@ -118,6 +130,27 @@ class Run:
         if num_damaged := self.table()[0].num_damaged:
             notes.append(f"damaged lines of metrics.jsonl were left out: {num_damaged}")
         return lines, notes
+
+    def warmup_metrics(self) -> list[dict[str, float]]:
+        """Returns the evaluations during its warm-up, in order; empty for a run without one."""
+        name = "warmup.jsonl"
+        return read_metrics(self.path, name) if self._inside(name).is_file() else []
+
+    @staticmethod
+    def beside(path: Path) -> str:
+        """Returns a sentence that names the runs where `path` was looked for; "" where there are
+        none."""
+        return runs_beside(path)
+
+    @staticmethod
+    def meaning(key: str) -> str:
+        """Returns what a metric means; raises KeyError, naming the nearest one, for an unknown
+        one."""
+        return meaning(key)
+
+    def latest_checkpoint(self) -> Path | None:
+        """Returns the newest checkpoint, None where there is none yet."""
+        return latest_checkpoint(self.folder.checkpoints_dir)
 
     def state(self) -> dict[str, Any]:
         """Returns the numbers that change when the run has written; cheap enough to be polled."""
@@ -245,6 +278,19 @@ class Run:
             line = file.read(place.end - place.begin)
         return parse_tree(line, f"'{name}', line {number + 1}")
 
+    def drawn(self, name: str, number: int) -> dict[str, Any]:
+        """Returns one tree as pages show it: steps without their tokens, leaves with their rewards,
+        for each graft its effect and its peers. Raises DataError: there is none, or it is
+        damaged."""
+        tree = self.tree(name, number)
+        try:
+            config = self.config()
+        except DataError:  # damaged settings must not hide the trees
+            config = {}
+        found = draw(tree, config)
+        spell_unread(found, tree, self.tokens.decode)
+        return found
+
     def path_of(self, name: str, number: int, leaf: int) -> Trajectory:
         """Returns one trajectory, without parsing the others where the file has an index.
 
@@ -282,14 +328,14 @@ class Run:
         ]
 
 
-class RunSet(Mapping[str, Run]):
+class RunSet(Mapping[str, RunReader]):
     """The runs that were named, by name, and those below folders that were named. New runs of such
     a folder appear as it is asked for them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises CheckpointError: a path is neither a run folder nor a folder with runs in it."""
         self._lock = threading.Lock()
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, RunReader] = {}
         self._known: set[Path] = set()
         self._homes = [
             path for path in paths if path.is_dir() and not (path / "config.json").exists()
@@ -349,10 +395,10 @@ class RunSet(Mapping[str, Run]):
             return
         numbered = (f"{place.name}-{number}" for number in count(2))
         name = next(one for one in chain([place.name], numbered) if one not in self._runs)
-        self._runs = {**self._runs, name: Run(path, name)}
+        self._runs = {**self._runs, name: RunReader(path, name)}
         self._known.add(place)
 
-    def __getitem__(self, name: str) -> Run:
+    def __getitem__(self, name: str) -> RunReader:
         return self._runs[name]
 
     def __iter__(self) -> Iterator[str]:

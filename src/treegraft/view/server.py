@@ -26,14 +26,13 @@ from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.settings.config import Config, known_settings
-from treegraft.settings.load import describe
+from treegraft.settings.load import setting_rows
 from treegraft.settings.table import flatten
 from treegraft.view.buffer import BufferView
 from treegraft.view.metrics import MAX_COUNT
-from treegraft.view.pages import draw, explanations, page_warnings, path_tokens, spell_unread
+from treegraft.view.pages import explanations, page_warnings, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
-from treegraft.view.runs import Run, RunSet
-from treegraft.view.tokens import TokenTexts
+from treegraft.view.runs import RunReader, RunSet
 
 _log = logging.getLogger(__name__)
 CONTENT_SECURITY_POLICY = (
@@ -168,7 +167,7 @@ def _whole(request: Request, name: str) -> int | None:
     return int(value)
 
 
-def _state(run: Run) -> dict[str, Any]:
+def _state(run: RunReader) -> dict[str, Any]:
     """The run's state; of a damaged one, which must not hide the others, the error instead."""
     try:
         return run.state() | {"error": None}
@@ -184,10 +183,9 @@ class Api:
     def __init__(self, runs: RunSet, buffer: Path | None = None) -> None:
         self._runs = runs
         # By run, once it is asked for: a folder may hold hundreds, and new ones appear.
-        self._tokens = cache(lambda name: TokenTexts(runs[name].path))
         self._buffers = cache(lambda name: BufferView(runs[name].path, buffer))
 
-    def _run(self, request: Request) -> Run:
+    def _run(self, request: Request) -> RunReader:
         name = request.path_params["run"]
         if name not in self._runs:
             known = [*self._runs]
@@ -197,7 +195,7 @@ class Api:
             )
         return self._runs[name]
 
-    def _tree(self, request: Request) -> tuple[Run, str, int]:
+    def _tree(self, request: Request) -> tuple[RunReader, str, int]:
         """The run, the file and the number of the tree that is asked for."""
         number = request.path_params["n"]
         if not re.fullmatch("[0-9]{1,12}", number):
@@ -226,7 +224,7 @@ class Api:
             # Dotted names, as a recipe and the command line have them; former ones by their new.
             "settings": flatten(config),
             "files": files,
-            "has_texts": self._tokens(run.name).is_there,
+            "has_texts": run.tokens.is_there,
             **run.state(),
         }
 
@@ -278,7 +276,7 @@ class Api:
                 "meaning": row.meaning,
                 "follows": known_settings()[row.name].facts.default_of is not None,
             }
-            for row in describe(Config())
+            for row in setting_rows(Config())
         ]
 
     def groups(self, request: Request) -> Any:
@@ -302,18 +300,12 @@ class Api:
     def tree(self, request: Request) -> Any:
         """One tree as it is drawn, with its neighbours in the file."""
         run, name, number = self._tree(request)
-        tree, tokens = run.tree(name, number), self._tokens(run.name)
-        try:
-            config = run.config()
-        except DataError:  # damaged settings must not hide the trees
-            config = {}
-        drawn = draw(tree, config) | {
+        drawn = run.drawn(name, number) | {
             "file": name,
             "n": number,
             "num_trees": run.num_trees(name),
-            "has_texts": tokens.is_there,
+            "has_texts": run.tokens.is_there,
         }
-        spell_unread(drawn, tree, tokens.decode)
         self._mark_same_question(run.name, drawn)
         return drawn
 
@@ -340,7 +332,7 @@ class Api:
         leaf = _whole(request, "leaf") or 0
         steps = path_tokens(run.path_of(name, number, leaf))
         for step in steps:
-            step["texts"] = self._tokens(run.name).of(step["token_ids"])
+            step["texts"] = run.tokens.of(step["token_ids"])
         return {"leaf": leaf, "steps": steps}
 
     def task(self, request: Request) -> Any:

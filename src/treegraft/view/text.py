@@ -21,8 +21,7 @@ from treegraft.core.types import (
 )
 from treegraft.runs.transcript import transcript
 from treegraft.view.pages import best_leaf
-from treegraft.view.runs import Run
-from treegraft.view.tokens import TokenTexts
+from treegraft.view.runs import RunReader
 
 _STYLES = {
     "policy": "cyan",
@@ -46,7 +45,7 @@ _COLUMNS = {
 """Columns of a list of groups, and their keys in `pages.summarise`."""
 
 
-def pick_file(run: Run, update: int | None, evaluation: int | None) -> str:
+def pick_file(run: RunReader, update: int | None, evaluation: int | None) -> str:
     """Returns the name of a file of trees: of an update, of an evaluation after one, or the newest
     update's.
 
@@ -66,7 +65,7 @@ def pick_file(run: Run, update: int | None, evaluation: int | None) -> str:
     return wanted[-1] if asked is None else wanted[0]
 
 
-def show(run: Run, file: str, group: int | None, leaf: int | None) -> RenderableType:
+def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> RenderableType:
     """Returns the list of groups of a file; with `group` (from 0) its tree and best transcript,
     with `leaf` that transcript.
 
@@ -81,7 +80,7 @@ def show(run: Run, file: str, group: int | None, leaf: int | None) -> Renderable
             f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1};"
             f" there is no leaf {leaf}"
         )
-    paths, tokens = tree.trajectories(), TokenTexts(run.path)
+    paths, tokens = tree.trajectories(), run.tokens
     chosen = leaf if leaf is not None else best_leaf(paths)
     parts: list[RenderableType] = [] if leaf is not None else [_drawing(tree), Text("")]
     if chosen is not None:
@@ -92,7 +91,7 @@ def show(run: Run, file: str, group: int | None, leaf: int | None) -> Renderable
     return Group(*parts)
 
 
-def _list(run: Run, file: str) -> Table:
+def _list(run: RunReader, file: str) -> Table:
     title = Text(f"{run.name}, {file}")
     table = Table(
         title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim"

@@ -1,4 +1,4 @@
-"""The commands of studies, reports and profiles."""
+"""The commands of studies, reports and profiles, and the memory of several GPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from treegraft.parts import Command, Plugin
 _HERE = "treegraft.extras.lab"
 plugin = Plugin(
     name="lab",
+    examinations={"memory": f"{_HERE}.sizing:memory"},
     commands={
         "report": Command(
             path=f"{_HERE}.report_command:report",

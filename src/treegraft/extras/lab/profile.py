@@ -1,7 +1,7 @@
 """Where every second of an update went.
 
-Phases (rollout, learning, publish, record, checkpoint) are timed exactly, by wrappers around the
-calls that begin and end them. What happens inside is sampled: a thread looks every few milliseconds
+Phases (rollout, learning, publish, record, checkpoint) are timed exactly, by the spans of the
+run. What happens inside is sampled: a thread looks every few milliseconds
 at what the engine's thread and the learner are doing, and at what trajectories wait for when the
 engine has nothing to do. A phase's seconds are shared out by these looks, so the table sums to the
 wall time. Looks come late while Python code holds the interpreter's lock, by a millisecond at
@@ -10,10 +10,7 @@ most.
 
 from __future__ import annotations
 
-import functools
 import gc
-import importlib
-import inspect
 import json
 import linecache
 import sys
@@ -22,31 +19,18 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from rich.console import Console
 
-from treegraft.cli.machine import load_average, machine, number
-from treegraft.core.files import write_atomically
-from treegraft.policy.learn.learner import Learner
-from treegraft.policy.publish import Publisher
-from treegraft.rollout.loop import Grower
-from treegraft.rollout.watch import Watch
-from treegraft.runs.record import RunFolder, read_metrics
-from treegraft.runs.reporter import Reporter
-from treegraft.settings.config import Config
-from treegraft.traces.run_buffer import RunBuffer
+from treegraft import Config, train
+from treegraft.extras.lab.machine import load_average, machine, number
+from treegraft.parts import RunReader, spans, write_atomically
 
-story: Any = importlib.import_module("treegraft.train")
-launch: Any = importlib.import_module("treegraft.launch")
-during: Any = importlib.import_module("treegraft.evals.during")
-warmup: Any = importlib.import_module("treegraft.evals.warmup")
-"""The module; the package's attribute of this name is the function."""
 INTERVAL_S = 0.002
 """Between two looks."""
 _SWITCH_S = 0.001
@@ -54,6 +38,17 @@ _SWITCH_S = 0.001
 ENGINE_THREAD = "treegraft-engine"
 
 ROLLOUT, LEARNING, OTHER = "rollout", "learning", "other"
+PHASES: Mapping[str, str] = {
+    "rollout": ROLLOUT,
+    "credit": LEARNING,
+    "learn": LEARNING,
+    "symptoms": LEARNING,
+    "publish": "publish",
+    "record": "record",
+    "checkpoint": "checkpoint",
+    "evaluation": "evaluation",
+}
+"""The phase of each span that is one; the other spans are what trajectories wait for."""
 _WAITS = ("tool", "retrieval", "rewards")
 _IDLE = {
     "tool": "engine idle, waiting for tools",
@@ -96,13 +91,28 @@ class Recorder:
 
     seconds: dict[str, float] = field(default_factory=dict)
     looks: dict[str, Counter[str]] = field(default_factory=dict)
-    watch: Watch | None = None
+    waits: Counter[str] = field(default_factory=Counter)
+    """Waits under way, by whom they wait for."""
     began: float | None = None
     """When the first rollout began; None before it."""
     _phases: list[str] = field(default_factory=lambda: [OTHER])
     _since: float = 0.0
     _thread: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Counts the time of a span of the run."""
+        if name in PHASES:
+            with self.phase(PHASES[name]):
+                yield
+            return
+        owner = name.split(" ")[0]
+        self.waits[owner] += 1
+        try:
+            yield
+        finally:
+            self.waits[owner] -= 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -149,10 +159,7 @@ class Recorder:
         part = None if engine is None else engine_part(frames.get(engine))
         if part is not None:
             return part
-        waits = Counter[str]() if self.watch is None else self.watch.waits
-        # A copy: the event loop's thread changes the counts meanwhile.
-        waited = {owner.split(" ")[0] for owner, count in list(waits.items()) if count}
-        kind = next((name for name in _WAITS if name in waited), "loop")
+        kind = next((name for name in _WAITS if self.waits[name]), "loop")
         return "another engine" if engine is None and kind == "loop" else _IDLE[kind]
 
     def lines(self, wall_s: float) -> Iterator[Line]:
@@ -195,7 +202,7 @@ def engine_part(frame: FrameType | None) -> str | None:
         if is_product or file.endswith(("engine/packed.py", "modules/linear.py")):
             return "engine, matrix products"
         is_attention = name.lstrip("_").startswith("attend") or "attention" in name
-        if is_attention or file.endswith("policy/hook.py"):
+        if is_attention or file.endswith("policy/attention_hook.py"):
             return "engine, attention"
         if "/transformers/" in file or file.endswith(("kernels/engine.py", "engine/forward.py")):
             return "engine, rest of the forward pass"
@@ -216,53 +223,6 @@ def learning_part(frame: FrameType | None) -> str:
 
 
 # ---------------------------------------------------------------------- timing a run
-
-
-@contextmanager
-def _wrapped(recorder: Recorder) -> Iterator[None]:
-    """Times the calls that begin and end each phase, in the block."""
-    calls: list[tuple[Any, str, str]] = [
-        (Grower, "grow_all", ROLLOUT),
-        (Learner, "learn", LEARNING),
-        (Learner, "with_exact_entropies", LEARNING),
-        (story, "credit_by_entropy", LEARNING),
-        (warmup, "warm_up", "warm-up"),
-        (launch, "save_checkpoint", "checkpoint"),
-        (during, "evaluate", "evaluation"),
-        (Publisher, "publish", "publish"),
-        (Reporter, "trees", "record"),
-        (RunFolder, "append_metrics", "record"),
-        (RunBuffer, "grow", "record"),
-    ]
-    with ExitStack() as stack:
-        for owner, name, phase in calls:
-            original = getattr(owner, name)
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, _in_phase(original, phase, recorder))
-        yield
-
-
-def _in_phase(original: Callable[..., Any], phase: str, recorder: Recorder) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(original):
-
-        @functools.wraps(original)
-        async def waits(*arguments: Any, **options: Any) -> Any:
-            if arguments and isinstance(arguments[0], Grower):
-                recorder.watch = arguments[0].watch
-                # An evaluation's rollouts belong to the evaluation.
-                if not str(options.get("noise_key", ("", "train"))[1]).startswith("train"):
-                    return await original(*arguments, **options)
-            with recorder.phase(phase):
-                return await original(*arguments, **options)
-
-        return waits
-
-    @functools.wraps(original)
-    def works(*arguments: Any, **options: Any) -> Any:
-        with recorder.phase(phase):
-            return original(*arguments, **options)
-
-    return works
 
 
 @contextmanager
@@ -307,11 +267,15 @@ def profile(config: Config, num_updates: int) -> Profile:
         short = {"num_updates": num_updates, "dir": folder, "name": "profile"}
         run = config.run.model_copy(update=short)
         never = {"every": 0, "at_start": False, "at_end": False}
-        changes = {"run": run, "eval": config.eval.model_copy(update=never)}
-        with _wrapped(recorder), _looking(recorder):
-            result = story.train(config.model_copy(update=changes))
+        changes = {
+            "run": run,
+            "eval": config.eval.model_copy(update=never),
+            "track": config.track.model_copy(update={"spans": None}),
+        }
+        with spans.heard(recorder.span), _looking(recorder):
+            result = train(config.model_copy(update=changes))
             wall_s = recorder.finish()
-        metrics = read_metrics(result.run_dir)
+        metrics, _ = RunReader(result.run_dir).clean_metrics()
     lines = tuple(recorder.lines(wall_s))
     idle_s = sum(line.seconds for line in lines if "engine idle" in line.what)
     beside: dict[str, float] = defaultdict(float)

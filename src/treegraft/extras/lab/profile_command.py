@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from treegraft.cli.options import Overrides, refuse_idle
-from treegraft.core.errors import SettingError
+from treegraft import SettingError, load_config
+from treegraft.parts import Overrides, refuse_idle
 
 
 def profile(
@@ -48,6 +48,5 @@ def profile(
         print_spent(Path(recipe), json_file)
         return
     from treegraft.extras.lab.profile import print_profile
-    from treegraft.settings.load import load_config
 
     print_profile(load_config(recipe, overrides or []), updates, json_file)

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from treegraft.core.errors import DataError
-from treegraft.core.files import write_atomically
+from treegraft import DataError
+from treegraft.parts import write_atomically
 
 Interval = tuple[float, float]
 """Begin and end in seconds."""

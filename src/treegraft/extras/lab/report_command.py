@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from treegraft.cli.options import refuse_idle
-from treegraft.core.text import plain
+from treegraft.parts import plain, refuse_idle
 
 
 def report(

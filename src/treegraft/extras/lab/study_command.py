@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from treegraft.cli.machine import machine
-from treegraft.cli.options import AsJson, refuse_idle, say
-from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.core.interrupt import Ended
-from treegraft.core.shipped import by_name
-from treegraft.core.text import counted, quoted
+import treegraft
+from treegraft import DataError, SettingError
+from treegraft.extras.lab.machine import machine
 from treegraft.extras.lab.study.plan import Plan, make_plan
 from treegraft.extras.lab.study.results import (
     CALLS,
@@ -26,6 +25,8 @@ from treegraft.extras.lab.study.results import (
     read_results,
 )
 from treegraft.extras.lab.study.runner import RESULTS, run_study
+from treegraft.extras.lab.text import counted, quoted
+from treegraft.parts import errors, interrupt, refuse_idle
 
 File = Annotated[
     Path,
@@ -91,7 +92,7 @@ def study(
     ] = False,
     is_brief: Brief = False,
     baseline: Baseline = None,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
     as_lines: Lines = False,
 ) -> None:
     """Run a study: arms in worlds, in pairs of equal seeds.
@@ -108,7 +109,7 @@ def study(
         refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
         _print_tables(read_results(file), None, baseline, is_brief=is_brief, as_json=as_json)
         return
-    file = file if file.is_file() else by_name("study").get(str(file), file)
+    file = file if file.is_file() else _shipped(file)
     plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
     beside = file.parent / (plan.study.results or f"{file.stem}.jsonl")
     # Studies that share their results share warm-ups and buffers.
@@ -124,6 +125,12 @@ def study(
             print(json.dumps(line, default=str))
     else:
         _run(plan, place, results, workers, minutes)
+
+
+def _shipped(file: Path) -> Path:
+    """The file of a study of this clone by its name; other paths as they are."""
+    found = Path(treegraft.__file__).parents[2] / "studies" / f"{file}.toml"
+    return found if file.name == str(file) and found.is_file() else file
 
 
 def _refuse_second_mode(context: typer.Context, as_lines: bool, table: bool, check: bool) -> None:
@@ -146,7 +153,7 @@ def _lines_of(plan: Plan, failed: Mapping[Key, Line], results: Path) -> list[Lin
 
 def _refuse_no_results(file: Path, *, with_table: bool) -> None:
     if not file.is_file():
-        hint = nearest(str(file), map(str, file.parent.glob("*.jsonl")))
+        hint = errors.nearest(str(file), map(str, file.parent.glob("*.jsonl")))
         raise DataError(f"'{file}' does not exist; expected a study's file of results.{hint}")
     if not with_table:
         raise SettingError(
@@ -182,9 +189,14 @@ def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | 
     if ran.num_left:
         say("the same command goes on with the others")
     if ran.stopped_by is not None:
-        raise Ended(ran.stopped_by)
+        raise interrupt.Ended(ran.stopped_by)
     if ran.failures:
         raise typer.Exit(1)
+
+
+def say(text: str, *, to_stderr: bool = False) -> None:
+    """Prints text as it is, unwrapped, so that paths and commands can be copied."""
+    Console(stderr=to_stderr).print(Text(text), soft_wrap=True)
 
 
 def _print_tables(
@@ -205,7 +217,7 @@ def _print_tables(
     if baseline is not None and baseline not in arms:
         raise SettingError(
             f"command line: --baseline '{baseline}': no run of this arm is there; there are"
-            f" {quoted(arms)}.{nearest(baseline, arms)}"
+            f" {quoted(arms)}.{errors.nearest(baseline, arms)}"
         )
     question = Question(baseline=baseline or arms[0])
     if study is not None:

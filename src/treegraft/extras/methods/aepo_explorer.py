@@ -10,11 +10,9 @@ from treegraft import Origin, Step, Tree, branch_probability, entropy_change
 from treegraft.extras.methods.aepo import BalancedSettings
 from treegraft.extras.methods.aepo_math import coin_probability, damping, num_global_rollouts
 from treegraft.parts import (
-    ROOT_ID,
     Branch,
     BranchCause,
     EntropyBranching,
-    EntropySettings,
     Expand,
     ExplorerFacts,
     PathView,
@@ -46,9 +44,7 @@ class BalancedBranching(EntropyBranching):
     plans_starts = False
     """How many leaves are starts is known with the first of them."""
 
-    def __init__(
-        self, settings: EntropySettings, balance: BalancedSettings, *, vocab_size: int
-    ) -> None:
+    def __init__(self, settings: Any, balance: BalancedSettings, *, vocab_size: int) -> None:
         """Takes β and γ' from `balance`, the rest as `EntropyBranching` does."""
         super().__init__(settings, vocab_size=vocab_size)
         self._balance = balance
@@ -96,14 +92,14 @@ class BalancedBranching(EntropyBranching):
         wanted = num_global_rollouts(
             self._changes(tree), max_leaves, weight=self._balance.budget_weight
         )
-        if (more := wanted - sum(step.parent == ROOT_ID for step in tree.steps)) > 0:
+        if (more := wanted - sum(step.parent == tree.root.id for step in tree.steps)) > 0:
             return Start(min(missing, more))
         return Start(min(wanted, (missing + 1) // 2))
 
     def _changes(self, tree: Tree) -> list[float]:
         """ΔH of the probe's steps after a result; its own continuations are the first children."""
         by_id, probe = {step.id: step for step in tree.steps}, []
-        name = f"{ROOT_ID}.0"
+        name = f"{tree.root.id}.0"
         while name in by_id:
             probe.append(by_id[name])
             name += ".0"

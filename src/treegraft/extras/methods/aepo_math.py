@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from treegraft import Tree
-from treegraft.parts import Floats, ids_to
+from treegraft.parts import ids_to
+
+Floats = npt.NDArray[np.float64]
 
 
 def standardised(values: Floats, counts: Floats) -> Floats:

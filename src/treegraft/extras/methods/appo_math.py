@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from treegraft import Origin, Trajectory, Tree
-from treegraft.parts import BranchCause, Floats, Leaf
+from treegraft.parts import BranchCause, Leaf
+
+Floats = npt.NDArray[np.float64]
 
 RATIO_LIMIT = 6.0
 """Ratio above which a negative advantage is not raised any further."""

@@ -66,7 +66,7 @@ class CommitBranching(Independent):
     agent that goes on with probability p needs p^-n rollouts for n such choices in a row; here they
     take n rounds. With `credit.restarts = "together"` all leaves are compared, so that the choices
     that failed lose probability; with `loss.graft_coef` > 0 the openings on trajectories that beat
-    their group are imitated (see `losses.lesson_loss`): no policy gradient, since nobody sampled
+    their group are imitated (see `losses.imitated_loss`): no policy gradient, since nobody sampled
     them.
 
     Ours, not of a paper. It differs from AXPO (arXiv 2605.28774, see `Axpo`) in its places

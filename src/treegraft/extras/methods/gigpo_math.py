@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from treegraft import Trajectory, group_advantages
-from treegraft.parts import Floats, Scale
+
+Floats = npt.NDArray[np.float64]
+Scale = Literal["std", "none", "leave-one-out"]
+"""How `group_advantages` divides."""
 
 
 def discounted_returns(reward: float, num_steps: int, discount: float) -> list[float]:

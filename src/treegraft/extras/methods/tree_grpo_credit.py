@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from treegraft import Trajectory, group_advantages
-from treegraft.parts import Floats
+
+Floats = npt.NDArray[np.float64]
 
 
 def forest_advantages(

@@ -18,7 +18,7 @@ from treegraft.extras.ray.actors import Actor, error_reply, replying
 from treegraft.parts import (
     Completion,
     Engine,
-    NoiseKey,
+    Request,
     Sampling,
     WeightSource,
     assemble_engine,
@@ -35,20 +35,14 @@ PATIENCE_S = 5.0
 # ------------------------------------------------------------------ what travels
 
 
-def request_to_json(
-    prefix_ids: Sequence[int],
-    sampling: Sampling,
-    key: NoiseKey,
-    probe_tokens: int | None,
-    edition: int,
-) -> str:
+def request_to_json(request: Request, edition: int) -> str:
     """Returns a request for a completion by this edition of the weights or a later one."""
     return json.dumps(
         {
-            "prefix": list(prefix_ids),
-            "sampling": asdict(sampling),
-            "key": list(key),
-            "probe": probe_tokens,
+            "prefix": list(request.prefix_ids),
+            "sampling": asdict(request.sampling),
+            "key": list(request.noise_key),
+            "probe": None if request.on_probe is None else request.probe_tokens,
             "edition": edition,
             "trace": spans.carrier(),
         }
@@ -237,13 +231,11 @@ class EngineActor(Actor):
         self, asked: Mapping[str, Any], on_probe: Callable[[Sequence[float]], None] | None
     ) -> Completion:
         with spans.joined(asked["trace"], self.name), spans.span("completion"):
-            return await self._opened().complete(
-                asked["prefix"],
-                _SAMPLING.validate_python(asked["sampling"]),
-                noise_key=tuple(asked["key"]),
-                probe_tokens=asked["probe"],
-                on_probe=on_probe,
+            sampling = _SAMPLING.validate_python(asked["sampling"])
+            request = Request(
+                asked["prefix"], sampling, tuple(asked["key"]), asked["probe"], on_probe
             )
+            return await self._opened().complete(request)
 
     async def _reached(self, edition: int) -> None:
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from typing import Any
 from treegraft import Config
 from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.engines import completion_of, request_to_json
-from treegraft.parts import Completion, NoiseKey, Sampling, WeightSource, errors
+from treegraft.parts import Completion, Request, WeightSource, errors
 
 SUSPECT_S = 3.0
 """How long an engine that failed a request is asked last, in seconds."""
@@ -67,15 +67,7 @@ class ClusterEngine:
         self._changed.set()
         self._changed.clear()
 
-    async def complete(
-        self,
-        prefix_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        noise_key: NoiseKey,
-        probe_tokens: int | None = None,
-        on_probe: Callable[[Sequence[float]], None] | None = None,
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """Returns one completion; see `interfaces.Engine`.
 
         Raises:
@@ -83,16 +75,16 @@ class ClusterEngine:
             DeadlineExceeded: no completion within engine.deadline_s.
         """
         fault = "no engine was there"
-        deadline_s, probed = self.settings.deadline_s, probe_tokens if on_probe else None
-        told = None if on_probe is None else _first_alone(on_probe)
+        deadline_s, key = self.settings.deadline_s, request.noise_key
+        told = None if request.on_probe is None else _first_alone(request.on_probe)
         try:
             async with asyncio.timeout(deadline_s):
                 while True:
-                    number = await self._choose(noise_key[:-1])
-                    request = request_to_json(prefix_ids, sampling, noise_key, probed, self.edition)
+                    number = await self._choose(key[:-1])
+                    text = request_to_json(request, self.edition)
                     self.counts["requests"] += 1
                     try:
-                        return await self.ask(number, request, told)
+                        return await self.ask(number, text, told)
                     except Lost as error:
                         fault = str(error)
                         self.counts["moved"] += 1
@@ -100,7 +92,7 @@ class ClusterEngine:
                         self._suspects[number] = loop.time() + SUSPECT_S
         except TimeoutError as error:
             raise errors.DeadlineExceeded(
-                f"engine: no completion for {noise_key} within engine.deadline_s ="
+                f"engine: no completion for {key} within engine.deadline_s ="
                 f" {deadline_s} s; the last fault of an engine: {fault}"
             ) from error
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import EngineError
-from treegraft.policy.head import head_width
 from treegraft.policy.kernels.engine import BLOCK, padded_width
+from treegraft.policy.output_head import head_width
 from treegraft.settings.policy import CPU_CACHE_GB
 
 FIRST_BLOCKS = 64

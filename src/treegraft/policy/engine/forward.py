@@ -16,6 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from treegraft.policy.attention_hook import (
+    AttentionOptions,
+    AttentionPlan,
+    install_attention,
+    plain_attention,
+    tree_attention,
+)
 from treegraft.policy.engine.blocks import BlockPool, PathCache
 from treegraft.policy.engine.packed import (
     LaidOutLinears,
@@ -25,15 +32,8 @@ from treegraft.policy.engine.packed import (
     take_over,
 )
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
-from treegraft.policy.head import decoder, first_line, head_problem, head_width
-from treegraft.policy.hook import (
-    AttentionOptions,
-    AttentionPlan,
-    install_attention,
-    plain_attention,
-    tree_attention,
-)
 from treegraft.policy.kernels.engine import Kernels, kernels_for
+from treegraft.policy.output_head import decoder, first_line, head_problem, head_width
 
 _log = logging.getLogger(__name__)
 

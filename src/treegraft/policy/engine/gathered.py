@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treegraft.policy.head import first_line
-from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
+from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.kernels.engine import BLOCK
+from treegraft.policy.output_head import first_line
 
 _log = logging.getLogger(__name__)
 

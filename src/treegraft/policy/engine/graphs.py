@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.engine.blocks import BlockPool
 from treegraft.policy.engine.forward import HookedForward, distance, limit_of
 from treegraft.policy.engine.gathered import Gathered, makes_copies
 from treegraft.policy.engine.ragged import BUCKETS, RaggedPlan
-from treegraft.policy.head import first_line
-from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.output_head import first_line
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,19 +24,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
-from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
+from treegraft.core.interfaces import NoiseKey, Request, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
-from treegraft.core.types import NO_FILTERS, Completion, Sampling
+from treegraft.core.types import NO_FILTERS, Completion
 from treegraft.policy.engine.blocks import BlockPool, PathCache, cache_bytes, common_length
 from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
 from treegraft.policy.engine.graphs import RecordedForward, recorder_maker
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
-from treegraft.policy.engine.requests import Order, Request, post, settler
+from treegraft.policy.engine.requests import LiveRequest, Order, post, settler
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.engine.transfer import moved
-from treegraft.policy.head import Head, end_token_ids, first_line, max_context
+from treegraft.policy.output_head import OutputHead, end_token_ids, first_line, max_context
 from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings
 
@@ -81,15 +82,15 @@ class NativeEngine:
         if make_recorder is not None and isinstance(forward, HookedForward):
             forward = RecordedForward(forward, make_recorder)
         self._forward: Forward = forward
-        self._head = Head(model)
+        self._head = OutputHead(model)
         room = cache_bytes(own.cache_gb, model.device)
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._room = self._buckets[-1]
         self._num_passes_of_room = 0
-        self._inbox: queue.SimpleQueue[Request | Order | None] = queue.SimpleQueue()
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self._inbox: queue.SimpleQueue[LiveRequest | Order | None] = queue.SimpleQueue()
+        self._waiting: list[LiveRequest] = []
+        self._running: list[LiveRequest] = []
         self._orders: list[Order] = []
         self._is_over = threading.Event()
         self.num_forwards = self.num_rows_fed = 0
@@ -98,40 +99,31 @@ class NativeEngine:
 
     # ------------------------------------------------------------------ for callers
 
-    async def complete(
-        self,
-        prefix_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        noise_key: NoiseKey,
-        probe_tokens: int | None = None,
-        on_probe: Callable[[Sequence[float]], None] | None = None,
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """Returns one completion; see `interfaces.Engine`.
 
         Raises:
             EngineError: an empty or over-long prefix, or the engine has died.
             DeadlineExceeded: no completion within engine.deadline_s.
         """
-        self._check(prefix_ids, sampling)
+        self._check(request)
         release_threads()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        probe = None if on_probe is None else functools.partial(post, loop, on_probe)
-        request = Request(
-            *(list(prefix_ids), sampling, noise_key, settler(future), probe_tokens, probe)
-        )
+        on_probe = request.on_probe and functools.partial(post, loop, request.on_probe)
+        own = replace(request, prefix_ids=list(request.prefix_ids), on_probe=on_probe)
+        live = LiveRequest(own, settler(future))
         try:
             return await self._answer(
-                request,
+                live,
                 future,
-                f"no completion for {noise_key}",
+                f"no completion for {request.noise_key}",
                 "the machine is too slow for this many rows, or rollout.max_completion_tokens is"
                 " too high",
             )
         finally:
             # Also for a caller that was cancelled itself: the thread takes no call, it looks.
-            request.is_cancelled = True
+            live.is_cancelled = True
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Drops the blocks cached below a prompt once nothing is under way there."""
@@ -181,7 +173,7 @@ class NativeEngine:
         return metrics
 
     async def _answer(
-        self, item: Request | Order, future: asyncio.Future[T], failure: str, reason: str
+        self, item: LiveRequest | Order, future: asyncio.Future[T], failure: str, reason: str
     ) -> T:
         self._submit(item)
         try:
@@ -192,14 +184,15 @@ class NativeEngine:
                 f" {reason}"
             ) from error
 
-    def _submit(self, item: Request | Order) -> None:
+    def _submit(self, item: LiveRequest | Order) -> None:
         # Put first and looked at second: the other way round, the thread could end in between and
         # the item would never be answered.
         self._inbox.put(item)
         if self._is_over.is_set():
             self._dismiss()
 
-    def _check(self, prefix_ids: Sequence[int], sampling: Sampling) -> None:
+    def _check(self, request: Request) -> None:
+        prefix_ids, sampling = request.prefix_ids, request.sampling
         if self.death is not None:
             raise EngineError(f"engine: its thread has died: {self.death!r}") from self.death
         if not self._thread.is_alive():
@@ -238,7 +231,7 @@ class NativeEngine:
             if self.death
             else "engine: closed while the request was under way"
         )
-        left: list[Request | Order | None] = [*self._running, *self._waiting, *self._orders]
+        left: list[LiveRequest | Order | None] = [*self._running, *self._waiting, *self._orders]
         # Not by `empty`: another caller may take the last item between the look and the taking.
         with contextlib.suppress(queue.Empty):
             while True:
@@ -259,15 +252,15 @@ class NativeEngine:
             is_idle = False
             if item is None:
                 return False
-            if isinstance(item, Request):
+            if isinstance(item, LiveRequest):
                 self._waiting.append(item)
             elif item.waits_for_idle:
                 self._orders.append(item)
             else:
                 item.act()
-        self._waiting = [request for request in self._waiting if not request.is_cancelled]
-        for request in [request for request in self._running if request.is_cancelled]:
-            self._leave(request)
+        self._waiting = [live for live in self._waiting if not live.is_cancelled]
+        for live in [live for live in self._running if live.is_cancelled]:
+            self._leave(live)
         # A completion is by one version of the weights, so a publish waits for the running ones;
         # new requests wait for the publish, which would otherwise never find the engine idle.
         if self._orders and not self._running:
@@ -295,14 +288,14 @@ class NativeEngine:
         blocks.
         """
         waiting, self._waiting = self._waiting, []
-        for number, request in enumerate(waiting):
-            if self._is_being_fed(request.prefix_ids):
-                self._waiting.append(request)
+        for number, live in enumerate(waiting):
+            if self._is_being_fed(live.request.prefix_ids):
+                self._waiting.append(live)
                 continue
-            longest = len(request.prefix_ids) + request.sampling.max_new_tokens
+            longest = len(live.request.prefix_ids) + live.request.sampling.max_new_tokens
             try:
-                request.row = self._cache.open(
-                    request.prefix_ids.copy(), min(longest, self.max_context or longest)
+                live.row = self._cache.open(
+                    [*live.request.prefix_ids], min(longest, self.max_context or longest)
                 )
             except torch.OutOfMemoryError:
                 self._waiting.extend(waiting[number:])
@@ -310,13 +303,13 @@ class NativeEngine:
                 if self._running:
                     return
                 raise
-            if request.row is None:
+            if live.row is None:
                 # Shorter ones behind it would fit, but then a long path might wait for ever.
                 self._waiting.extend(waiting[number:])
                 return
-            self._running.append(request)
+            self._running.append(live)
 
-    def _is_being_fed(self, prefix_ids: list[int]) -> bool:
+    def _is_being_fed(self, prefix_ids: Sequence[int]) -> bool:
         # Group members ask for one prompt at the same time; each would compute it by itself.
         filling = [row for row in self._cache.rows if row.num_unfed > MIN_SHARED]
         if not filling:
@@ -324,10 +317,10 @@ class NativeEngine:
         shared = max(common_length(row.token_ids, prefix_ids[:-1]) for row in filling)
         return shared >= self._cache.matched(prefix_ids) + MIN_SHARED
 
-    def _leave(self, request: Request) -> None:
-        self._running.remove(request)
-        if request.row is not None:
-            self._cache.close(request.row)
+    def _leave(self, live: LiveRequest) -> None:
+        self._running.remove(live)
+        if live.row is not None:
+            self._cache.close(live.row)
 
     def _step(self) -> None:
         """One forward pass over every row that fits, then sampling where a row is complete.
@@ -347,8 +340,8 @@ class NativeEngine:
         found = self._sample(done, hidden[at]) if complete else []
         for segment in segments:
             self._cache.fed(segment.row, segment.count)
-        for request, (token, logprob, entropy) in zip(done, found, strict=True):
-            self._append(request, token, logprob, entropy)
+        for live, (token, logprob, entropy) in zip(done, found, strict=True):
+            self._append(live, token, logprob, entropy)
         self._num_passes_of_room += 1
         if self._num_passes_of_room == PASSES_OF_ROOM and self._room < self._buckets[-1]:
             self._room, self._num_passes_of_room = min(2 * self._room, self._buckets[-1]), 0
@@ -375,32 +368,32 @@ class NativeEngine:
         )
         if not self._running:
             self._waiting.pop(0).settle(reason)
-        for request in self._running.copy():
-            self._leave(request)
-            request.settle(reason)
+        for live in self._running.copy():
+            self._leave(live)
+            live.settle(reason)
 
-    def _plan(self) -> tuple[list[Segment], list[Request]]:
+    def _plan(self) -> tuple[list[Segment], list[LiveRequest]]:
         """The tokens that this pass takes in, a stretch of each row, and the requests they are
         of."""
         segments: list[Segment] = []
-        requests: list[Request] = []
+        requests: list[LiveRequest] = []
         room, offset = self._room, 0
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.
         most = self.settings.native.max_prefill_tokens
         limit = min(most, max(MIN_ROWS, room - self.settings.max_rows))
-        ready = [(request, request.row) for request in self._running if request.row is not None]
+        ready = [(live, live.row) for live in self._running if live.row is not None]
         # Fewest tokens first: rows that decode never wait for a long prompt or tool result. Then by
         # blocks, so that a shared block which attention has loaded serves several rows.
         ready.sort(key=lambda pair: (pair[1].num_unfed, [node.block for node in pair[1].nodes]))
-        for request, row in ready:
+        for live, row in ready:
             count = min(row.num_unfed, limit)
             # Whole chunks or nothing: cut to the room that is left, they would depend on company.
             if offset + count > room:
                 continue
             self._cache.extend(row, count)
             segments.append(Segment(row, count, offset))
-            requests.append(request)
+            requests.append(live)
             offset += count
         return segments, requests
 
@@ -417,7 +410,9 @@ class NativeEngine:
         self.num_rows_fed += count
         return self._forward(*plan.inputs(self.model.device), plan)
 
-    def _sample(self, requests: list[Request], hidden: Tensor) -> list[tuple[int, float, float]]:
+    def _sample(
+        self, requests: list[LiveRequest], hidden: Tensor
+    ) -> list[tuple[int, float, float]]:
         """Returns token, log-probability and entropy of each request."""
         # The head's product is padded as those of the layers are; rows of padding are greedy, and
         # thrown away.
@@ -427,12 +422,12 @@ class NativeEngine:
         temperatures = [0.0] * len(logits)
         keys: list[NoiseKey | None] = [None] * len(logits)
         positions = [0] * len(logits)
-        for row, request in enumerate(requests):
-            temperatures[row] = request.sampling.temperature
-            if request.sampling.temperature > 0:
+        for row, live in enumerate(requests):
+            temperatures[row] = live.request.sampling.temperature
+            if live.request.sampling.temperature > 0:
                 # By the position in the completion, not by the pass: neither company nor a
                 # repeated request changes a token.
-                keys[row], positions[row] = request.noise_key, len(request.sampled)
+                keys[row], positions[row] = live.request.noise_key, len(live.sampled)
         columns = sample_tokens(logits, temperatures, keys, positions, self._forward.kernels)
         self._draw_filtered(requests, logits, keys, columns)
         # One copy from the device: a double holds a token's number as well as it holds a float.
@@ -441,42 +436,42 @@ class NativeEngine:
 
     def _draw_filtered(
         self,
-        requests: list[Request],
+        requests: list[LiveRequest],
         logits: Tensor,
         keys: Sequence[NoiseKey | None],
         columns: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Draws anew, into `columns`, for the requests that filter their tokens."""
-        for row, request in enumerate(requests):
-            sampling = request.sampling
+        for row, live in enumerate(requests):
+            sampling = live.request.sampling
             if sampling.filters == NO_FILTERS:
                 continue
-            path = [*request.prefix_ids, *request.sampled]
+            path = [*live.request.prefix_ids, *live.sampled]
             left = filtered(logits[row], sampling.temperature, sampling.filters, path)
-            drawn = sample_tokens(left[None], [1.0], [keys[row]], [len(request.sampled)])
+            drawn = sample_tokens(left[None], [1.0], [keys[row]], [len(live.sampled)])
             for column, value in zip(columns, drawn, strict=True):
                 column[row] = value[0]
 
-    def _append(self, request: Request, token: int, logprob: float, entropy: float) -> None:
-        request.sampled.append(token)
-        request.logprobs.append(logprob)
-        request.entropies.append(entropy)
-        if request.on_probe is not None and len(request.sampled) == request.probe_tokens:
-            request.on_probe(tuple(request.entropies))
-        limit = request.sampling.max_new_tokens
+    def _append(self, live: LiveRequest, token: int, logprob: float, entropy: float) -> None:
+        live.sampled.append(token)
+        live.logprobs.append(logprob)
+        live.entropies.append(entropy)
+        if live.request.on_probe is not None and len(live.sampled) == live.request.probe_tokens:
+            live.request.on_probe(tuple(live.entropies))
+        limit = live.request.sampling.max_new_tokens
         if self.max_context is not None:
-            limit = min(limit, self.max_context - len(request.prefix_ids))
-        reason = self._stops.reason(request.sampled, request.sampling, self._end_ids, limit)
+            limit = min(limit, self.max_context - len(live.request.prefix_ids))
+        reason = self._stops.reason(live.sampled, live.request.sampling, self._end_ids, limit)
         if reason is None:
-            assert request.row is not None
-            request.row.token_ids.append(token)
+            assert live.row is not None
+            live.row.token_ids.append(token)
             return
-        self._leave(request)
-        request.settle(
+        self._leave(live)
+        live.settle(
             Completion(
-                token_ids=tuple(request.sampled),
-                sampling_logprobs=tuple(request.logprobs),
-                entropies=tuple(request.entropies),
+                token_ids=tuple(live.sampled),
+                sampling_logprobs=tuple(live.logprobs),
+                entropies=tuple(live.entropies),
                 finish=reason,
                 policy_version=self.policy_version,
             )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from treegraft.policy.head import first_line
 from treegraft.policy.kernels.engine import Kernels
+from treegraft.policy.output_head import first_line
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.errors import ModelError
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.engine.blocks import BlockPool, Row
 from treegraft.policy.engine.gathered import Gathered
 from treegraft.policy.engine.transfer import moved
-from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass
 
 MIN_ROWS = 16

@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from treegraft.core.interfaces import NoiseKey
-from treegraft.core.types import Sampling
+from treegraft.core.interfaces import Request
 from treegraft.policy.engine.blocks import Row
 
 
 @dataclass(eq=False)
-class Request:
-    """One call of `complete` on its way through the engine thread."""
+class LiveRequest:
+    """A request on its way through the engine thread."""
 
-    prefix_ids: list[int]
-    sampling: Sampling
-    noise_key: NoiseKey
+    request: Request
+    """Its `on_probe` may be called from any thread."""
     settle: Callable[[object], None]
     """Takes the completion or the exception; from any thread."""
-    probe_tokens: int | None = None
-    on_probe: Callable[[Sequence[float]], None] | None = None
     row: Row | None = None
     is_cancelled: bool = False
     sampled: list[int] = field(default_factory=list)

@@ -6,23 +6,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from treegraft.core.errors import EngineError
-from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
+from treegraft.core.interfaces import Request, Tokenizer, WeightSource
 from treegraft.core.types import Completion, Sampling, StopReason
 
 Reply = str | Sequence[int]
 ReplyFunc = Callable[[str], Reply | Awaitable[Reply]]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """One request the engine saw."""
-
-    prefix_ids: tuple[int, ...]
-    sampling: Sampling
-    noise_key: NoiseKey
 
 
 class ScriptedEngine:
@@ -64,25 +55,17 @@ class ScriptedEngine:
         self._logprob, self._entropy = logprob, entropy
         self._latency_s = latency_s
         self.policy_version = 0
-        self.calls: list[RecordedCall] = []
+        self.calls: list[Request] = []
         """Every request so far."""
 
-    async def complete(
-        self,
-        prefix_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        noise_key: NoiseKey,
-        probe_tokens: int | None = None,
-        on_probe: Callable[[Sequence[float]], None] | None = None,
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """Returns the next reply, cut at the first stop text and at the token limit.
 
         Raises:
             EngineError: the list is used up.
         """
-        self.calls.append(RecordedCall(tuple(prefix_ids), sampling, noise_key))
-        text = self._tokenizer.decode(list(prefix_ids))
+        self.calls.append(replace(request, prefix_ids=tuple(request.prefix_ids)))
+        text = self._tokenizer.decode(list(request.prefix_ids))
         reply = await self._reply(text)
         entropy = self._entropy(text) if callable(self._entropy) else self._entropy
         if self._latency_s is not None:
@@ -91,14 +74,15 @@ class ScriptedEngine:
         if isinstance(reply, str):
             ids = self._tokenizer.encode(reply, add_special_tokens=False)
             # A model ends its turn after an answer; without the token the step would go on.
-            is_final = any(final in reply for final in sampling.final)
+            is_final = any(final in reply for final in request.sampling.final)
             if is_final and end is not None and ids[-1:] != [end]:
                 ids = [*ids, end]
         else:
             ids = list(reply)
-        ids, finish = self._cut(ids, sampling)
-        if on_probe is not None and probe_tokens is not None and len(ids) >= probe_tokens:
-            on_probe((entropy,) * probe_tokens)
+        ids, finish = self._cut(ids, request.sampling)
+        num_probed = request.probe_tokens
+        if request.on_probe is not None and num_probed is not None and len(ids) >= num_probed:
+            request.on_probe((entropy,) * num_probed)
         count = len(ids)
         return Completion(
             token_ids=tuple(ids),

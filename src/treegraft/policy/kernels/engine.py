@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import KernelError
-from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.kernels.library import (
     FLOAT,
     LONG,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.kernels.engine import BLOCK
 
 SPLIT = 8

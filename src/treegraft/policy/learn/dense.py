@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
+from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.learn.pack import Node, PackedTree
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from treegraft.policy.head import first_line
-from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.learn.dense import AttentionShape, distance_from_dense, is_exact, probe_tree
 from treegraft.policy.learn.pack import Node
+from treegraft.policy.output_head import first_line
 
 _log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@ orders."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,15 +14,40 @@ from torch import Tensor
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.spans import joined, span
-from treegraft.core.types import Tree
-from treegraft.policy.head import head_problem
-from treegraft.policy.learn.handover import packed, unpacked
-from treegraft.policy.learn.pieces import Pieces, cut_model, model_shape
+from treegraft.policy.learn.orders import arguments_of, order_of
 from treegraft.policy.learn.ranks import Ranks, deaf_to_ends
 from treegraft.policy.learn.scores import packing_problem
 from treegraft.policy.learn.sharded import ShardedLearner
+from treegraft.policy.learn.weight_files import WeightFiles, cut_model, model_shape
+from treegraft.policy.output_head import head_problem
 from treegraft.policy.weights import adapted_modules
 from treegraft.settings.config import Config
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "fingerprint": ShardedLearner.fingerprint,
+    "stream": lambda learner: [None for _ in learner.stream()],
+}
+"""What rank 0 may order, by name; `on_every_rank` adds to it."""
+
+
+def on_every_rank(
+    method: Callable[Concatenate[ShardedLearner, P], R],
+) -> Callable[Concatenate[Leader, P], R]:
+    """Returns a method of `Leader` that calls this one of the learner on every rank, with the same
+    arguments (see `order_of`), and returns rank 0's result."""
+    name = method.__name__
+    CALLS[name] = method
+
+    @functools.wraps(method)
+    def call(leader: Leader, /, *args: P.args, **options: P.kwargs) -> R:
+        order, columns = order_of(args, options)
+        with leader.ranks.ordered(name, columns, **order):
+            return method(leader.learner, *args, **options)
+
+    return call
 
 
 class Leader:
@@ -41,7 +66,7 @@ class Leader:
         Args:
             model: whole, with its adapters; it may be dropped afterwards. With `files` its shape
                 alone.
-            files: from which each rank reads its rows, see `pieces.weight_files`.
+            files: from which each rank reads its rows, see `weight_files.shardable_files`.
             checkpoint: whose optimiser's state to go on from; None for the beginning.
 
         Raises:
@@ -49,72 +74,30 @@ class Leader:
             SettingError: LoRA targets that are no linear layers.
             RankError: a rank has ended.
         """
-        self._ranks = ranks
-        shape, place = model_shape(model), None if checkpoint is None else str(checkpoint)
+        self.ranks, shape = ranks, model_shape(model)
         # Where only the shape is known, a layer of each kind is tried.
         _refuse(model if files is None else cut_model(shape), config)
         names = None if files is None else [str(file) for file in files]
         with ranks.ordered("build", shape=shape, files=names):
-            self._learner = _built(ranks, shape, config, names, model)
-        if place is not None:
-            self._all("load", folder=place)
+            self.learner = _built(ranks, shape, config, names, model)
+        if checkpoint is not None:
+            self._load(checkpoint)
 
-    def _all(self, name: str, **arguments: Any) -> Any:
-        """Makes one call on every rank and returns rank 0's result."""
-        with self._ranks.ordered(name, **arguments):
-            return CALLS[name](self._learner, **arguments)
-
-    def _on_trees(self, name: str, trees: Sequence[Tree], **arguments: Any) -> Any:
-        texts, columns = packed(trees)
-        with self._ranks.ordered(name, columns, trees=texts, **arguments):
-            return TREE_CALLS[name](self._learner, trees, **arguments)
-
-    def with_exact_entropies(
-        self, trees: Sequence[Tree], *, everywhere: bool = False
-    ) -> list[Tree]:
-        """As `Learner.with_exact_entropies`."""
-        found: list[Tree] = self._on_trees("with_exact_entropies", trees, everywhere=everywhere)
-        return found
-
-    def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
-        """As `Learner.with_logprobs`."""
-        found: list[Tree] = self._on_trees("with_logprobs", trees)
-        return found
-
-    def learn(
-        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
-    ) -> tuple[list[Tree], dict[str, float]]:
-        """As `Learner.learn`."""
-        found: tuple[list[Tree], dict[str, float]] = self._on_trees(
-            "learn", [*trees, *lessons], num_lessons=len(lessons)
-        )
-        return found
-
-    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
-        """As `Learner.imitate`."""
-        return float(self._on_trees("imitate", trees, lr=lr, weight_decay=weight_decay))
-
-    def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
-        """As `Learner.right_steps`."""
-        right, total = self._on_trees("right_steps", trees)
-        return right, total
-
-    def forget_moments(self) -> None:
-        """As `Learner.forget_moments`."""
-        self._all("forget_moments")
-
-    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
-        """As `Learner.keep_reference`; every rank needs the folder."""
-        self._all("keep_reference", folder=str(folder.resolve()), is_new=is_new)
+    _load = on_every_rank(ShardedLearner.load)
+    with_exact_entropies = on_every_rank(ShardedLearner.with_exact_entropies)
+    with_logprobs = on_every_rank(ShardedLearner.with_logprobs)
+    learn = on_every_rank(ShardedLearner.learn)
+    imitate = on_every_rank(ShardedLearner.imitate)
+    right_steps = on_every_rank(ShardedLearner.right_steps)
+    forget_moments = on_every_rank(ShardedLearner.forget_moments)
+    # Every rank needs the folders of these two.
+    keep_reference = on_every_rank(ShardedLearner.keep_reference)
+    save = on_every_rank(ShardedLearner.save)
 
     def weights(self) -> WeightSource:
         """Returns the plain model's weights, gathered from the ranks one after another each time
         that they are gone through."""
-        return StreamedWeights(self._ranks, self._learner)
-
-    def save(self, folder: Path, *, keep_adapter: bool) -> None:
-        """As `Learner.save`; every rank needs the folder."""
-        self._all("save", folder=str(folder.resolve()), keep_adapter=keep_adapter)
+        return StreamedWeights(self.ranks, self.learner)
 
 
 class StreamedWeights:
@@ -124,7 +107,7 @@ class StreamedWeights:
         self._ranks, self._learner = ranks, learner
         self.names = learner.names
 
-    @cached_property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Checksum of all tensors, equal to that of the plain model."""
         # An engine asks in a thread of its own, which may be in inference mode.
@@ -142,34 +125,6 @@ class StreamedWeights:
                 # The others gather every tensor; one left out here would keep them waiting.
                 for _ in stream:
                     pass
-
-
-CALLS: Mapping[str, Callable[..., Any]] = {
-    "forget_moments": lambda learner: learner.forget_moments(),
-    "keep_reference": lambda learner, folder, is_new: learner.keep_reference(
-        Path(folder), is_new=is_new
-    ),
-    "save": lambda learner, folder, keep_adapter: learner.save(
-        Path(folder), keep_adapter=keep_adapter
-    ),
-    "load": lambda learner, folder: learner.load(Path(folder)),
-    "fingerprint": lambda learner: learner.fingerprint(),
-    "stream": lambda learner: [None for _ in learner.stream()],
-}
-"""What rank 0 may order, by name."""
-
-TREE_CALLS: Mapping[str, Callable[..., Any]] = {
-    "with_exact_entropies": lambda learner, trees, everywhere: learner.with_exact_entropies(
-        trees, everywhere=everywhere
-    ),
-    "with_logprobs": lambda learner, trees: learner.with_logprobs(trees),
-    "learn": lambda learner, trees, num_lessons: learner.learn(
-        trees[: len(trees) - num_lessons], trees[len(trees) - num_lessons :]
-    ),
-    "imitate": lambda learner, trees, lr, weight_decay: learner.imitate(trees, lr, weight_decay),
-    "right_steps": lambda learner, trees: learner.right_steps(trees),
-}
-"""What it may order on trees."""
 
 
 def serve_rank(ranks: Ranks, config: Config) -> Mapping[str, Any] | None:
@@ -192,12 +147,8 @@ def serve_rank(ranks: Ranks, config: Config) -> Mapping[str, Any] | None:
                     if name == "build":
                         learner = _built(ranks, order["shape"], config, order["files"], None)
                         continue
-                    assert learner is not None
-                    if name in TREE_CALLS:
-                        order["trees"] = unpacked(order["trees"], order.pop("columns"))
-                        TREE_CALLS[name](learner, **order)
-                    else:
-                        CALLS[name](learner, **order)
+                    args, options = arguments_of(order)
+                    CALLS[name](learner, *args, **options)
         except BaseException as error:
             ranks.last_words(error)
             raise
@@ -208,8 +159,8 @@ def _built(
 ) -> ShardedLearner:
     if files is None:
         return ShardedLearner(ranks, shape, config, source=source)
-    pieces = Pieces([*map(Path, files)], shape, config.model.dtype)
-    return ShardedLearner(ranks, shape, config, pieces=pieces)
+    found = WeightFiles([*map(Path, files)], shape, config.model.dtype)
+    return ShardedLearner(ranks, shape, config, files=found)
 
 
 def _refuse(model: Any, config: Config) -> None:

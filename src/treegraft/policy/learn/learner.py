@@ -14,17 +14,17 @@ from treegraft.algo.losses import (
     Denominators,
     contribution_weights,
     engine_correction,
+    imitated_loss,
     k3_divergence,
-    lesson_loss,
 )
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
+from treegraft.policy.attention_hook import install_attention, tree_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
-from treegraft.policy.head import Head, base_model
-from treegraft.policy.hook import install_attention, tree_attention
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
+from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
@@ -32,7 +32,7 @@ from treegraft.policy.learn.pack import (
     blank_batch,
     credit,
     newest_of_several,
-    num_lesson_tokens,
+    num_imitated_tokens,
     num_loss_tokens,
     num_tree_tokens,
     pack_trees,
@@ -55,16 +55,16 @@ from treegraft.policy.learn.plan import (
     with_steps,
 )
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.scored import Scored
 from treegraft.policy.learn.scores import (
     Scores,
+    ScoringModel,
     check_head,
     chunked_scores,
     packed_hidden,
     packing_problem,
     rowwise_hidden,
 )
-from treegraft.policy.learn.tally import Tally
+from treegraft.policy.output_head import OutputHead, base_model
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
@@ -89,7 +89,7 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = 2048)
             hidden = packed_hidden(model, batch)
     sampled = hidden[: batch.sampled.numel()]
     return chunked_scores(
-        Head(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk
+        OutputHead(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk
     )
 
 
@@ -141,25 +141,25 @@ class Learner:
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
         """Why trees are run row by row; None where they are packed."""
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
-        if self.packing_problem is None:
+        if is_packed := self.packing_problem is None:
             install_attention(model)
         self._team = team or Alone()
-        self._scored = self._placed(Scored(model, learn, is_packed=self.packing_problem is None))
+        self._scoring = self._placed(ScoringModel(model, learn, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
 
-    def _placed(self, scored: Scored) -> Scored:
+    def _placed(self, scoring: ScoringModel) -> ScoringModel:
         """The module through which all passes run, where its weights are to lie."""
         # Weights of a DTensor that are used outside their own module's forward pass get no
         # gradient from the others, without an error.
-        if any(hasattr(weight, "placements") for weight in scored.parameters()):
+        if any(hasattr(weight, "placements") for weight in scoring.parameters()):
             raise ModelError(
                 "learner: the model's weights are divided among processes already (DTensor);"
                 " expected a whole model. Leave the division to Treegraft: start it with torchrun."
             )
-        return scored
+        return scoring
 
     @property
     def device(self) -> torch.device:
@@ -171,19 +171,19 @@ class Learner:
     def scores(self, batch: TreeBatch) -> Scores:
         """Returns (logprobs, entropies) of the unique sampled tokens, with gradients where they are
         enabled."""
-        logprobs, entropies = self._scored(batch)
+        logprobs, entropies = self._scoring(batch)
         return logprobs, entropies
 
-    def scores_with_lessons(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one
-        pass, as `scores`."""
-        logprobs, entropies = self._scored(batch, takes_lessons=True)
+    def scores_with_imitated(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (logprobs [U], entropies [U], log-probabilities [L] of the imitated tokens) of
+        one pass, as `scores`."""
+        logprobs, entropies = self._scoring(batch, takes_imitated=True)
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
 
     def argmax(self, batch: TreeBatch) -> Tensor:
         """Returns [U] the most likely token where each unique sampled token stands."""
-        best: Tensor = self._scored(batch, wants_argmax=True)
+        best: Tensor = self._scoring(batch, wants_argmax=True)
         return best
 
     @torch.no_grad()
@@ -232,19 +232,19 @@ class Learner:
         return by_step(plan, gathered(self._team, plan, columns))
 
     def _plan(
-        self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool = False
+        self, trees: Sequence[Tree], indices: Sequence[int], *, takes_imitated: bool = False
     ) -> Plan:
         limit, num_ranks = self.settings.max_pack_tokens, self._team.size
-        return plan_passes(trees, indices, limit, num_ranks, takes_lessons=takes_lessons)
+        return plan_passes(trees, indices, limit, num_ranks, takes_imitated=takes_imitated)
 
     def _batches(
-        self, plan: Plan, *, takes_lessons: bool = False
+        self, plan: Plan, *, takes_imitated: bool = False
     ) -> Iterator[tuple[Pack, TreeBatch]]:
         """The passes of this process; an empty pack has a batch all the same."""
         for pack in plan.own(self._team.rank):
             if pack:
                 trees = [part.tree for part in pack]
-                yield pack, pack_trees(trees, device=self.device, takes_lessons=takes_lessons)
+                yield pack, pack_trees(trees, device=self.device, takes_imitated=takes_imitated)
             else:
                 yield pack, blank_batch(self.device)
 
@@ -297,11 +297,12 @@ class Learner:
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         taught = shared_out(lessons, minibatches)
         is_learned = [self._is_learned(tree) for tree in trees]
-        takes_lessons = self._loss.graft_coef > 0
+        takes_imitated = self._loss.graft_coef > 0
         shown = [without_branches(tree) for tree in trees]
+        learned = {part: [n for n in part if is_learned[n]] for part in dict.fromkeys(passes)}
         plans = {
-            part: self._plan(shown, [n for n in part if is_learned[n]], takes_lessons=takes_lessons)
-            for part in dict.fromkeys(passes)
+            part: self._plan(shown, own, takes_imitated=takes_imitated)
+            for part, own in learned.items()
         }
         # Every other minibatch is scored before the first optimiser step, by the weights that its
         # ratios are against. The first step's own pass is still by those, so it needs none.
@@ -310,25 +311,24 @@ class Learner:
             part: self._scored_packs(
                 [
                     _Pack(pack, batch, batch.sampling_logprobs if not scores_old else None)
-                    for pack, batch in self._batches(plan, takes_lessons=takes_lessons)
+                    for pack, batch in self._batches(plan, takes_imitated=takes_imitated)
                 ],
                 scores_old and part != passes[0],
             )
             for part, plan in plans.items()
         }
-        tally = Tally(newest_of_several(trees))
+        sums = MetricSums(newest_of_several(trees))
         for part in passes:
             # Gradients add up until the step.
-            tally.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, tally)
+            sums.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, sums)
             denominators = self._denominators([trees[n] for n in part])
-            packs[part] = self._optimiser_step(packs[part], denominators, tally)
+            packs[part] = self._optimiser_step(packs[part], denominators, sums)
         for own in packs.values():
-            tally.add_sizes([pack.batch for pack in own if pack.parts])
-        tally = combined(self._team, tally.state(), Tally.of)
+            sums.add_sizes([pack.batch for pack in own if pack.parts])
+        sums = combined(self._team, sums.state(), MetricSums.of)
         # A minibatch of skipped groups alone moves no weight.
-        teaches = {part: any(map(weight_of, own)) for part, own in taught.items()}
-        num_steps = sum(teaches[part] or any(is_learned[n] for n in part) for part in passes)
-        metrics = tally.metrics(num_steps, takes_lessons=takes_lessons)
+        num_steps = sum(any(map(weight_of, taught[part])) or bool(learned[part]) for part in passes)
+        metrics = sums.metrics(num_steps, takes_imitated=takes_imitated)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
@@ -375,7 +375,7 @@ class Learner:
             for step in path.steps
             if any(step.loss_mask)
         )
-        if has_signal or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
+        if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
             return True
         # Without an advantage, the KL term alone still pulls to the reference.
         return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
@@ -390,7 +390,7 @@ class Learner:
         return list(packs)
 
     def _optimiser_step(
-        self, packs: Sequence[_Pack], denominators: Denominators, tally: Tally
+        self, packs: Sequence[_Pack], denominators: Denominators, sums: MetricSums
     ) -> list[_Pack]:
         """Returns the packs with their old and new log-probabilities.
 
@@ -401,22 +401,22 @@ class Learner:
         """
         done = []
         for pack in packs:
-            logprobs, entropies, lessons = self.scores_with_lessons(pack.batch)
+            logprobs, entropies, imitated = self.scores_with_imitated(pack.batch)
             # Detached from this very pass, the ratio is exactly 1 and keeps its gradient.
             old = logprobs.detach() if pack.old_logprobs is None else pack.old_logprobs
             if pack.parts:
                 factors = self._factors(pack.batch, denominators)
-                loss = self._pack_loss(pack, logprobs, entropies, old, factors, tally)
-                if pack.batch.lessons is not None:
-                    loss = loss + self._lesson_loss(pack.batch, lessons, factors, tally)
-                tally.loss += float(loss.detach())
+                loss = self._pack_loss(pack, logprobs, entropies, old, factors, sums)
+                if pack.batch.imitated is not None:
+                    loss = loss + self._imitated_loss(pack.batch, imitated, factors, sums)
+                sums.loss += float(loss.detach())
             else:
                 loss = logprobs.sum() * 0.0
             # Backward for each pack, so that only one pack's activations are alive.
             torch.autograd.backward(loss)
             done.append(replace(pack, old_logprobs=old, new_logprobs=logprobs.detach()))
-        tally.grad_norms.append(self.optimiser.step())
-        tally.lrs.append(self.optimiser.last_lr)
+        sums.grad_norms.append(self.optimiser.step())
+        sums.lrs.append(self.optimiser.last_lr)
         return done
 
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
@@ -447,7 +447,7 @@ class Learner:
         entropies: Tensor,
         old: Tensor,
         factors: Tensor,
-        tally: Tally,
+        sums: MetricSums,
     ) -> Tensor:
         """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on
         sampled tokens."""
@@ -475,45 +475,45 @@ class Learner:
             lengths = torch.bincount(owners, minlength=len(batch.paths)) if by_path else None
             weights, is_capped = engine_correction(gaps, settings.engine_ratio_cap, lengths)
             losses = losses * weights
-            tally.add("learn/engine_capped_frac", is_capped.float())
+            sums.add("learn/engine_capped_frac", is_capped.float())
         if pack.ref_logprobs is not None:
             divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
             losses = losses + settings.kl_coef * divergence
-            tally.add("learn/kl", divergence.detach())
+            sums.add("learn/kl", divergence.detach())
         signs = batch.advantages[rows]
         # Of the contributions that push at all: those of 0 would make any share look small.
         if (signs != 0).any():
-            tally.add("learn/positive_frac", (signs[signs != 0] > 0).float())
-        tally.add("learn/clip_frac", terms.is_clipped.float())
-        tally.add("learn/entropy", entropies.detach().index_select(0, tokens))
-        tally.add("learn/approx_kl", terms.ratios - 1.0 - torch.log(terms.ratios))
+            sums.add("learn/positive_frac", (signs[signs != 0] > 0).float())
+        sums.add("learn/clip_frac", terms.is_clipped.float())
+        sums.add("learn/entropy", entropies.detach().index_select(0, tokens))
+        sums.add("learn/approx_kl", terms.ratios - 1.0 - torch.log(terms.ratios))
         if terms.ratios.numel():
-            tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()))
+            sums.ratio_max = max(sums.ratio_max, float(terms.ratios.max()))
         # Over unique tokens, each once: it compares two implementations, not trajectories. Where
         # the engine's own are the old ones, the learner's are those of the first step that has
         # gradients: its weights still are the engine's.
         own = old if settings.old_logprobs == "learner" else logprobs.detach()
-        if own is old or not any(tally.grad_norms):
-            tally.add("learn/engine_gap", batch.engine_gaps(own, tally.newest))
+        if own is old or not any(sums.grad_norms):
+            sums.add("learn/engine_gap", batch.engine_gaps(own, sums.newest))
         return (factors[owners] * losses).sum()
 
-    def _lesson_loss(
-        self, batch: TreeBatch, logprobs: Tensor, factors: Tensor, tally: Tally
+    def _imitated_loss(
+        self, batch: TreeBatch, logprobs: Tensor, factors: Tensor, sums: MetricSums
     ) -> Tensor:
-        """Σ over lesson contributions of factor · l, with the factor that the trajectory's sampled
-        tokens have."""
-        assert batch.lessons is not None
-        owners = batch.lessons.trajectories
+        """Σ of factor · l over the contributions of imitated tokens, with the factor that the
+        trajectory's sampled tokens have."""
+        assert batch.imitated is not None
+        owners = batch.imitated.trajectories
         advantages = [path.leaf.advantage or 0.0 for path in batch.paths]
-        chosen = logprobs.index_select(0, batch.lessons.tokens)
-        losses = lesson_loss(
+        chosen = logprobs.index_select(0, batch.imitated.tokens)
+        losses = imitated_loss(
             chosen,
             torch.tensor(advantages, dtype=torch.float32, device=owners.device)[owners],
             coef=self._loss.graft_coef,
             form=self._loss.graft_form,
             gamma=self._loss.graft_gamma,
         )
-        tally.add("learn/lesson_logprob", chosen.detach())
+        sums.add("learn/lesson_logprob", chosen.detach())
         return (factors[owners] * losses).sum()
 
     # ------------------------------------------------------------------ weights

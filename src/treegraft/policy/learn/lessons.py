@@ -23,10 +23,10 @@ from torch import Tensor
 
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Tree
+from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.learn.plan import split_evenly
 from treegraft.policy.learn.scores import Scores
-from treegraft.policy.learn.tally import Tally
 from treegraft.settings.policy import LossSettings
 
 DECAY = 0.5
@@ -157,7 +157,7 @@ def teach(
     settings: LossSettings,
     batches: Callable[[Sequence[Tree]], Iterable[TreeBatch]],
     scores: Callable[[TreeBatch], Scores],
-    tally: Tally,
+    sums: MetricSums,
 ) -> float:
     """Adds the gradient of an optimiser step's lessons, and returns their loss.
 
@@ -171,7 +171,7 @@ def teach(
         loss = lessons_loss(batch, logprobs, settings.lesson_coef, len(lessons))
         torch.autograd.backward(loss)
         total += float(loss.detach())
-        tally.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
+        sums.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
     return total
 
 

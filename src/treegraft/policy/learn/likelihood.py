@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from treegraft.core.types import Tree
-from treegraft.policy.head import base_model
-from treegraft.policy.hook import install_attention
+from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.plan import Alone, by_step, gathered, plan_passes
-from treegraft.policy.learn.scored import Scored
-from treegraft.policy.learn.scores import packing_problem
+from treegraft.policy.learn.scores import ScoringModel, packing_problem
+from treegraft.policy.output_head import base_model
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings
 
@@ -32,7 +31,7 @@ class Likelihood:
             install_attention(model)
         self.fingerprint = ModelWeights(plain_weights(model)).fingerprint
         """Checksum of the weights."""
-        self._scored = Scored(model, settings, is_packed=self.packing_problem is None)
+        self._scoring = ScoringModel(model, settings, is_packed=self.packing_problem is None)
 
     @torch.no_grad()
     def __call__(self, trees: Sequence[Tree]) -> list[dict[str, float]]:
@@ -42,7 +41,7 @@ class Likelihood:
         columns = []
         for pack in plan.packs:
             batch = pack_trees([part.tree for part in pack], device=self._device)
-            columns.append(self._scored(batch)[0])
+            columns.append(self._scoring(batch)[0])
         found: list[dict[str, float]] = [{} for _ in trees]
         for n, step, values in by_step(plan, gathered(Alone(), plan, columns)):
             found[n][step.id] = math.fsum(values)

@@ -63,24 +63,25 @@ class PackedTree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lessons:
-    """The texts of other agents in the grafts of a batch. L lesson tokens, D contributions."""
+class Imitated:
+    """The texts of other agents in the grafts of a batch, which are imitated. L tokens, D
+    contributions."""
 
     packed: Tensor
     """[L] packed index of each token."""
     sources: Tensor
-    """[L] packed index of the token before it: the graft's parent's last one, then the lesson's
-    own."""
+    """[L] packed index of the token before it: the graft's parent's last one, then its own
+    text's."""
     temperatures: Tensor
     """[L] of the graft's step."""
     tokens: Tensor
-    """[D] which lesson token a contribution is of."""
+    """[D] which of these tokens a contribution is of."""
     trajectories: Tensor
     """[D] which trajectory holds the graft."""
     paths: tuple[tuple[int, ...], ...]
-    """For each lesson the tokens of the path above it, then its own."""
+    """For each graft the tokens of the path above it, then its own."""
     lengths: tuple[int, ...]
-    """Tokens of each lesson; they sum to L."""
+    """Tokens of each graft's text; they sum to L."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class TreeBatch:
     """[N]"""
     step_offsets: tuple[dict[str, int], ...]
     """For each tree, the packed index at which each step starts."""
-    lessons: Lessons | None = None
+    imitated: Imitated | None = None
     """None where nothing is learned from grafts."""
 
     @property
@@ -161,15 +162,15 @@ class TreeBatch:
 
     def to(self, device: torch.device) -> TreeBatch:
         """Returns the batch with its tensors on `device`."""
-        lessons = self.lessons and replace(self.lessons, **_moved(self.lessons, device))
-        return replace(self, lessons=lessons, **_moved(self, device))
+        imitated = self.imitated and replace(self.imitated, **_moved(self.imitated, device))
+        return replace(self, imitated=imitated, **_moved(self, device))
 
 
-def _moved(batch: TreeBatch | Lessons, device: torch.device) -> dict[str, Any]:
+def _moved(batch: TreeBatch | Imitated, device: torch.device) -> dict[str, Any]:
     return {name: getattr(batch, name).to(device) for name in columns_of(type(batch))}
 
 
-def columns_of(kind: type[TreeBatch | Lessons]) -> dict[str, list[Any]]:
+def columns_of(kind: type[TreeBatch | Imitated]) -> dict[str, list[Any]]:
     """Returns an empty list for each tensor of the class."""
     return {field.name: [] for field in fields(kind) if field.type == "Tensor"}
 
@@ -205,25 +206,25 @@ def _ranges(starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
 class _Packer:
     """Accumulates trees, each column as one array a tree; one instance per batch."""
 
-    def __init__(self, *, takes_lessons: bool) -> None:
-        self.takes_lessons = takes_lessons
+    def __init__(self, *, takes_imitated: bool) -> None:
+        self.takes_imitated = takes_imitated
         self.columns = columns_of(TreeBatch)
-        self.lesson_columns = columns_of(Lessons)
-        self.lesson_paths: list[tuple[int, ...]] = []
-        self.lesson_lengths: list[int] = []
+        self.imitated_columns = columns_of(Imitated)
+        self.imitated_paths: list[tuple[int, ...]] = []
+        self.imitated_lengths: list[int] = []
         self.paths: list[Trajectory] = []
         self.trees: list[PackedTree] = []
         self.step_offsets: list[dict[str, int]] = []
-        self.num_tokens = self.num_sampled = self.num_lesson_tokens = 0
+        self.num_tokens = self.num_sampled = self.num_imitated_tokens = 0
 
     def add(self, tree: Tree) -> None:
         """Appends one tree's tokens, nodes and contributions."""
-        lessons = lesson_steps(tree) if self.takes_lessons else {}
+        imitated = imitated_steps(tree) if self.takes_imitated else {}
         # Depth first, by ordinals: everything below a step then follows it without a gap, so that
         # two numbers say who sees it. It also makes the sums' order that of the tree alone.
         steps = tree.steps
-        if lessons:
-            steps = tuple(sorted([*steps, *lessons.values()], key=lambda step: step.ordinals))
+        if imitated:
+            steps = tuple(sorted([*steps, *imitated.values()], key=lambda step: step.ordinals))
         start, end = self.num_tokens, self.num_tokens
         offsets: dict[str, int] = {}
         positions: dict[str, int] = {}
@@ -243,8 +244,8 @@ class _Packer:
             end += length
             if step.ordinals[-1] < 0 and parent is not None:
                 path = (token for own in tree.path(parent) for token in own.token_ids)
-                self.lesson_paths.append((*path, *step.token_ids))
-                self.lesson_lengths.append(length)
+                self.imitated_paths.append((*path, *step.token_ids))
+                self.imitated_lengths.append(length)
         lengths = np.array([len(step.token_ids) for step in steps])
         firsts = [positions[step.id] - len(step.token_ids) for step in steps]
         places = np.array([offsets[step.id] for step in steps])
@@ -254,7 +255,7 @@ class _Packer:
         unique = self._add_scored(steps, lengths, places, np.array(sources), index)
         nodes = _nodes(steps, offsets, end)
         self.trees.append(PackedTree(start, end, nodes))
-        self._contribute(tree, lessons, unique)
+        self._contribute(tree, imitated, unique)
         self.step_offsets.append({step.id: offsets[step.id] for step in tree.steps})
         self.num_tokens = end
 
@@ -266,17 +267,17 @@ class _Packer:
         sources: np.ndarray,
         index: np.ndarray,
     ) -> dict[str, tuple[int, int]]:
-        """For each step the number, among the sampled or the lesson tokens, of the first that it
+        """For each step the number, among the sampled or the imitated tokens, of the first that it
         adds, and how many it adds."""
         count = len(index)
-        is_lesson = np.array([step.ordinals[-1] < 0 for step in steps])
-        of_lesson = np.repeat(is_lesson, lengths)
+        is_imitated = np.array([step.ordinals[-1] < 0 for step in steps])
+        of_imitated = np.repeat(is_imitated, lengths)
         origins = _flat((step.origins for step in steps), np.int8, count)
-        is_sampled = (origins == Origin.POLICY) & ~of_lesson
+        is_sampled = (origins == Origin.POLICY) & ~of_imitated
         before = index - 1
         opens = places[lengths > 0] - (index[0] if count else 0)
         before[opens] = sources[lengths > 0]
-        scored = is_sampled | of_lesson
+        scored = is_sampled | of_imitated
         if (lone := scored & (before < 0)).any():
             at = int(lone.argmax()) + int(index[0])
             own = next(s for s, p in zip(reversed(steps), places[::-1], strict=True) if p <= at)
@@ -288,7 +289,7 @@ class _Packer:
         temperatures = np.repeat([step.temperature or 1.0 for step in steps], lengths)
         for columns, mask, name in (
             (self.columns, is_sampled, "sampled"),
-            (self.lesson_columns, of_lesson, "packed"),
+            (self.imitated_columns, of_imitated, "packed"),
         ):
             columns[name].append(index[mask])
             columns["sources"].append(before[mask])
@@ -301,16 +302,16 @@ class _Packer:
         until = np.cumsum(lengths)
         counts = (added[until] - added[until - lengths]).tolist()
         unique: dict[str, tuple[int, int]] = {}
-        for step, own, own_count in zip(steps, is_lesson.tolist(), counts, strict=True):
-            unique[step.id] = (self.num_lesson_tokens if own else self.num_sampled, own_count)
+        for step, own, own_count in zip(steps, is_imitated.tolist(), counts, strict=True):
+            unique[step.id] = (self.num_imitated_tokens if own else self.num_sampled, own_count)
             if own:
-                self.num_lesson_tokens += own_count
+                self.num_imitated_tokens += own_count
             else:
                 self.num_sampled += own_count
         return unique
 
     def _contribute(
-        self, tree: Tree, lessons: Mapping[str, Step], unique: Mapping[str, tuple[int, int]]
+        self, tree: Tree, imitated: Mapping[str, Step], unique: Mapping[str, tuple[int, int]]
     ) -> None:
         own = [step for step in tree.steps if unique[step.id][1]]
         carries = _flat(
@@ -320,14 +321,14 @@ class _Packer:
         )
         base = unique[own[0].id][0] if own else 0
         rows: list[tuple[int, int, int, float, bool]] = []
-        taught: list[tuple[int, int, int]] = []
+        chosen: list[tuple[int, int, int]] = []
         for path in tree.trajectories():
             number, leaf = len(self.paths), path.leaf
             for step in path.steps:
                 # Also tokens without loss: diagnostics and the record go over every sampled token.
                 rows.append((*unique[step.id], number, credit(step, leaf), leaf.has_loss))
-                if step.id in lessons and teaches(path, step):
-                    taught.append((*unique[lessons[step.id].id], number))
+                if step.id in imitated and imitates(path, step):
+                    chosen.append((*unique[imitated[step.id].id], number))
             self.paths.append(path)
         if not rows:
             return
@@ -340,10 +341,10 @@ class _Packer:
             spread *= _factors(own)[tokens - base]
         self.columns["advantages"].append(spread)
         self.columns["carries_loss"].append(carries[tokens - base] & np.repeat(has_loss, counts))
-        if taught:
-            starts, counts, owners = zip(*taught, strict=True)
-            self.lesson_columns["tokens"].append(_ranges(starts, counts))
-            self.lesson_columns["trajectories"].append(np.repeat(owners, counts))
+        if chosen:
+            starts, counts, owners = zip(*chosen, strict=True)
+            self.imitated_columns["tokens"].append(_ranges(starts, counts))
+            self.imitated_columns["trajectories"].append(np.repeat(owners, counts))
 
 
 def _factors(steps: Sequence[Step]) -> np.ndarray:
@@ -359,17 +360,17 @@ def credit(step: Step, leaf: Leaf) -> float:
     return (leaf.advantage or 0.0) if step.advantage is None else step.advantage
 
 
-def has_lesson(leaf: Leaf) -> bool:
+def is_worth_imitating(leaf: Leaf) -> bool:
     """Whether the grafts of this leaf's trajectory are worth imitating: it carries loss and did
     better than its group."""
     return leaf.has_loss and (leaf.advantage or 0.0) > 0.0
 
 
-def teaches(path: Trajectory, step: Step) -> bool:
-    """Whether a trajectory imitates a step's lesson: a graft's, a forced opening's, or one of the
-    stored trajectory that it is; never of stored steps that it began below."""
+def imitates(path: Trajectory, step: Step) -> bool:
+    """Whether a trajectory imitates a step's `lesson_ids`: those of a graft, of a forced opening,
+    or of the stored trajectory that it is; never those of stored steps that it began below."""
     is_own = step.is_graft or path.is_stored or isinstance(step.cause, RetryCause)
-    return bool(step.lesson_ids) and has_lesson(path.leaf) and is_own
+    return bool(step.lesson_ids) and is_worth_imitating(path.leaf) and is_own
 
 
 def num_loss_tokens(path: Trajectory) -> int:
@@ -380,18 +381,18 @@ def num_loss_tokens(path: Trajectory) -> int:
     return sum(sum(step.loss_mask) for step in path.steps)
 
 
-def lesson_steps(tree: Tree) -> dict[str, Step]:
-    """Returns, for each graft that a trajectory worth imitating holds, its lesson as a step beside
-    it.
+def imitated_steps(tree: Tree) -> dict[str, Step]:
+    """Returns, for each graft that a trajectory worth imitating holds, the text that is imitated as
+    a step beside it.
 
-    The ordinals of lessons are negative, so that they stand before their siblings and are never
+    The ordinals of these steps are negative, so that they stand before their siblings and are never
     taken.
     """
-    worth = {step.id for path in tree.trajectories() for step in path.steps if teaches(path, step)}
+    worth = {step.id for path in tree.trajectories() for step in path.steps if imitates(path, step)}
     return {
         step.id: Step(
             # A step of its own beside the graft, not part of it: on the path below, the next step
-            # follows the graft's text, never the lesson's.
+            # follows the graft's text, never the imitated one.
             id=f"{step.parent}.{-1 - step.ordinals[-1]}",
             parent=step.parent,
             depth=step.depth,
@@ -426,34 +427,34 @@ def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[No
 
 
 def pack_trees(
-    trees: Sequence[Tree], *, device: torch.device | str = "cpu", takes_lessons: bool = False
+    trees: Sequence[Tree], *, device: torch.device | str = "cpu", takes_imitated: bool = False
 ) -> TreeBatch:
     """Returns one batch that holds all `trees`, in the order given.
 
     Args:
-        takes_lessons: with those of the grafts that a trajectory with positive advantage and loss
-            holds.
+        takes_imitated: with the texts of the grafts that a trajectory with positive advantage and
+            loss holds.
 
     Raises:
         ValueError: no trees, or a sampled token with nothing before it.
     """
     if not trees:
         raise ValueError("pack_trees: got no trees; at least one is needed")
-    packer = _Packer(takes_lessons=takes_lessons)
+    packer = _Packer(takes_imitated=takes_imitated)
     for tree in trees:
         packer.add(tree)
 
-    lessons = Lessons(
-        **_tensors(packer.lesson_columns, device),
-        paths=tuple(packer.lesson_paths),
-        lengths=tuple(packer.lesson_lengths),
+    imitated = Imitated(
+        **_tensors(packer.imitated_columns, device),
+        paths=tuple(packer.imitated_paths),
+        lengths=tuple(packer.imitated_lengths),
     )
     return TreeBatch(
         **_tensors(packer.columns, device),
         trees=tuple(packer.trees),
         paths=tuple(packer.paths),
         step_offsets=tuple(packer.step_offsets),
-        lessons=lessons if packer.lesson_paths else None,
+        imitated=imitated if packer.imitated_paths else None,
     )
 
 
@@ -488,9 +489,9 @@ def num_tree_tokens(tree: Tree) -> int:
     return sum(len(step.token_ids) for step in tree.steps)
 
 
-def num_lesson_tokens(tree: Tree) -> int:
+def num_imitated_tokens(tree: Tree) -> int:
     """Returns the tokens that learning from grafts adds to a tree."""
-    return sum(len(lesson.token_ids) for lesson in lesson_steps(tree).values())
+    return sum(len(step.token_ids) for step in imitated_steps(tree).values())
 
 
 def without_branches(tree: Tree) -> Tree:
@@ -511,18 +512,18 @@ def without_branches(tree: Tree) -> Tree:
     return replace(tree, steps=steps, leaves=leaves)
 
 
-def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> list[Tree]:
+def split_tree(tree: Tree, max_tokens: int, *, with_imitated: bool = False) -> list[Tree]:
     """Returns the tree whole where it fits `max_tokens`, else trees of some of its leaves each,
     which together have all of them; a single path that is longer goes alone.
 
     The gradient is that of the whole tree; the price is that tokens above a cut run once per part.
     """
-    size = num_tree_tokens(tree) + (num_lesson_tokens(tree) if with_lessons else 0)
+    size = num_tree_tokens(tree) + (num_imitated_tokens(tree) if with_imitated else 0)
     # Never a path in two: each part has to hold every token that its own ones are conditioned on.
     if size <= max_tokens or len(tree.leaves) < 2:
         return [tree]
     costs = {
-        step.id: len(step.token_ids) + (len(step.lesson_ids) if with_lessons else 0)
+        step.id: len(step.token_ids) + (len(step.lesson_ids) if with_imitated else 0)
         for step in tree.steps
     }
     # The loss is a sum over contributions, whose weights and denominators do not depend on packs:

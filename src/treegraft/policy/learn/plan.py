@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.types import Step, Tree
-from treegraft.policy.learn.pack import num_lesson_tokens, num_tree_tokens, plan_packs, split_tree
+from treegraft.policy.learn.pack import num_imitated_tokens, num_tree_tokens, plan_packs, split_tree
 
 
 class Part(NamedTuple):
@@ -79,17 +79,17 @@ def plan_passes(
     limit: int,
     num_ranks: int,
     *,
-    takes_lessons: bool = False,
+    takes_imitated: bool = False,
 ) -> Plan:
     """Returns the passes of the chosen trees, each of at most `limit` tokens; trees that are too
     large are split."""
     parts = [
         Part(n, part)
         for n in indices
-        for part in split_tree(trees[n], limit, with_lessons=takes_lessons)
+        for part in split_tree(trees[n], limit, with_imitated=takes_imitated)
     ]
     sizes = [
-        num_tree_tokens(part.tree) + (num_lesson_tokens(part.tree) if takes_lessons else 0)
+        num_tree_tokens(part.tree) + (num_imitated_tokens(part.tree) if takes_imitated else 0)
         for part in parts
     ]
     groups = plan_packs(sizes, limit)

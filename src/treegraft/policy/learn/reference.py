@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError
-from treegraft.policy.shards import Rows, local_rows, write_rows
+from treegraft.policy.shards import TensorFiles, local_rows, write_rows
 
 STEM = "reference"
 """Beginning of the names of its files."""
@@ -63,10 +63,10 @@ class Reference:
         Raises:
             CheckpointError: they are missing.
         """
-        rows = Rows(sorted(folder.glob(f"{STEM}*.safetensors")))
+        files = TensorFiles(sorted(folder.glob(f"{STEM}*.safetensors")))
         try:
             for name, kept in self._kept.items():
-                rows.fill(name, kept)
+                files.fill(name, kept)
         except KeyError as error:
             raise CheckpointError(
                 f"'{folder / STEM}.safetensors' is missing or lacks {error}; a run with"

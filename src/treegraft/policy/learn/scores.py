@@ -12,10 +12,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treegraft.core.errors import ModelError
-from treegraft.policy.head import Head, base_model, decoder, first_line, head_problem
-from treegraft.policy.hook import ATTENTION, tree_attention
+from treegraft.policy.attention_hook import ATTENTION, tree_attention
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
+from treegraft.policy.output_head import OutputHead, base_model, decoder, first_line, head_problem
+from treegraft.settings.policy import LearnSettings
 
 Scores = tuple[Tensor, Tensor]
 
@@ -34,7 +35,7 @@ def check_head(model: nn.Module) -> None:
 
 def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True) -> Tensor:
     """Returns [U + L, width], the hidden state that predicts each sampled token and then each
-    lesson token.
+    imitated token.
 
     It is one packed pass, for which our attention is installed.
 
@@ -51,15 +52,15 @@ def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool =
     )
     hidden: Tensor = output.last_hidden_state[0]
     sources = batch.sources
-    if batch.lessons is not None:
-        sources = torch.cat([sources, batch.lessons.sources])
+    if batch.imitated is not None:
+        sources = torch.cat([sources, batch.imitated.sources])
     # Selected before the head: prompts and tool results are most of a pack, and their logits would
     # be thrown away.
     return hidden.index_select(0, sources)
 
 
 def chunked_scores(
-    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
+    head: OutputHead, hidden: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
 ) -> Scores:
     """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk`
     rows exist at once.
@@ -80,7 +81,7 @@ def chunked_scores(
     return logprobs, entropies
 
 
-def _scores(head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
+def _scores(head: OutputHead, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
     found: Scores = _TokenScores.apply(head(hidden), targets, temperatures)  # type: ignore[no-untyped-call]
     return found
 
@@ -152,7 +153,7 @@ def _few_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-def chunked_argmax(head: Head, hidden: Tensor, chunk: int) -> Tensor:
+def chunked_argmax(head: OutputHead, hidden: Tensor, chunk: int) -> Tensor:
     """Returns [rows] the most likely token of each hidden state."""
     return torch.cat([head(rows).argmax(dim=-1) for rows in hidden.split(chunk)])
 
@@ -189,8 +190,8 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
     device = batch.token_ids.device
     states = torch.cat(hidden) if hidden else torch.zeros(0, width, device=device)
     rows = [states.index_select(0, place.to(device))]
-    if batch.lessons is not None:
-        for ids_above, length in zip(batch.lessons.paths, batch.lessons.lengths, strict=True):
+    if batch.imitated is not None:
+        for ids_above, length in zip(batch.imitated.paths, batch.imitated.lengths, strict=True):
             ids = torch.tensor([ids_above], device=device)
             states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
             rows.append(states[-length - 1 : -1])
@@ -258,3 +259,47 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
     if gap <= limit:
         return None
     return f"packed hidden states differ from plain ones by up to {gap:.3g}"
+
+
+class ScoringModel(nn.Module):
+    """A model as one module whose forward pass returns scores.
+
+    All that touches weights runs in it, so that weights which are sharded by layer are gathered for
+    it and their gradients summed after it.
+    """
+
+    def __init__(self, model: Any, settings: LearnSettings, *, is_packed: bool = True) -> None:
+        """Takes over `model`.
+
+        Args:
+            is_packed: False runs trees row by row.
+        """
+        super().__init__()
+        self.model = model
+        self._settings, self._is_packed = settings, is_packed
+        self._head = OutputHead(model)
+
+    def forward(
+        self, batch: TreeBatch, *, takes_imitated: bool = False, wants_argmax: bool = False
+    ) -> Scores | Tensor:
+        """Returns (logprobs, entropies) of the unique sampled tokens and, with `takes_imitated`,
+        of the imitated tokens after them; with `wants_argmax` the most likely tokens instead."""
+        targets, temperatures = self._wanted(batch, takes_imitated)
+        hidden = self._hidden(batch)[: targets.numel()]
+        chunk = self._settings.vocab_chunk
+        if wants_argmax:
+            return chunked_argmax(self._head, hidden, chunk)
+        return chunked_scores(self._head, hidden, targets, temperatures, chunk)
+
+    def _wanted(self, batch: TreeBatch, takes_imitated: bool) -> tuple[Tensor, Tensor]:
+        """The tokens to score, and their temperatures."""
+        places, temperatures = batch.sampled, batch.temperatures
+        if takes_imitated and batch.imitated is not None:
+            places = torch.cat([places, batch.imitated.packed])
+            temperatures = torch.cat([temperatures, batch.imitated.temperatures])
+        return batch.token_ids[places], temperatures
+
+    def _hidden(self, batch: TreeBatch) -> Tensor:
+        if not self._is_packed:
+            return rowwise_hidden(self.model, batch)
+        return packed_hidden(self.model, batch, compile_kernels=self._settings.compile_kernels)

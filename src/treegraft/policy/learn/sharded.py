@@ -26,16 +26,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from treegraft.core.errors import CheckpointError
+from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import ADAPTER
-from treegraft.policy.head import base_model, decoder
-from treegraft.policy.hook import install_attention
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.pieces import Pieces, hollow
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.scored import Scored
+from treegraft.policy.learn.scores import ScoringModel
+from treegraft.policy.learn.weight_files import WeightFiles, meta_model
 from treegraft.policy.load import DTYPES
-from treegraft.policy.shards import Rows, local_rows, write_rows
+from treegraft.policy.output_head import base_model, decoder
+from treegraft.policy.shards import TensorFiles, local_rows, write_rows
 from treegraft.policy.weights import bit_sum, fingerprint_of, named_weights, weight_names
 from treegraft.settings.config import Config
 
@@ -53,18 +53,18 @@ class ShardedLearner(Learner):
         config: Config,
         *,
         source: Any = None,
-        pieces: Pieces | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
         """Takes its weights from rank 0's, or its rows of them from files.
 
         Args:
             shape: of the model, see `model_shape`.
             source: rank 0's whole model with its adapters; None on the others.
-            pieces: the files; None takes them from rank 0.
+            files: those of the weights; None takes them from rank 0.
         """
         self._ranks, self._config, self._source = ranks, config, source
-        self._pieces = pieces
-        model = hollow(shape, config)
+        self._weight_files = files
+        model = meta_model(shape, config)
         # Tried already by rank 0 on the whole model.
         install_attention(model)
         super().__init__(
@@ -75,9 +75,9 @@ class ShardedLearner(Learner):
             num_updates=config.run.num_updates,
             team=ranks,
         )
-        self._source = self._pieces = None
+        self._source = self._weight_files = None
 
-    def _placed(self, scored: Scored) -> Scored:
+    def _placed(self, scoring: ScoringModel) -> ScoringModel:
         learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
         sizes: tuple[int, ...] = (learn.replicate, shards)
         names: tuple[str, ...] = ("replicate", "shard")
@@ -97,31 +97,31 @@ class ShardedLearner(Learner):
             else OffloadPolicy(),
         }
         lists = (
-            part for part in decoder(scored.model).children() if isinstance(part, nn.ModuleList)
+            part for part in decoder(scoring.model).children() if isinstance(part, nn.ModuleList)
         )
         for layer in next(lists, ()):
             fully_shard(layer, **options)
-        fully_shard(scored, **options)
-        for module in scored.modules():
+        fully_shard(scoring, **options)
+        for module in scoring.modules():
             if isinstance(module, FSDPModule):
                 # Sums, not means. gloo knows no sum with a factor, so it is forced.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         # The shards' memory; tied weights come apart there and are tied again.
-        scored.to_empty(device="cpu" if learn.offload else ranks.device)
-        base_model(scored.model).tie_weights()
-        self._fill(scored.model)
-        return scored
+        scoring.to_empty(device="cpu" if learn.offload else ranks.device)
+        base_model(scoring.model).tie_weights()
+        self._fill(scoring.model)
+        return scoring
 
     @torch.no_grad()
     def _fill(self, model: Any) -> None:
         """Gives every rank its rows of the weights, and all buffers."""
-        if self._pieces is not None:
+        if self._weight_files is not None:
             for name, weight in (*model.named_parameters(), *model.named_buffers()):
                 local, first = local_rows(weight)
                 if local.numel():
                     count = local.shape[0] if local.dim() else 1
-                    local.copy_(self._pieces.rows(name, weight, first, count))
+                    local.copy_(self._weight_files.rows(name, weight, first, count))
             return
         found = {}
         if self._source is not None:
@@ -239,9 +239,9 @@ class ShardedLearner(Learner):
 
     def load(self, folder: Path) -> None:
         """As `Learner.load`; each rank reads its rows, whatever number of ranks wrote them."""
-        rows = Rows(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
+        files = TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
         try:
-            self.load_state(_State(rows, dict(self.model.named_parameters())))
+            self.load_state(_State(files, dict(self.model.named_parameters())))
         except KeyError as error:
             raise CheckpointError(
                 f"checkpoint '{folder}': the optimiser's state lacks {error}; expected that of this"
@@ -252,16 +252,16 @@ class ShardedLearner(Learner):
 class _State(Mapping[str, Tensor]):
     """The state of an optimiser in files, each tensor divided as its weight is."""
 
-    def __init__(self, rows: Rows, weights: Mapping[str, Any]) -> None:
-        self._rows, self._weights = rows, weights
+    def __init__(self, files: TensorFiles, weights: Mapping[str, Any]) -> None:
+        self._files, self._weights = files, weights
 
     def __getitem__(self, name: str) -> Tensor:
         kind, _, weight_name = name.partition(".")
         weight = self._weights.get(weight_name)
         if kind not in ("master", "exp_avg", "exp_avg_sq") or weight is None:
-            return self._rows.whole(name)
+            return self._files.whole(name)
         local, first = local_rows(weight)
-        part = self._rows.rows(name, first, local.shape[0]) if local.numel() else local.detach()
+        part = self._files.rows(name, first, local.shape[0]) if local.numel() else local.detach()
         return DTensor.from_local(
             part.to(local.device, local.dtype),
             weight.device_mesh,
@@ -271,13 +271,13 @@ class _State(Mapping[str, Tensor]):
         )
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows.names
+        return name in self._files.names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows.names)
+        return iter(self._files.names)
 
     def __len__(self) -> int:
-        return len(self._rows.names)
+        return len(self._files.names)
 
 
 class _ModelFiles:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import KernelError, ModelError
-from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.kernels.library import load_library
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
 from treegraft.policy.learn.dense import (

@@ -8,21 +8,16 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, UnionType
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from pydantic import ValidationError
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
 from treegraft.core.interfaces import Capability, Environment, Signature, Tool
 from treegraft.core.keyed import keyed_int
 from treegraft.core.text import as_text
 from treegraft.core.types import Task
-from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.own_thread import OwnThread, run_either
-
-S = TypeVar("S", bound=Settings)
 
 OVER = "the episode is over; give your answer"
 """Told with the last result, in brackets, and to every call after it."""
@@ -54,6 +49,18 @@ class EnvironmentTool:
 
     async def close(self) -> None:
         """Nothing to release."""
+
+    @staticmethod
+    def reset_arguments(task: Task) -> dict[str, Any]:
+        """Returns the arguments of an environment's reset; a task's own columns override ours,
+        except the question."""
+        # The seed from the task, so that every trajectory of a tree begins alike.
+        added = {
+            "reference": list(task.reference),
+            "task_id": task.id,
+            "seed": keyed_int("environment", task.id) % 2**31,
+        }
+        return added | dict(task.columns) | {"question": task.question, "prompt": task.question}
 
 
 class ClassEnvironments:
@@ -136,7 +143,7 @@ class ClassEnvironment:
         `ToolUnavailable` for a column that the task does not have."""
         # Made in the thread too: some objects, such as a database connection, stay in one thread.
         self._object = await self._run_plain(lambda: self._kind.made(**self._kind.options))
-        method, row = self._object.reset, row_of(task)
+        method, row = self._object.reset, EnvironmentTool.reset_arguments(task)
         given = accepted(method, row)
         try:
             inspect.signature(method).bind(**given)
@@ -264,42 +271,6 @@ def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capab
             " 'replay' or 'none'."
         )
     return Capability(declared)
-
-
-def capability_without_fork(settings: EnvironmentSettings, reason: str) -> Capability:
-    """Returns the capability of environments that cannot be copied; none unless declared.
-
-    Raises `SettingError`, with the reason, where the settings ask for copies.
-    """
-    if settings.capability == "fork":
-        raise SettingError(f"environment.capability: got 'fork', but {reason}; expected 'replay'.")
-    return Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
-
-
-def options_of(table: type[S], settings: EnvironmentSettings) -> S:
-    """Returns `environment.options` as a table. Raises `SettingError` for wrong ones."""
-    try:
-        return table(**settings.options)
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
-            for one in error.errors(include_url=False)
-        )
-        raise SettingError(
-            f'environment.options: for "{settings.kind}": {faults}. It takes'
-            f" {', '.join(table.model_fields)}."
-        ) from error
-
-
-def row_of(task: Task) -> dict[str, Any]:
-    """Returns the arguments of reset; a task's own columns override ours, except the question."""
-    # The seed from the task, so that every trajectory of a tree begins alike.
-    added = {
-        "reference": list(task.reference),
-        "task_id": task.id,
-        "seed": keyed_int("environment", task.id) % 2**31,
-    }
-    return added | dict(task.columns) | {"question": task.question, "prompt": task.question}
 
 
 def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

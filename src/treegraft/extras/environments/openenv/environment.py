@@ -23,12 +23,6 @@ from treegraft.parts import (
     Settings,
     Signature,
     Tool,
-    arguments_from,
-    capability_without_fork,
-    describe,
-    options_of,
-    row_of,
-    signature_from,
     tag_of,
 )
 
@@ -67,9 +61,9 @@ class OpenEnvEnvironments:
             SettingError: the options are wrong, `websockets` is missing, or the server does not
                 answer.
         """
-        self.options = options_of(OpenEnvOptions, settings)
+        self.options = settings.options_as(OpenEnvOptions)
         self.name = f"openenv at {self.options.url}"
-        self.capability = capability_without_fork(settings, "an OpenEnv server copies no sessions")
+        self.capability = settings.capability_without_fork("an OpenEnv server copies no sessions")
         scheme = "wss" if self.options.url.startswith("https") else "ws"
         self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
         self.calls: dict[str, tuple[str | None, Signature]] = {}
@@ -123,7 +117,7 @@ class OpenEnvEnvironments:
         except Exception as error:  # none there, or of another kind
             raise SettingError(
                 f"environment.options: url is '{self.options.url}', where no OpenEnv server"
-                f" answers: {describe(error)}. Start it first, or correct the url."
+                f" answers: {type(error).__name__}: {error}. Start it first, or correct the url."
             ) from error
         names = [str(one["name"]) for one in listed]
         if unknown := sorted(set(self.options.tools) - set(names)):
@@ -166,7 +160,7 @@ class OpenEnvEnvironment:
         # Of our own entries the seed alone: an environment may refuse arguments that it has not.
         row = {
             name: value
-            for name, value in row_of(task).items()
+            for name, value in EnvironmentTool.reset_arguments(task).items()
             if name == "seed" or name in task.columns
         }
         data = json.loads(json.dumps(row, default=str)) | self._kind.options.reset
@@ -182,7 +176,7 @@ class OpenEnvEnvironment:
         if self._is_over:
             raise ToolError(OVER)
         own_name, signature = self._kind.calls[name]
-        arguments = arguments_from(body, signature, name)
+        arguments = signature.arguments(body, name)
         action = (
             arguments
             if own_name is None
@@ -278,6 +272,6 @@ def _signature(schema: Mapping[str, Any]) -> Signature:
     }
     required = [name for name in schema.get("required") or [] if name in properties]
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return signature_from(
+    return Signature.of_schema(
         {"type": "object", "properties": properties, "required": required, **definitions}
     )

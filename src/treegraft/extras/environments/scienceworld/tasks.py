@@ -24,7 +24,7 @@ from treegraft.extras.environments.scienceworld.environment import (
 )
 from treegraft.extras.environments.scienceworld.plugin import ScienceWorldSettings
 from treegraft.extras.environments.scienceworld.words import WORDS
-from treegraft.parts import Tool, ToolCall, keyed_choice, keyed_int, nearest
+from treegraft.parts import Tool, ToolCall, errors, keyed_choice, keyed_int
 
 DONE: Final = "done"
 """The expert's answer, which the reward takes no notice of."""
@@ -55,7 +55,7 @@ class ScienceWorldTasks:
             if name not in known:
                 raise SettingError(
                     f"tasks.scienceworld.games: got '{name}', expected names of"
-                    f" {', '.join(known)}.{nearest(name, known)}"
+                    f" {', '.join(known)}.{errors.nearest(name, known)}"
                 )
             is_electrical = "power-component" in name or "conductivity" in name
             if is_electrical and "noElectricalAction" in settings.simplifications:

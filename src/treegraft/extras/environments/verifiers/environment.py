@@ -26,9 +26,6 @@ from treegraft.parts import (
     Settings,
     Signature,
     Tool,
-    capability_without_fork,
-    describe,
-    options_of,
     tag_of,
 )
 
@@ -60,9 +57,9 @@ class VerifiersEnvironments:
     def __init__(self, settings: EnvironmentSettings) -> None:
         """Raises `SettingError` for wrong options, a missing package, and environments that the
         agent cannot play through messages alone."""
-        options = options_of(VerifiersOptions, settings)
+        options = settings.options_as(VerifiersOptions)
         self.name = f"verifiers {options.taskset}"
-        self.capability = capability_without_fork(settings, "a running episode cannot be copied")
+        self.capability = settings.capability_without_fork("a running episode cannot be copied")
         self.env = load_environment(options, "environment.options")
         self.agents = _playable(self.env, options.taskset)
         self.tool = tag_of(options.tool)
@@ -245,7 +242,8 @@ def load_environment(options: VerifiersOptions, place: str) -> Any:
         return load_environment(config)
     except Exception as error:  # a taskset's module may raise anything on import
         raise SettingError(
-            f"{place}: taskset '{options.taskset}' cannot be loaded: {describe(error)}"
+            f"{place}: taskset '{options.taskset}' cannot be loaded:"
+            f" {type(error).__name__}: {error}"
         ) from error
 
 
@@ -266,7 +264,8 @@ def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
             tasks.append(Task(id=name, question=question, reference=(), columns={INDEX: index}))
     except Exception as error:  # a taskset may fail as it likes
         raise DataError(
-            f"{place}: the tasks of '{options.taskset}' cannot be read: {describe(error).strip()}"
+            f"{place}: the tasks of '{options.taskset}' cannot be read:"
+            f" {type(error).__name__}: {str(error).strip()}"
         ) from error
     return tasks
 

@@ -10,12 +10,11 @@ from typing import Any
 from treegraft.extras.lab.report.bands import last_accuracy, paired, student, values_at, wilson
 from treegraft.extras.lab.report.drawing import as_percent, looks, new_figure, printable
 from treegraft.extras.lab.report.figure import Cell, MissingFigure, ReportFigure, Table, number
-from treegraft.extras.lab.report.groups import Group, ReportData, count_note, vary
-from treegraft.runs.metrics import meaning
-from treegraft.settings.config import settings_with
+from treegraft.extras.lab.report.groups import Group, ReportData, count_note, source_settings, vary
+from treegraft.parts import RunReader
 
 SOURCE = "off-policy source"
-SOURCE_SETTINGS = settings_with("retrieval_source")
+
 _MOST_SWEEPS = 6
 """Settings whose sweeps are drawn; the table has all of them."""
 
@@ -100,7 +99,7 @@ def final_accuracy(data: ReportData) -> ReportFigure | MissingFigure:
             panels.append((panel, bars, gaps if base is not None else []))
     caption = (
         f"The last evaluation of each run. {count_note(data.groups, is_accuracy=True)} Dots: single"
-        f" runs; intervals are cut at 0 and 100 %. {key}: {meaning(key)}."
+        f" runs; intervals are cut at 0 and 100 %. {key}: {RunReader.meaning(key)}."
     )
     if data.baseline:
         caption += (
@@ -188,14 +187,14 @@ def _swept_value(group: Group, name: str, groups: Sequence[Group]) -> float | st
         return float(value)
     differing = [
         one
-        for one in SOURCE_SETTINGS
+        for one in source_settings()
         if len({str(each.records[0].settings.get(one)) for each in groups}) > 1
     ]
     if differing != ["buffer.path"] and len(differing) < 2:
         return None
     flaws = [
         f"{one.rpartition('.')[2]} {values[one]}"
-        for one in SOURCE_SETTINGS
+        for one in source_settings()
         if one != "buffer.path" and values.get(one)
     ]
     return ", ".join([str(values.get("buffer.path") or "expert"), *flaws])
@@ -209,7 +208,7 @@ def _swept(
     swept = dict[str, list[Sweep]]()
     rows = list[tuple[Cell, ...]]()
     involved = list[Group]()
-    for name, settings in [*((name, (name,)) for name in names), (SOURCE, SOURCE_SETTINGS)]:
+    for name, settings in [*((name, (name,)) for name in names), (SOURCE, source_settings())]:
         for groups in vary(data.groups, settings):
             points = [
                 (value, bar, group)
@@ -276,7 +275,8 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
         "Last evaluation of runs that differ in one numeric setting, or in the agent whose steps"
         " they retrieve, alone; a line is named by the group of its smallest value."
         f" {count_note(involved, is_accuracy=True)} Lines join"
-        f" measured values; between two of them nothing was measured. {key}: {meaning(key)}."
+        " measured values; between two of them nothing was measured."
+        f" {key}: {RunReader.meaning(key)}."
     )
     columns_of = ("setting", "method", "value", "group", "n", "mean", "low", "high")
     notes = [f"In the table only: {left}."] if left else []

@@ -3,26 +3,14 @@ questions, side by side on one page that needs neither a server nor the network.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import DataError, SettingError
-from treegraft.core.files import write_atomically
-from treegraft.core.text import plain
-from treegraft.core.types import Leaf, Status, ids_to
-from treegraft.runs.tree_json import parse_tree
-from treegraft.view.bundle import join_modules
-from treegraft.view.pages import draw, spell_unread
-from treegraft.view.runs import Run, TreeFile
-from treegraft.view.server import json_bytes, static_files
-from treegraft.view.tokens import TokenTexts
+from treegraft import DataError, SettingError, Status
+from treegraft.parts import Leaf, RunReader, ids_to, standalone_page, write_atomically
 
 PAGE = "cases.html"
 MOST_SIDES = 4
@@ -57,8 +45,9 @@ class Side:
     """One evaluation of a run."""
 
     label: str
-    run: Run
-    file: TreeFile
+    run: RunReader
+    file: Any
+    """One of `run.files()`."""
     verdicts: Mapping[Key, Verdict | None]
     """In the order of the held-out set; None where nothing judges its trajectories."""
 
@@ -179,7 +168,7 @@ def _sides(
         )
     # A run that is given twice counts once, as in the report.
     once = {path.resolve(): (label, path) for label, path in named}
-    runs = [(label, Run(path)) for label, path in once.values()]
+    runs = [(label, RunReader(path)) for label, path in once.values()]
     kind = _kind([run for _, run in runs], kinds)
     chosen = [
         (label, run, file) for label, run in runs for file in _files(run, kind, at, len(runs))
@@ -197,7 +186,7 @@ def _sides(
     ]
 
 
-def _labels(chosen: Sequence[tuple[str | None, Run, TreeFile]]) -> list[str]:
+def _labels(chosen: Sequence[tuple[str | None, RunReader, Any]]) -> list[str]:
     """What tells the sides apart: the label or the run's name, with the update where that is not
     enough, else with a number."""
     names = [label or run.name for label, run, _ in chosen]
@@ -206,7 +195,7 @@ def _labels(chosen: Sequence[tuple[str | None, Run, TreeFile]]) -> list[str]:
     return next(one for one in (names, updates, numbers) if len({*one}) == len(one))
 
 
-def _kind(runs: Sequence[Run], kinds: Sequence[str]) -> str:
+def _kind(runs: Sequence[RunReader], kinds: Sequence[str]) -> str:
     """The first of these kinds of evaluation that all runs have."""
     held = [{file.kind for file in run.files()} for run in runs]
     for kind in kinds:
@@ -223,7 +212,7 @@ def _kind(runs: Sequence[Run], kinds: Sequence[str]) -> str:
     )
 
 
-def _files(run: Run, kind: str, at: Sequence[int], num_runs: int) -> list[TreeFile]:
+def _files(run: RunReader, kind: str, at: Sequence[int], num_runs: int) -> list[Any]:
     held = {file.update: file for file in run.files() if file.kind == kind}
     if missing := [update for update in at if update not in held]:
         raise DataError(
@@ -234,10 +223,10 @@ def _files(run: Run, kind: str, at: Sequence[int], num_runs: int) -> list[TreeFi
     return [held[update] for update in dict.fromkeys(at or ends)]
 
 
-def _verdicts(run: Run, file: TreeFile) -> dict[Key, Verdict | None]:
+def _verdicts(run: RunReader, file: Any) -> dict[Key, Verdict | None]:
     found: dict[Key, Verdict | None] = {}
-    for number, line in run.raw_lines(file.name):
-        tree = parse_tree(line, f"'{run.name}', '{file.name}', line {number + 1}")
+    for number in range(run.num_trees(file.name)):
+        tree = run.tree(file.name, number)
         judged = [leaf for leaf in tree.leaves if _is_judged(leaf)]
         right = sum(bool(leaf.is_correct) for leaf in judged)
         task = tree.task
@@ -257,7 +246,6 @@ def _is_judged(leaf: Leaf) -> bool:
 def write_cases(cases: Cases, path: Path) -> None:
     """Writes the page."""
     title = f"Case studies: {' and '.join(side.label for side in cases.sides)}"
-    tokens = [TokenTexts(side.run.path) for side in cases.sides]
     data = {
         "title": title,
         "sides": [
@@ -275,12 +263,12 @@ def write_cases(cases: Cases, path: Path) -> None:
         "num_different": cases.num_different,
         "notes": cases.notes,
         "cases": [
-            {"words": cases.words(kind)}
-            | _case([_shown(*one, key) for one in zip(cases.sides, tokens, strict=True)], key)
+            {"words": cases.words(kind)} | _case([_shown(side, key) for side in cases.sides], key)
             for kind, key in cases.chosen
         ],
     }
-    write_atomically(path, _html(title, json_bytes(data).decode()))
+    script = Path(__file__).with_name("cases.js").read_text(encoding="utf-8")
+    write_atomically(path, standalone_page(title, script, data))
 
 
 def _case(sides: Sequence[dict[str, Any]], key: Key) -> dict[str, Any]:
@@ -289,7 +277,7 @@ def _case(sides: Sequence[dict[str, Any]], key: Key) -> dict[str, Any]:
     return {"task": task, "sides": sides}
 
 
-def _shown(side: Side, tokens: TokenTexts, key: Key) -> dict[str, Any]:
+def _shown(side: Side, key: Key) -> dict[str, Any]:
     """One trajectory of a side: of several the first that came out as most did."""
     verdict = side.verdicts[key]
     assert verdict is not None
@@ -299,8 +287,7 @@ def _shown(side: Side, tokens: TokenTexts, key: Key) -> dict[str, Any]:
         for n, leaf in enumerate(tree.leaves)
         if _is_judged(leaf) and bool(leaf.is_correct) is verdict.is_right
     )
-    drawn = draw(tree, _settings(side.run))
-    spell_unread(drawn, tree, tokens.decode)
+    drawn = side.run.drawn(side.file.name, verdict.number)
     path = {*ids_to(tree.leaves[number].step_id)}
     return {
         "num_right": verdict.num_right,
@@ -311,46 +298,3 @@ def _shown(side: Side, tokens: TokenTexts, key: Key) -> dict[str, Any]:
         # The question stands above all sides.
         "steps": [step for step in drawn["steps"][1:] if step["id"] in path],
     }
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    try:
-        return run.config()
-    except DataError:  # damaged settings must not hide the trees
-        return {}
-
-
-def _html(title: str, data: str) -> str:
-    """The page as one file: styles and modules of the viewer, and the data."""
-    files = {name: body.decode() for name, (body, _) in static_files().items()}
-    modules = {name: text for name, text in files.items() if re.fullmatch(r"[a-z]+\.js", name)}
-    script, style = join_modules(modules, "cases.js"), files["style.css"] + files["tree.css"]
-    policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}';"
-        " base-uri 'none'; form-action 'none'; require-trusted-types-for 'script';"
-        " trusted-types 'none'"
-    )
-    name = escape(plain(title))
-    # Within a script element only "<" can end it, or begin a comment.
-    data = data.replace("<", r"\u003c")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name}</title>
-<style>{style}</style>
-</head>
-<body>
-<main id="page"><noscript>{name}. This page needs JavaScript.</noscript></main>
-<script type="application/json" id="cases">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
-def _digest(text: str) -> str:
-    """The name by which a Content-Security-Policy allows an inline script or style."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.core.files import write_atomically
-from treegraft.core.text import quoted
+from treegraft import DataError, SettingError
 from treegraft.extras.lab.report.bars import final_accuracy, sweep
 from treegraft.extras.lab.report.curves import against_cost, dynamics
 from treegraft.extras.lab.report.drawing import save, styled
@@ -20,6 +18,8 @@ from treegraft.extras.lab.report.page import group_notes, page
 from treegraft.extras.lab.report.positions import PositionMeans, by_position
 from treegraft.extras.lab.report.records import Record, read_records, split_label
 from treegraft.extras.lab.report.trees import TreeReader
+from treegraft.extras.lab.text import quoted
+from treegraft.parts import errors, write_atomically
 
 ACCURACIES = ("eval/accuracy_sampled", "eval/accuracy")
 """Accuracies that figures can show: the one that most runs recorded, of equals the first."""
@@ -78,7 +78,7 @@ def write_report(
     for name in only:
         if name not in FIGURES:
             raise SettingError(
-                f"--only '{name}' is not a figure.{nearest(name, FIGURES)} There are:"
+                f"--only '{name}' is not a figure.{errors.nearest(name, FIGURES)} There are:"
                 f" {', '.join(FIGURES)}"
             )
     place = _place(paths, out)
@@ -93,7 +93,7 @@ def write_report(
     labels = list(dict.fromkeys(one.label for one in groups))
     if baseline is not None and baseline not in labels:
         raise SettingError(
-            f"--baseline '{baseline}' is not a group.{nearest(baseline, labels)} There are:"
+            f"--baseline '{baseline}' is not a group.{errors.nearest(baseline, labels)} There are:"
             f" {quoted(labels)}"
         )
     trees = TreeReader((TreeMeans, PositionMeans))

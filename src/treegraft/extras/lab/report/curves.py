@@ -21,7 +21,7 @@ from treegraft.extras.lab.report.drawing import (
 )
 from treegraft.extras.lab.report.figure import Cell, MissingFigure, ReportFigure, Table
 from treegraft.extras.lab.report.groups import Group, ReportData, count_note
-from treegraft.runs.metrics import meaning
+from treegraft.parts import RunReader
 
 REWARD, ENTROPY = "reward/mean", "learn/entropy"
 COSTS = (
@@ -87,7 +87,7 @@ def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
     caption = (
         "Means over the runs of a group, at the updates that all of them have reached. "
         f"{count_note(data.groups, is_accuracy=data.accuracy is not None)} "
-        + " ".join(f"{key}: {meaning(key)}." for key, *_ in keys)
+        + " ".join(f"{key}: {RunReader.meaning(key)}." for key, *_ in keys)
     )
     table = Table(("panel", "metric", "group", "update", "n", "mean", "low", "high"), rows)
     return ReportFigure(figure_title, caption, table, _draw(data, panels, len(keys)), notes)
@@ -163,7 +163,7 @@ def against_cost(data: ReportData) -> ReportFigure | MissingFigure:
     caption = (
         "Each point is an evaluation: its place across is the mean over the group's runs of the"
         " training cost until then, evaluation left out."
-        f" {count_note(data.groups, is_accuracy=True)} {key}: {meaning(key)}."
+        f" {count_note(data.groups, is_accuracy=True)} {key}: {RunReader.meaning(key)}."
     )
     table = Table(
         ("panel", "cost", "group", "update", "n", "spent", "accuracy", "low", "high"), rows

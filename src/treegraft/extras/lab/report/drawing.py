@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.text import plain
 from treegraft.extras.lab.report.bands import Point
 from treegraft.extras.lab.report.groups import MOST_CURVES
+from treegraft.parts import plain
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 """Okabe & Ito, "Color universal design" (2008), without the yellow, which is faint on white."""

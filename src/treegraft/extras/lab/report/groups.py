@@ -3,6 +3,7 @@ compared."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -10,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treegraft import Config
 from treegraft.extras.lab.report.records import Record
 from treegraft.extras.lab.report.trees import TreeReader
-from treegraft.settings.config import settings_with
+from treegraft.parts import setting_rows
 
-EXPERT = tuple(name for name in settings_with("retrieval_source") if name.startswith("tasks."))
 """Settings of the tasks that change the off-policy agent alone."""
 MOST_CURVES = 7
 """Groups whose curves one panel can hold apart."""
@@ -25,6 +26,17 @@ _GIVEN = re.compile(r"-seed\d+-\d{8}-\d{6}(-\d+)?$")
 _ENDS = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d*$")
 _MOST = 60
 """Characters of a label."""
+
+
+@functools.cache
+def source_settings() -> tuple[str, ...]:
+    """Returns the names of the settings that decide whose steps are retrieved."""
+    return tuple(row.name for row in setting_rows(Config()) if row.is_source)
+
+
+def is_expert(name: str) -> bool:
+    """Returns whether a setting is one of the tasks' expert."""
+    return name.startswith("tasks.") and name in source_settings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +153,7 @@ def _frozen(value: Any) -> str:
 def _panels(records: Sequence[Record]) -> list[str]:
     """The world of a study's runs; of run folders the settings of tasks in which they differ."""
     tasks = [
-        {n: v for n, v in record.settings.items() if n.startswith("tasks.") and n not in EXPERT}
+        {n: v for n, v in record.settings.items() if n.startswith("tasks.") and not is_expert(n)}
         for record in records
     ]
     names = differing(
@@ -187,7 +199,7 @@ def _labels(groups: Sequence[Sequence[Record]], panels: Sequence[str]) -> list[s
         value, count = values.most_common(1)[0]
         common[name] = value if count > len(unnamed) / 2 else None
     # The panel names the tasks already.
-    names = [name for name in names if not name.startswith("tasks.") or name in EXPERT]
+    names = [name for name in names if not name.startswith("tasks.") or is_expert(name)]
     labels = [
         one[0].label if one[0].label is not None else _label(one, names, common) for one in groups
     ]

@@ -9,7 +9,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from treegraft.core.types import GraftCause, Origin, Tree
+from treegraft import Origin, Tree
 from treegraft.extras.lab.report.bands import Point, shared_points
 from treegraft.extras.lab.report.drawing import (
     add_legend,
@@ -23,6 +23,7 @@ from treegraft.extras.lab.report.drawing import (
 from treegraft.extras.lab.report.figure import Cell, MissingFigure, ReportFigure, Table
 from treegraft.extras.lab.report.groups import Group, ReportData, count_note
 from treegraft.extras.lab.report.trees import MOST_FILES
+from treegraft.parts import GraftCause
 
 KINDS = ("on-policy", "hybrid")
 _MEASURES = ("reward", "num_sampled", "num_calls")

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from treegraft.core.text import plain
 from treegraft.extras.lab.report.figure import Cell, MissingFigure, ReportFigure, Table, number
 from treegraft.extras.lab.report.groups import Group, pooled_differences
 from treegraft.extras.lab.report.summary import differences, summary
+from treegraft.parts import plain
 
 _MOST_ROWS = 400
 """Rows of a table on the page; its CSV has all of them."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from typing import Any
 
-from treegraft.core.types import ContinuationCause, EntropyKind, Origin, StartCause, Step, Tree
+from treegraft import Origin, Step, Tree
 from treegraft.extras.lab.report.bands import LEVEL, Point, shared_points
 from treegraft.extras.lab.report.drawing import (
     draw_band,
@@ -26,6 +26,7 @@ from treegraft.extras.lab.report.drawing import (
 from treegraft.extras.lab.report.figure import Cell, MissingFigure, ReportFigure, Table
 from treegraft.extras.lab.report.groups import INTERVAL_SEEDS, Group, ReportData
 from treegraft.extras.lab.report.trees import MOST_FILES
+from treegraft.parts import BranchCause, GraftCause, RestartCause, RetryCause, StoredCause
 
 MOST_POSITIONS = 50
 """Tokens of a step that are looked at: the span of the paper's experiment."""
@@ -107,7 +108,7 @@ class PositionMeans:
             # A file of another program may hold none.
             entropies = list(compress(step.entropies or (), step.sampled_mask))
             self.is_measured |= any(entropies)
-            self.is_bound |= step.entropy_kind is EntropyKind.TOP_K
+            self.is_bound |= step.entropy_kind == "top_k"
             for place, entropy in enumerate(islice(entropies, MOST_POSITIONS)):
                 found[(BY_TOOL, after), place].append(entropy)
                 found[(BY_RESULTS, str(num_results)), place].append(entropy)
@@ -118,6 +119,10 @@ class PositionMeans:
         """Returns a mean for each position that any step has, from position 1 on."""
         moments = self.moments.get(series, ())
         return [one.point(place) for place, one in enumerate(moments, start=1) if one.count]
+
+
+_OTHERS = BranchCause | GraftCause | RestartCause | RetryCause | StoredCause | None
+"""Causes of steps that do not show the policy by itself."""
 
 
 def live_steps(tree: Tree) -> Iterator[tuple[Step, str, int]]:
@@ -133,7 +138,7 @@ def live_steps(tree: Tree) -> Iterator[tuple[Step, str, int]]:
     above = {step.id: step for step in tree.steps}
     for step in tree.steps[1:]:
         parent = above[str(step.parent)]
-        is_own = isinstance(step.cause, StartCause | ContinuationCause)
+        is_own = not isinstance(step.cause, _OTHERS)
         if not is_own or parent.id not in num_results or step.origins[:1] != (Origin.POLICY,):
             continue
         count = num_results[parent.id]

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import CheckpointError, DataError
-from treegraft.runs.record import runs_beside
-from treegraft.settings.config import settings_with
-from treegraft.settings.table import flatten
-from treegraft.view.runs import Run
+from treegraft import DataError
+from treegraft.parts import RunReader, errors, flatten
 
 MetricsLine = Mapping[str, float]
 SAMPLED = "eval/accuracy_sampled"
+LABELS = ("run.name", "run.dir", "run.seed")
+"""Settings that tell runs apart which are one method all the same."""
 _CURVE_ONLY = ("update", "accuracy")
 
 
@@ -46,7 +45,7 @@ class Record:
     before."""
     num_eval: int | None = None
     """Held-out tasks; None: not known."""
-    run: Run | None = None
+    run: RunReader | None = None
     """The folder, None for a line of a study."""
     state: str = "finished"
     """"finished", "running", or "stopped at update N of M"."""
@@ -104,11 +103,11 @@ def read_run(path: Path, label: str | None = None) -> Record:
         DataError: config.json is damaged.
     """
     if not path.is_dir():
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"'{path}' is not there; expected a run folder, e.g. runs/NAME, or a study, e.g."
-            f" studies/methods.jsonl.{runs_beside(path)}"
+            f" studies/methods.jsonl.{RunReader.beside(path)}"
         )
-    run = Run(path)
+    run = RunReader(path)
     settings = flatten(run.config())
     lines, notes = run.clean_metrics()
     state = run.state()
@@ -118,11 +117,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
         name=run.name,
         label=label,
         seed=settings.get("run.seed"),
-        settings={
-            name: value
-            for name, value in settings.items()
-            if name not in settings_with("labels_run")
-        },
+        settings={name: value for name, value in settings.items() if name not in LABELS},
         lines=lines,
         num_eval=_num_eval(run, settings),
         run=run,
@@ -131,7 +126,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
     )
 
 
-def _num_eval(run: Run, settings: Mapping[str, Any]) -> int | None:
+def _num_eval(run: RunReader, settings: Mapping[str, Any]) -> int | None:
     evaluated = [file for file in run.files() if file.kind != "update"]
     found = run.num_trees(evaluated[0].name) if evaluated else settings.get("tasks.num_eval")
     return found if isinstance(found, int) and found > 0 else None

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from treegraft.core.errors import DataError
-from treegraft.core.types import Tree
-from treegraft.runs.tree_json import parse_tree
-from treegraft.view.runs import Run
+from treegraft import DataError, Tree
+from treegraft.parts import RunReader
 
 MOST_FILES = 24
 """Updates of a run whose trees are read."""
@@ -48,7 +46,7 @@ class TreeReader:
         self._kinds = kinds
         self._read: dict[str, Reading] = {}
 
-    def of(self, run: Run) -> Reading:
+    def of(self, run: RunReader) -> Reading:
         """Returns what was counted in a run, of every kind."""
         key = str(run.path)
         if key not in self._read:
@@ -71,16 +69,16 @@ def spread(total: int, most: int) -> list[int]:
     return sorted({round(n * (total - 1) / (most - 1)) for n in range(most)})
 
 
-def read_updates(run: Run, notes: list[str]) -> Iterator[tuple[int, Tree]]:
+def read_updates(run: RunReader, notes: list[str]) -> Iterator[tuple[int, Tree]]:
     """Yields update and tree of the updates looked at, in order; `notes` gets a line for each file
     that cannot be read."""
     files = [file for file in run.files() if file.kind == "update"]
     for file in (files[place] for place in spread(len(files), MOST_FILES)):
         damaged = 0
         try:
-            for _, line in run.raw_lines(file.name):
+            for number in range(run.num_trees(file.name)):
                 try:
-                    tree = parse_tree(line, file.name)
+                    tree = run.tree(file.name, number)
                 except DataError:
                     damaged += 1
                     continue

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from treegraft.core.errors import SettingError, nearest
-from treegraft.core.text import quoted
-from treegraft.settings.plain import shown
-from treegraft.settings.recipe import BASE, SMOKE, merged, read_based
+from treegraft import SettingError
+from treegraft.extras.lab.text import quoted, shown
+from treegraft.parts import errors, merged, read_based
+
+BASE, SMOKE = "base", "smoke"
+"""Keys of a recipe that are no settings, also of a study."""
 
 
 class _Table(BaseModel):
@@ -214,7 +216,7 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
                 known = ", ".join([*model.model_fields, *([] if prefix else [BASE, SMOKE])])
                 yield (
                     f"unknown key '{prefix}{key}'; expected one of"
-                    f" {known}.{nearest(key, model.model_fields)}"
+                    f" {known}.{errors.nearest(key, model.model_fields)}"
                 )
 
 
@@ -252,7 +254,8 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
     for place, value, known, kind in used:
         if value and value not in known:
             there = quoted(known) or "none"
-            yield f"'{place}': got {shown(value)}; [{kind}] has {there}.{nearest(value, known)}"
+            hint = errors.nearest(value, known)
+            yield f"'{place}': got {shown(value)}; [{kind}] has {there}.{hint}"
     for name in study.arms:
         seen = [name]
         while (base := study.arms[seen[-1]].base) in study.arms and base not in seen:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from treegraft.core.text import counted
 from treegraft.extras.lab.study.results import CALLS, SECONDS, SHOWN, TOKENS, changes, mixed_pairs
 from treegraft.extras.lab.study.tables import NAMES, Question, Row, Runs, Test, mean_of, rows, tests
+from treegraft.extras.lab.text import counted
 
 SPREAD = 1.05
 """Ratio of calibrations from which a table says that they differ."""

@@ -3,6 +3,7 @@ which they are made."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -11,13 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from treegraft.core.errors import SettingError, nearest
-from treegraft.core.text import counted, quoted
-from treegraft.extras.lab.study.file import Arm, StudyFile, read_study
-from treegraft.settings.config import Config, known_settings, settings_with
-from treegraft.settings.load import default_of, describe, idle_reasons, load_config
-from treegraft.settings.recipe import merged, read_recipe
-from treegraft.settings.table import flatten, value_of
+from treegraft import Config, SettingError, load_config
+from treegraft.extras.lab.report.records import LABELS
+from treegraft.extras.lab.study.file import SMOKE, Arm, StudyFile, read_study
+from treegraft.extras.lab.text import counted, quoted
+from treegraft.parts import errors, flatten, merged, read_based, setting_rows, value_of
 
 Tables = Mapping[str, Any]
 
@@ -28,7 +27,6 @@ _LIMITS = (
     "rollout.max_tool_calls",
     "rollout.deadline_s",
 )
-_LABELS = ("run.name", "run.dir", "run.seed")
 OF_WARMUP = (*_WORK, *_LIMITS, "warmup.", "learn.")
 """Beginnings of the names of the settings that tell warm-ups apart; others cannot matter there."""
 OF_EXPERT = (*_WORK, *_LIMITS, "buffer.encoder")
@@ -75,7 +73,7 @@ class BufferPlan:
     source: BufferPlan | None = None
     """The buffer that it is made from; None for one that an agent builds."""
     control: str = ""
-    """How the steps of `source` are mixed up, by `traces.controls.CONTROLS`; "" for one that is
+    """How the steps of `source` are mixed up, by `study.controls.CONTROLS`; "" for one that is
     built, or pruned with the weights of `warmup`."""
     warmup: WarmupPlan | None = None
     margin: float = 0.0
@@ -192,7 +190,7 @@ def _refuse_unknown(only: Sequence[str], study: StudyFile, path: Path) -> None:
         if name not in known:
             raise SettingError(
                 f"command line: --only '{name}': {path} has no arm or world of this name; it has"
-                f" {quoted(known)}.{nearest(name, known)}"
+                f" {quoted(known)}.{errors.nearest(name, known)}"
             )
 
 
@@ -222,13 +220,14 @@ class _Planner:
         self._arms: dict[str, Arm] = {}
         place = path.parent / study.recipe
         try:
-            self._recipe = read_recipe(place if place.is_file() else Path(study.recipe))[0]
+            self._recipe = read_based(place if place.is_file() else Path(study.recipe))
+            self._recipe.pop(SMOKE, None)
         except SettingError as error:
             raise SettingError(f"{path}: 'recipe': {error}") from error
         kinds = (study.worlds, study.arms, study.buffers)
         tables = [one.settings for kind in kinds for one in kind.values()]
         self._differing = sorted(
-            {name for one in tables for name in flatten(one)} & set(known_settings())
+            {name for one in tables for name in flatten(one)} & {row.name for row in _of_defaults()}
         )
 
     def run(self, world: str, arm: str, pair: int) -> RunPlan:
@@ -291,24 +290,23 @@ class _Planner:
             raise SettingError(
                 "\n".join(f"{self._path}: {where}: {line}" for line in lines)
             ) from error
+        rows = [row for row in setting_rows(config) if row.name not in LABELS]
         # Without those at their default, so that settings of later versions change nothing; where
         # a default changes, the tables say so.
-        told = {
-            row.name: row.value
-            for row in describe(config)
-            if not row.is_default and row.name not in _LABELS
-        }
+        told = {row.name: row.value for row in rows if not row.is_default}
         # As they are read back from a file of results.
-        plain = {name: default_of(config, name) for name in known_settings() if name not in _LABELS}
+        plain = {row.name: row.default for row in rows}
         defaults = json.loads(json.dumps(plain, default=str))
-        return _Loaded(config, told, defaults, not _is_idle("buffer.path", config))
+        is_idle = any(row.idle for row in rows if row.name == "buffer.path")
+        return _Loaded(config, told, defaults, not is_idle)
 
     def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
+        rows = setting_rows(config)
         for name in flatten(self._study.arms[arm].settings):
             # Below a setting are the free keys of its table.
-            known = next((one for one in known_settings() if f"{name}.".startswith(f"{one}.")), "")
-            for reason in idle_reasons(known, config) if known else ():
+            known = next((row for row in rows if f"{name}.".startswith(f"{row.name}.")), None)
+            for reason in known.idle if known is not None else ():
                 raise SettingError(
                     f"{self._path}: {where}: '{name}' would have no effect: {reason}."
                 )
@@ -375,12 +373,14 @@ class _Planner:
         )
 
 
+@functools.cache
+def _of_defaults() -> list[Any]:
+    """The rows of all settings of the default configuration."""
+    return list(setting_rows(Config()))
+
+
 def _is_source(name: str) -> bool:
-    return name in settings_with("retrieval_source")
-
-
-def _is_idle(name: str, config: Config) -> bool:
-    return bool(idle_reasons(name, config))
+    return any(row.is_source for row in _of_defaults() if row.name == name)
 
 
 def _hash(parts: Any) -> str:

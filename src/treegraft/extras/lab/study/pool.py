@@ -16,8 +16,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from treegraft.core.errors import TreegraftError
-from treegraft.core.text import plain
+from treegraft import TreegraftError
+from treegraft.parts import plain
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 END_S = 120.0

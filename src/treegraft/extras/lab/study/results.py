@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import DataError
-from treegraft.core.files import append_line, drop_cut_line, parse_json, whole_lines
-from treegraft.core.text import counted
+from treegraft import DataError
 from treegraft.extras.lab.study.plan import RunPlan
+from treegraft.extras.lab.text import counted
+from treegraft.parts import LineFile
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
@@ -32,14 +32,14 @@ def read_results(path: Path) -> list[Line]:
         DataError: a line that holds no run.
     """
     found: list[Line] = []
-    for number, text in whole_lines(path):
+    for number, text in LineFile(path).lines():
         try:
-            line = parse_json(text)
+            line = json.loads(text)
             if DEFAULTS_OF in line:
                 continue
             line["world"], line["method"], line["seed"]
             line["error"] if "error" in line else line["curve"][-1]["accuracy"]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise DataError(
                 f"'{path}', line {number}: not a run of a study ({error!r}); expected an object"
                 " with world, method, seed and curve. Remove the line, and the run is made again."
@@ -91,7 +91,7 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
 
 def _defaults(path: Path) -> dict[str, Mapping[str, Any]]:
     """The tables of defaults that lines name."""
-    found = (parse_json(text) for _, text in whole_lines(path) if f'"{DEFAULTS_OF}"' in text)
+    found = (json.loads(text) for _, text in LineFile(path).lines() if f'"{DEFAULTS_OF}"' in text)
     return {line[DEFAULTS_OF]: line["defaults"] for line in found if DEFAULTS_OF in line}
 
 
@@ -151,7 +151,7 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
         defaults = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         # Once a file; a run that stands for an equal one keeps that one's.
         if defaults not in tables and "defaults" not in found:
-            append_line(path, json.dumps({DEFAULTS_OF: defaults, "defaults": run.defaults}))
+            LineFile(path).append(json.dumps({DEFAULTS_OF: defaults, "defaults": run.defaults}))
             tables[defaults] = run.defaults
         line = {
             "world": run.world,
@@ -165,13 +165,13 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
             **({"tuning": dict(run.tuning)} if any(run.tuning.values()) else {}),
             "settings": dict(run.shown),
         }
-        append_line(path, json.dumps(line, default=str))
+        LineFile(path).append(json.dumps(line, default=str))
 
 
 def repair(path: Path, runs: Sequence[RunPlan]) -> None:
     """Removes a last line that a crash cut off, and adds the lines of runs that are equal to one
     that has its line, also under the name of another study's arm."""
-    drop_cut_line(path)
+    LineFile(path).drop_cut()
     known = known_runs(path, runs)[0]
     finished = [line for line in read_results(path) if "error" not in line]
     by_fingerprint = {line.get("fingerprint"): line for line in finished}

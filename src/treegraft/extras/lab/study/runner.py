@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import StorageError
-from treegraft.core.files import storage_fault
-from treegraft.core.interrupt import Ended, others_as_ctrl_c
-from treegraft.core.text import counted
 from treegraft.extras.lab.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
 from treegraft.extras.lab.study.pool import Outcome, Pool
 from treegraft.extras.lab.study.results import Key, Line, add_results, changes, known_runs, repair
 from treegraft.extras.lab.study.work import carry_out, note_of
+from treegraft.extras.lab.text import counted
+from treegraft.parts import errors, interrupt
 
 RESULTS = "results.jsonl"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -57,8 +55,8 @@ def _held(file: Path, named: Path) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = file.open("a")
     except OSError as error:
-        raise StorageError(
-            f"'{named}' cannot be worked in ({storage_fault(error) or error})."
+        raise errors.StorageError(
+            f"'{named}' cannot be worked in ({error.strerror}: '{error.filename}')."
         ) from error
     with lock:
         try:
@@ -69,7 +67,7 @@ def _held(file: Path, named: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StorageError(
+            raise errors.StorageError(
                 f"'{named}': another process is running a study in it; expected none. Wait for its"
                 " end, stop it with Ctrl-C, or name another folder with --out."
             ) from error
@@ -148,10 +146,10 @@ class _Work:
         pool = Pool(functools.partial(carry_out, out=self._out), workers)
         stopped_by: int | None = None
         try:
-            with others_as_ctrl_c():
+            with interrupt.others_as_ctrl_c():
                 self._loop(pool, None if minutes is None else minutes * 60)
         except KeyboardInterrupt as error:
-            stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
+            stopped_by = error.number if isinstance(error, interrupt.Ended) else signal.SIGINT
             self._say(
                 f"stopping; saving {counted(pool.num_running, 'job')} under way (Ctrl-C again: at"
                 " once, going on from the last checkpoints)"

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from treegraft.core.text import ranges
 from treegraft.extras.lab.study.results import CALLS, SECONDS, SHOWN, TOKENS, Key, Line, key_of
 from treegraft.extras.lab.study.statistics import (
     accuracy_at,
@@ -19,6 +18,7 @@ from treegraft.extras.lab.study.statistics import (
     permutation_test,
     probability_of_improvement,
 )
+from treegraft.extras.lab.text import ranges
 
 WITH_BUFFER = "calls with the buffer's"
 """A cost of its own: executed calls after those that the buffer's trajectories hold."""

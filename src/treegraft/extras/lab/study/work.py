@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import parse_json, write_atomically
-from treegraft.core.interrupt import Ended
+from treegraft import Config, DataError, SettingError, TraceBuffer, load_config, sft, train
 from treegraft.extras.lab.study.calibration import calibrate
+from treegraft.extras.lab.study.controls import CONTROLS
 from treegraft.extras.lab.study.plan import BufferPlan, RunPlan, WarmupPlan
 from treegraft.extras.lab.study.results import Line, curve
-from treegraft.runs.checkpoint import latest_checkpoint
-from treegraft.runs.display import NoDisplay
-from treegraft.runs.record import read_metrics
-from treegraft.runs.start import own_config
-from treegraft.settings.config import Config
-from treegraft.settings.load import load_config
-from treegraft.settings.recipe import merged
-
-WARMUP = "warmup.jsonl"
+from treegraft.parts import (
+    BufferBuild,
+    BufferPruning,
+    NoDisplay,
+    RunReader,
+    errors,
+    interrupt,
+    merged,
+    write_atomically,
+)
 
 
 def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
@@ -100,7 +100,7 @@ def note_of(job: WarmupPlan | BufferPlan, out: Path) -> Path:
 
 def read_note(note: Path) -> Line:
     """Returns the costs of a complete warm-up or buffer."""
-    found = parse_json(note.read_bytes())
+    found = json.loads(note.read_bytes())
     if not isinstance(found, dict):
         raise DataError(
             f"'{note}' is damaged; expected an object. Remove it, and it is made again."
@@ -110,20 +110,17 @@ def read_note(note: Path) -> Line:
 
 def _trained(command: str, config: Config, place: Path) -> None:
     """Trains a run in its folder, or goes on with it."""
-    from treegraft.train import sft, train
-
     act = {"train": train, "sft": sft}[command]
-    display = NoDisplay()
     if place.exists():
         try:
-            own_config(place)
-        except CheckpointError:
+            load_config(place / "config.json")
+        except SettingError:
             # Killed before its settings were written: nothing is lost.
             shutil.rmtree(place)
         else:
-            act(None, resume=place, display=display)
+            act(None, resume=place, display=False)
             return
-    act(_placed(config, place), display=display)
+    act(_placed(config, place), display=False)
 
 
 def _placed(config: Config, place: Path, more: Mapping[str, Any] | None = None) -> Config:
@@ -136,14 +133,11 @@ def _warm_up(job: WarmupPlan, out: Path) -> Line:
     calibration_s, place = calibrate(), out / job.folder
     _trained("sft", job.config, place)
     # Of its steps alone, those before an interruption included.
-    spent = sum(line.get("time/warmup_cpu_s", 0.0) for line in read_metrics(place))
+    spent = sum(line.get("time/warmup_cpu_s", 0.0) for line in RunReader(place).clean_metrics()[0])
     return {"cpu_s": spent, "calibration_s": calibration_s}
 
 
 def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
-    from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.fill import BufferBuild
-
     place = out / job.file
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = place.with_name(f".{place.name}.partial")
@@ -167,7 +161,7 @@ def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
     }
     work.run(display=sittings)
     if work.stopped_by is not None:
-        raise Ended(work.stopped_by)
+        raise interrupt.Ended(work.stopped_by)
     with TraceBuffer(partial, job.config.buffer.encoder) as buffer:
         num_stored = sum(1 for _ in buffer.trajectories())
     partial.replace(place)
@@ -175,27 +169,25 @@ def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
 
 
 def _prune(job: BufferPlan, source: BufferPlan, out: Path, sittings: _Sittings) -> Line:
-    from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
-
     assert job.warmup is not None
     place, before = out / job.file, read_note(note_of(source, out))
     if place.exists():
         # Complete, but killed before its note: quickly made again.
         place.unlink()
         sittings.forget()
-    choice = PruneChoice(
+    work = BufferPruning.of(
+        job.config,
         model=str(_start(job.warmup, out)),
         buffer=out / source.file,
         out=place,
         margin=job.margin,
         only_best=job.only_best,
     )
-    work = BufferPruning(job.config, choice)
     report = work.report
     sittings.now = lambda: {"cpu_s": report.cpu_s}
     work.run(display=sittings)
     if work.stopped_by is not None:
-        raise Ended(work.stopped_by)
+        raise interrupt.Ended(work.stopped_by)
     return {
         "trajectories": report.num_trajectories,
         "shortened": report.num_shortened,
@@ -208,9 +200,6 @@ def _prune(job: BufferPlan, source: BufferPlan, out: Path, sittings: _Sittings) 
 
 def _mix_up(job: BufferPlan, source: BufferPlan, out: Path) -> dict[str, Any]:
     """Makes a control; it costs what its source did."""
-    from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.controls import CONTROLS
-
     place = out / job.file
     # Left by a process that was killed: quickly made again.
     for leftover in place.parent.glob(f"{place.name}*"):
@@ -226,9 +215,9 @@ def _mix_up(job: BufferPlan, source: BufferPlan, out: Path) -> dict[str, Any]:
 
 def _start(warmup: WarmupPlan, out: Path) -> Path:
     """The checkpoint of a warm-up."""
-    found = latest_checkpoint(out / warmup.folder / "checkpoints")
+    found = RunReader(out / warmup.folder).latest_checkpoint()
     if found is None:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"'{out / warmup.folder}' has no checkpoint; expected one. Remove the folder and its"
             " .json, and the warm-up is trained again."
         )
@@ -256,8 +245,7 @@ def _run(job: RunPlan, out: Path) -> Line:
     weights = {} if job.warmup is None else {"weights": checksum(_start(job.warmup, out))}
     calibration_s = calibrate()
     _trained(job.command, _placed(job.config, place, more), place)
-    has_warmup = (place / WARMUP).is_file()
-    warmup = read_metrics(place, WARMUP) if has_warmup else []
+    reader = RunReader(place)
     costs = {
         kind: read_note(note_of(one, out))
         for kind, one in (("warmup", job.warmup), ("buffer", job.buffer))
@@ -267,7 +255,7 @@ def _run(job: RunPlan, out: Path) -> Line:
         "command": job.command,
         "calibration_s": calibration_s,
         "num_eval": job.config.tasks.num_eval,
-        "curve": curve(read_metrics(place), warmup),
+        "curve": curve(reader.clean_metrics()[0], reader.warmup_metrics()),
         **weights,
         **costs,
     }

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import (
-    Condition,
-    Contradiction,
-    Plugin,
-    Settings,
-    setting,
-    unknown_encoder,
-    when,
-)
+from treegraft.parts import Contradiction, Plugin, Settings, errors, setting, when
 
 _BY_DIFFICULTY = when("sampler.kind", "difficulty")
 _REFERS = when("sampler.num_references")
+
+
+def _counts_training(config: Any) -> str:
+    """Why the rates that training shows have no effect."""
+    num = config.sampler.num_references
+    return f"sampler.num_references is {num}" if num else ""
 
 
 class _SamplerFields(Settings):
@@ -43,9 +41,19 @@ class _SamplerFields(Settings):
         0.8,
         gt=0,
         le=1,
-        idle_unless=(_BY_DIFFICULTY, Condition("sampler.num_references", lambda num: num == 0)),
+        idle_unless=(_BY_DIFFICULTY, _counts_training),
     )
     """What a rollout that training has shown still counts after one more update."""
+
+
+def _no_encoder(name: str) -> Iterator[Contradiction]:
+    # A folder or hub id has one of these signs; a plain word is a misspelt name.
+    if name not in ("hashing", "minilm") and not any(sign in name for sign in "/:~."):
+        yield Contradiction(
+            ("sampler.encoder",),
+            f'sampler.encoder: got \'{name}\', expected "minilm", "hashing", a folder, a hub id, or'
+            f' "pypi:PACKAGE".{errors.nearest(name, ("hashing", "minilm"))}',
+        )
 
 
 def _wrong(config: Any) -> Iterator[Contradiction]:
@@ -53,7 +61,7 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
     if own.kind != "difficulty":
         return
     if own.encoder:
-        yield from unknown_encoder("sampler.encoder", own.encoder)
+        yield from _no_encoder(own.encoder)
     elif own.num_references:
         yield Contradiction(
             ("sampler.num_references", "sampler.encoder"),

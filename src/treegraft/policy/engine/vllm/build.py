@@ -30,8 +30,8 @@ from treegraft.policy.engine.vllm.folder import held_folder
 from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
 from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server, free_port
-from treegraft.policy.head import base_model, end_token_ids, max_context
 from treegraft.policy.load import DTYPES
+from treegraft.policy.output_head import base_model, end_token_ids, max_context
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config

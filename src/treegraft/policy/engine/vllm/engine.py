@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 
 from treegraft.core.errors import DeadlineExceeded, EngineError
 from treegraft.core.files import storage_fault
-from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
-from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, Sampling, StopReason
+from treegraft.core.interfaces import Request, Tokenizer, WeightSource
+from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, StopReason
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.engine.vllm.fleet import Fleet, Member
@@ -109,23 +109,14 @@ class VllmEngine:
     def death(self) -> BaseException | None:
         return self._fleet.death
 
-    async def complete(
-        self,
-        prefix_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        noise_key: NoiseKey,
-        probe_tokens: int | None = None,
-        on_probe: Callable[[Sequence[float]], None] | None = None,
-    ) -> Completion:
+    async def complete(self, request: Request) -> Completion:
         """Returns one completion; see `interfaces.Engine`.
 
         Raises:
             EngineError: an empty or over-long prefix, or no server is left.
             DeadlineExceeded: no completion within engine.deadline_s.
         """
-        limit = self._limit(prefix_ids, sampling)
-        draft = self._draft(sampling, limit, probe_tokens, on_probe)
+        draft, key = self._draft(request), request.noise_key
         try:
             async with asyncio.timeout(self.settings.deadline_s):
                 # One version a completion: a publish waits for those that run, and new ones for it.
@@ -134,32 +125,26 @@ class VllmEngine:
                 self._is_idle.clear()
                 try:
                     while draft.finish is None:
-                        body = draft.request(prefix_ids, noise_key, self._fleet.due)
-                        draft.take(await self._fleet.ask(noise_key[:-1], body))
+                        body = draft.body(self._fleet.due)
+                        draft.take(await self._fleet.ask(key[:-1], body))
                 finally:
                     self._num_running -= 1
                     if not self._num_running:
                         self._is_idle.set()
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"engine: no completion for {noise_key} within engine.deadline_s ="
+                f"engine: no completion for {key} within engine.deadline_s ="
                 f" {self.settings.deadline_s} s; the servers are too slow for this many rows, or"
                 " have died"
             ) from error
         return draft.completion(self.policy_version)
 
-    def _draft(
-        self,
-        sampling: Sampling,
-        limit: int,
-        probe_tokens: int | None = None,
-        on_probe: Callable[[Sequence[float]], None] | None = None,
-    ) -> _Draft:
-        probe = None if on_probe is None or probe_tokens is None else (probe_tokens, on_probe)
-        is_plain = self._fleet.is_plain
-        return _Draft(self._stops, self._end_ids, sampling, limit, is_plain, probe)
+    def _draft(self, request: Request) -> _Draft:
+        limit, is_plain = self._limit(request), self._fleet.is_plain
+        return _Draft(self._stops, self._end_ids, request, limit, is_plain)
 
-    def _limit(self, prefix_ids: Sequence[int], sampling: Sampling) -> int:
+    def _limit(self, request: Request) -> int:
+        prefix_ids, sampling = request.prefix_ids, request.sampling
         if not prefix_ids:
             raise EngineError(
                 "engine: the prefix is empty; at least one token is needed to continue from"
@@ -245,10 +230,9 @@ class VllmEngine:
         asked = {str(one.server): one for one in self._fleet.live}
 
         async def answer(member: Member, number: int) -> Completion:
-            draft = self._draft(CANARY_SAMPLING, self._limit(PROMPTS[number], CANARY_SAMPLING))
+            draft = self._draft(Request(PROMPTS[number], CANARY_SAMPLING, canary_key(number)))
             while draft.finish is None:
-                body = draft.request(PROMPTS[number], canary_key(number), self._fleet.due)
-                draft.take(await self._fleet.ask_member(member, body))
+                draft.take(await self._fleet.ask_member(member, draft.body(self._fleet.due)))
             return draft.completion(self.policy_version)
 
         found: dict[str, Sequence[Completion]] = {}
@@ -318,32 +302,32 @@ class _Draft:
         self,
         stops: StopFinder,
         end_ids: frozenset[int],
-        sampling: Sampling,
+        request: Request,
         limit: int,
         is_plain: bool,
-        probe: tuple[int, Callable[[Sequence[float]], None]] | None,
     ) -> None:
         """Args:
+        limit: most tokens of the completion.
         is_plain: servers draw by their own noise.
-        probe: tokens after which a function is called with their entropies.
         """
-        self._is_plain, self._probe = is_plain, probe
-        self._stops, self._end_ids, self._sampling, self._limit = stops, end_ids, sampling, limit
+        self._stops, self._end_ids, self._request = stops, end_ids, request
+        self._limit, self._is_plain = limit, is_plain
+        self._num_probed = 0 if request.on_probe is None else request.probe_tokens or 0
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.entropies: list[float] = []
         self.finish: StopReason | None = None
 
-    def request(self, prefix_ids: Sequence[int], key: NoiseKey, due: Due) -> dict[str, Any]:
+    def body(self, due: Due) -> dict[str, Any]:
         """Returns the body of the next request: up to the probe first, then for the rest."""
-        sampling, count = self._sampling, len(self.ids)
+        sampling, count = self._request.sampling, len(self.ids)
         room = self._limit - count
-        if self._probe is not None and count < self._probe[0]:
-            room = min(room, self._probe[0] - count)
+        if count < self._num_probed:
+            room = min(room, self._num_probed - count)
         in_grace = self._stops.is_in_grace(self.ids, sampling)
         parameters = {
             "max_tokens": 1 if in_grace else room,
-            **self._drawing(key),
+            **self._drawing(),
             "ignore_eos": True,
             "stop_token_ids": sorted(self._end_ids),
             # Only so that the server does not write on in vain: `take` decides.
@@ -353,15 +337,15 @@ class _Draft:
         }
         # Salted by the weights, so that a cache which outlived a publish would not be used.
         body = {
-            "token_ids": [*prefix_ids, *self.ids],
+            "token_ids": [*self._request.prefix_ids, *self.ids],
             "sampling_params": parameters,
             "cache_salt": due.label,
         }
         return body | ({"model": due.label} if due.is_adapter else {})
 
-    def _drawing(self, key: NoiseKey) -> dict[str, Any]:
+    def _drawing(self) -> dict[str, Any]:
         """The parameters that say how tokens are drawn and what is reported of them."""
-        sampling, count = self._sampling, len(self.ids)
+        sampling, key, count = self._request.sampling, self._request.noise_key, len(self.ids)
         if self._is_plain:
             return plain_parameters(sampling, key, count)
         draw: dict[str, Any] = {
@@ -400,9 +384,11 @@ class _Draft:
             self.ids.append(token)
             self.logprobs.append(logprob)
             self.entropies.append(entropy)
-            if self._probe is not None and len(self.ids) == self._probe[0]:
-                self._probe[1](tuple(self.entropies))
-            self.finish = self._stops.reason(self.ids, self._sampling, self._end_ids, self._limit)
+            if self._request.on_probe is not None and len(self.ids) == self._num_probed:
+                self._request.on_probe(tuple(self.entropies))
+            self.finish = self._stops.reason(
+                self.ids, self._request.sampling, self._end_ids, self._limit
+            )
             if self.finish is not None:
                 return
 

@@ -25,7 +25,7 @@ def decoder(model: nn.Module) -> Any:
     return base_model(model).base_model
 
 
-class Head:
+class OutputHead:
     """From hidden states to logits, with the model's own tail (scale, soft-cap), found by comparing
     on a few tokens."""
 
@@ -53,11 +53,13 @@ class Head:
 
 @torch.no_grad()
 def head_problem(model: nn.Module) -> str | None:
-    """Returns why `Head` does not reproduce the model's logits, or None where it does."""
+    """Returns why `OutputHead` does not reproduce the model's logits, or None where it does."""
     inner = base_model(model)
     ids = torch.arange(8, device=inner.device)[None] % inner.config.get_text_config().vocab_size
     whole = inner(input_ids=ids, use_cache=False).logits[0].float()
-    ours = Head(model)(decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
+    ours = OutputHead(model)(
+        decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    ).float()
     gap = float((whole - ours).abs().max())
     # A missing scale or soft-cap shows in whole units; a rounding of bfloat16 logits stays below.
     limit = 1e-3 if inner.dtype == torch.float32 else 0.25

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from treegraft.core.locate import locate
 from treegraft.policy.checkpoint import ADAPTER
-from treegraft.policy.head import base_model
 from treegraft.policy.load import DTYPES, load_model, with_adapters
+from treegraft.policy.output_head import base_model
 from treegraft.policy.shapes import PREFIX
-from treegraft.policy.shards import Rows
+from treegraft.policy.shards import TensorFiles
 from treegraft.settings.config import Config
 
 _WORDS = 512
 """Vocabulary of the model that is tried in place of the whole one."""
 
 
-def weight_files(config: Config, path: str | Path) -> list[Path] | None:
+def shardable_files(config: Config, path: str | Path) -> list[Path] | None:
     """Returns the safetensors files from which every rank can read its rows of a model; None where
     rank 0 has to load it whole: for the native engine, which samples there from weights of its own,
     for servers that run already, for adapters, and for models that are not a folder of safetensors
@@ -33,8 +33,12 @@ def weight_files(config: Config, path: str | Path) -> list[Path] | None:
     settings = config.model.model_copy(update={"path": str(path)})
     model, _ = load_model(settings, vocabulary=[], seed=config.run.seed, has_weights=False)
     shape = model_shape(model)
-    # A hollow one is named as the ranks' own are.
-    return None if Pieces(files, shape, config.model.dtype).lacks(hollow(shape, config)) else files
+    # A model without memory is named as the ranks' own are.
+    return (
+        None
+        if WeightFiles(files, shape, config.model.dtype).lacks(meta_model(shape, config))
+        else files
+    )
 
 
 def _files(config: Config, path: str | Path) -> list[Path] | None:
@@ -52,12 +56,12 @@ def _files(config: Config, path: str | Path) -> list[Path] | None:
 
 
 def model_shape(model: Any) -> str:
-    """Returns a model's configuration as JSON, from which `hollow` makes it again."""
+    """Returns a model's configuration as JSON, from which `meta_model` makes it again."""
     text: str = base_model(model).config.to_json_string(use_diff=False)
     return text
 
 
-def hollow(shape: str, config: Config) -> Any:
+def meta_model(shape: str, config: Config) -> Any:
     """Returns the model of a configuration with its adapters, without memory for weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,7 +100,7 @@ def cut_model(shape: str) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-class Pieces:
+class WeightFiles:
     """Where a rank finds its rows of every weight, and all buffers."""
 
     def __init__(self, files: list[Path], shape: str, dtype: str) -> None:
@@ -105,12 +109,12 @@ class Pieces:
         Raises:
             CheckpointError: one cannot be read.
         """
-        self._rows, self._dtype = Rows(files), DTYPES[dtype]
+        self._tensors, self._dtype = TensorFiles(files), DTYPES[dtype]
         self._buffers = dict(cut_model(shape).named_buffers())
 
     def lacks(self, model: nn.Module) -> list[str]:
         """Returns the weights and buffers of `model` that are not here."""
-        lacking = [name for name, _ in model.named_parameters() if name not in self._rows]
+        lacking = [name for name, _ in model.named_parameters() if name not in self._tensors]
         return lacking + [name for name, _ in model.named_buffers() if name not in self._buffers]
 
     def rows(self, name: str, weight: Tensor, first: int, count: int) -> Tensor:
@@ -118,5 +122,7 @@ class Pieces:
         if name in self._buffers:
             buffer: Tensor = self._buffers[name]
             return buffer
-        found = self._rows.rows(name, first, count) if weight.dim() else self._rows.whole(name)
+        found = (
+            self._tensors.rows(name, first, count) if weight.dim() else self._tensors.whole(name)
+        )
         return found.to(self._dtype)

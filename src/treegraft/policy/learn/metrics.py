@@ -12,7 +12,7 @@ from torch import Tensor
 from treegraft.policy.learn.pack import TreeBatch
 
 
-class Tally:
+class MetricSums:
     """Sums of diagnostics over the contributions of an update."""
 
     def __init__(self, newest: int | None = None) -> None:
@@ -25,7 +25,7 @@ class Tally:
         self._sums: dict[str, float] = {}
         self._unread: list[tuple[str, Tensor]] = []
         self._counts: dict[str, int] = {}
-        self._sizes = dict.fromkeys(("unique", "taught", "path", "contributions"), 0)
+        self._sizes = dict.fromkeys(("unique", "imitated", "path", "contributions"), 0)
 
     def add(self, key: str, values: Tensor) -> None:
         """Adds one value per contribution to a mean."""
@@ -46,10 +46,10 @@ class Tally:
     def add_sizes(self, batches: Sequence[TreeBatch]) -> None:
         """Adds the tokens and contributions of packs, each counted once whatever the number of
         epochs."""
-        lessons = [batch.lessons for batch in batches if batch.lessons is not None]
+        imitated = [batch.imitated for batch in batches if batch.imitated is not None]
         for key, count in (
             ("unique", sum(batch.num_tokens for batch in batches)),
-            ("taught", sum(lesson.packed.numel() for lesson in lessons)),
+            ("imitated", sum(one.packed.numel() for one in imitated)),
             ("path", sum(batch.num_path_tokens for batch in batches)),
             ("contributions", sum(int(batch.carries_loss.sum()) for batch in batches)),
         ):
@@ -61,8 +61,8 @@ class Tally:
         return {name: value for name, value in vars(self).items() if name != "_unread"}
 
     @classmethod
-    def of(cls, states: Sequence[dict[str, Any]]) -> Tally:
-        """Returns the tally of what several processes have counted; gradient norms and learning
+    def of(cls, states: Sequence[dict[str, Any]]) -> MetricSums:
+        """Returns the sums of what several processes have counted; gradient norms and learning
         rates are the same in all."""
         whole = cls()
         for state in states:
@@ -75,12 +75,12 @@ class Tally:
         whole.grad_norms, whole.lrs = states[0]["grad_norms"], states[0]["lrs"]
         return whole
 
-    def metrics(self, num_steps: int, *, takes_lessons: bool) -> dict[str, float]:
+    def metrics(self, num_steps: int, *, takes_imitated: bool) -> dict[str, float]:
         """Returns means over contributions; of loss and gradient norm, means over optimiser
         steps; and sizes.
 
         Args:
-            takes_lessons: whether the run learns from grafts; num_lesson_tokens is there only then.
+            takes_imitated: whether the run learns from grafts; their tokens are counted only then.
         """
         self._read()
         means = {key: total / max(1, self._counts[key]) for key, total in self._sums.items()}
@@ -96,9 +96,9 @@ class Tally:
             "learn/lr": self.lrs[-1] if self.lrs else 0.0,
             "learn/num_optimiser_steps": float(num_steps),
             "learn/num_unique_tokens": float(sizes["unique"]),
-            "learn/unique_frac": (sizes["unique"] - sizes["taught"]) / max(1, sizes["path"]),
+            "learn/unique_frac": (sizes["unique"] - sizes["imitated"]) / max(1, sizes["path"]),
             "learn/num_contributions": float(sizes["contributions"]),
         }
         return found | (
-            {"learn/num_lesson_tokens": float(sizes["taught"])} if takes_lessons else {}
+            {"learn/num_lesson_tokens": float(sizes["imitated"])} if takes_imitated else {}
         )

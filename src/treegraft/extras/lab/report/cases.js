@@ -4,7 +4,7 @@ import { add, flat, h, percent, plain, plural } from "./dom.js";
 import { leafChip } from "./marks.js";
 import { leafFacts, stepCard } from "./transcript.js";
 
-const held = JSON.parse(document.getElementById("cases").textContent);
+const held = JSON.parse(document.getElementById("data").textContent);
 const light = matchMedia("(prefers-color-scheme: light)");
 const setTheme = (name) => (document.documentElement.dataset.theme = name);
 const followTheme = () => setTheme(light.matches ? "light" : "dark");

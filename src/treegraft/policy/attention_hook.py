@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from treegraft.core.errors import ModelError
-from treegraft.policy.head import base_model
+from treegraft.policy.output_head import base_model
 
 _log = logging.getLogger(__name__)
 

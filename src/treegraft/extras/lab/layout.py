@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treegraft.settings.config import Config
+from treegraft import Config
 
 SERVER_SHARE = 0.92
 """Of each of its GPUs that a server takes where nothing else is asked: vLLM 0.32's default of

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from treegraft.core.keyed import keyed_choice, keyed_int
-from treegraft.core.types import StepContent, Trace
+from treegraft import StepContent, Trace
+from treegraft.parts import keyed_choice, keyed_int
 
 Stored = tuple[Trace, ...]
 """A trajectory's traces in order."""

@@ -18,7 +18,7 @@ def machine(num_threads: int) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
-        "num_cpus": num_cpus(),
+        "num_cpus": _num_cpus(),
         "num_threads": num_threads,
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
@@ -28,16 +28,15 @@ def machine(num_threads: int) -> dict[str, Any]:
     }
 
 
-def num_cpus() -> int:
-    """Returns how many processors this process may run on."""
-    # A container may be held to fewer processors than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def load_average() -> float | None:
     """Returns the mean number of busy processes in the last minute; None where the system does not
     tell."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _num_cpus() -> int:
+    # A container may be held to fewer processors than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.families import build_model, word_tokenizer
 
-from treegraft.policy.learn.pieces import Pieces, cut_model, model_shape, weight_files
 from treegraft.policy.learn.scores import packing_problem
+from treegraft.policy.learn.weight_files import WeightFiles, cut_model, model_shape, shardable_files
 from treegraft.settings.load import load_config
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def found(path: Path | str, *overrides: str) -> list[Path] | None:
     config = load_config({"model": {"path": str(path)}, "engine": {"kind": "vllm"}}, overrides)
-    return weight_files(config, path)
+    return shardable_files(config, path)
 
 
 def test_a_folder_of_safetensors_is_read_by_rows(folder: Path) -> None:
@@ -60,10 +60,10 @@ def test_files_with_other_names_are_left_to_transformers(tmp_path: Path) -> None
 def test_rows_are_those_of_a_model_in_its_type(folder: Path) -> None:
     """Rounded to bfloat16 first, as a model that is loaded whole is."""
     model = build_model("llama")
-    pieces = Pieces(sorted(folder.glob("*.safetensors")), model_shape(model), "bfloat16")
-    assert not pieces.lacks(model)
+    files = WeightFiles(sorted(folder.glob("*.safetensors")), model_shape(model), "bfloat16")
+    assert not files.lacks(model)
     name, weight = next(iter(model.named_parameters()))
-    rows = pieces.rows(name, weight, 3, 5)
+    rows = files.rows(name, weight, 3, 5)
     assert rows.dtype is torch.bfloat16 and torch.equal(rows, weight[3:8].bfloat16())
 
 

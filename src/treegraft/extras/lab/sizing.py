@@ -22,26 +22,18 @@ keys and values get the rest of the memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from treegraft.cli.layout import Layout, ServerOptions
-from treegraft.cli.memory import BYTES, PROMPT_TOKENS, gigabytes, gpus
-from treegraft.core.errors import SettingError
-from treegraft.core.finding import Finding
-from treegraft.core.text import ranges
-from treegraft.policy.bounds import (
-    CARDS,
-    Card,
-    ModelShape,
-    decode_bytes,
-    forward_flops,
-    known_card,
-    kv_bytes,
-)
-from treegraft.settings.config import Config
-from treegraft.settings.load import load_config
+from treegraft import Config, SettingError, load_config
+from treegraft.extras.lab.layout import Layout, ServerOptions
+from treegraft.extras.lab.roofline import CARDS, Card, decode_bytes, forward_flops, known_card
+from treegraft.extras.lab.text import ranges
+from treegraft.parts import Finding, Machine, ModelShape
 
+BYTES = {"float32": 4, "bfloat16": 2}
+PROMPT_TOKENS = 256
+"""Assumed length of a prompt where the context has no limit of its own."""
 RESERVED = 2e9
 """Of each card for the driver's context, kernels and fragments; a guess."""
 ROOMY_FLOATS = 3 * (1 << 27)
@@ -59,6 +51,8 @@ class Plan:
 
     num_gpus: int
     card: Card
+    num_starts: int | None = None
+    """First-level rollouts of a tree; None for as many as leaves."""
 
     @classmethod
     def of(cls, num_gpus: int, card: str, memory_gb: float | None) -> Plan:
@@ -81,19 +75,18 @@ class Plan:
         )
 
     @classmethod
-    def here(cls, config: Config) -> Plan | None:
-        """Returns the plan for this machine's GPUs; None where one process needs one at most, or
-        where there are none whose data sheet is known."""
-        cards = gpus()
-        if not cards or (config.learn.ranks in ("auto", 1) and config.engine.kind != "vllm"):
+    def here(cls, config: Config, gpus: Sequence[str]) -> Plan | None:
+        """Returns the plan for this machine's GPUs, as their driver names them; None where one
+        process needs one at most, or where there are none whose data sheet is known."""
+        if not gpus or (config.learn.ranks in ("auto", 1) and config.engine.kind != "vllm"):
             return None
-        name, _, memory = cards[0].rpartition(",")
+        name, _, memory = gpus[0].rpartition(",")
         found = known_card(name)
         if found is None:
             return None
         # As the driver says it: "81559 MiB".
         size = int(memory.split()[0]) * 2.0**20
-        return cls(num_gpus=len(cards), card=replace(found, memory=size))
+        return cls(num_gpus=len(gpus), card=replace(found, memory=size))
 
 
 def _num_trained(config: Config, shape: ModelShape) -> int:
@@ -186,14 +179,11 @@ def _path_tokens(config: Config) -> tuple[int, int]:
     return PROMPT_TOKENS, rest
 
 
-def _tree_tokens(config: Config) -> tuple[float, float]:
+def _tree_tokens(config: Config, plan: Plan) -> tuple[float, float]:
     """Tokens of a tree of longest paths: (unique, those of its trajectories apart)."""
     prompt, rest = _path_tokens(config)
     leaves = config.explore.num_leaves
-    # Here, since it loads numpy, and `doctor` is to answer at once.
-    from treegraft.explore.build import num_starts
-
-    starts = min(num_starts(config.explore), leaves)
+    starts = min(plan.num_starts or leaves, leaves)
     return (
         prompt + (starts + BRANCH_FRAC * (leaves - starts)) * rest,
         float(leaves * (prompt + rest)),
@@ -203,7 +193,7 @@ def _tree_tokens(config: Config) -> tuple[float, float]:
 def _kv_wanted(config: Config, shape: ModelShape, plan: Plan) -> float:
     """Bytes of keys and values that let every row of an engine run at its longest path."""
     rows, tokens = _rows(config, plan), sum(_path_tokens(config))
-    return rows * tokens * kv_bytes(shape, BYTES[config.model.dtype])
+    return rows * tokens * shape.kv_bytes(BYTES[config.model.dtype])
 
 
 def _kv_free(config: Config, shape: ModelShape, plan: Plan) -> float:
@@ -236,7 +226,7 @@ def seconds_by_phase(config: Config, shape: ModelShape, plan: Plan) -> dict[str,
     step = decode_bytes(shape, rows, prompt + rest / 2, width) / card.bandwidth / DECODE_SHARE
     leaves = config.explore.num_leaves * config.run.tasks_per_update
     rounds = math.ceil(leaves / (rows * _num_engines(config, plan)))
-    unique = _tree_tokens(config)[0] * config.run.tasks_per_update
+    unique = _tree_tokens(config, plan)[0] * config.run.tasks_per_update
     token = forward_flops(shape, (prompt + rest) / 2, SAMPLED_FRAC)
     forward = unique * token / Layout.of(config, plan.num_gpus).ranks / card.flops
     phases = {
@@ -273,7 +263,7 @@ def _advice(config: Config, shape: ModelShape, plan: Plan, gpu: int, free: float
         (
             count
             for count in (2, 4, 8, 16, 32, 64)
-            if count > plan.num_gpus and _fits(config, shape, Plan(num_gpus=count, card=plan.card))
+            if count > plan.num_gpus and _fits(config, shape, replace(plan, num_gpus=count))
         ),
         None,
     )
@@ -301,11 +291,32 @@ def _free(config: Config, shape: ModelShape, plan: Plan, gpu: int) -> float:
 
 
 def _fits(config: Config, shape: ModelShape, plan: Plan) -> bool:
-    path = sum(_path_tokens(config)) * kv_bytes(shape, BYTES[config.model.dtype])
+    path = sum(_path_tokens(config)) * shape.kv_bytes(BYTES[config.model.dtype])
     layout = Layout.of(config, plan.num_gpus)
     frees = [_free(config, shape, plan, alike[0]) for alike in layout.kinds().values()]
     has_room = not layout.servers or _kv_free(config, shape, plan) > path
     return not layout.problem(config) and min(frees) >= 0 and has_room
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Returns a size for people: "512 MB", "2.1 GB"."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def memory(config: Config, machine: Machine) -> list[Finding] | None:
+    """Returns the section "memory" of `treegraft doctor` for the GPUs of --gpus, else for those of
+    this machine; None where one process needs one at most.
+
+    Raises:
+        SettingError: the card of --gpu is not known.
+    """
+    if machine.num_gpus is None:
+        plan = Plan.here(config, machine.gpus)
+    else:
+        plan = Plan.of(machine.num_gpus, machine.gpu, machine.gpu_memory)
+    if plan is None:
+        return None
+    return list(sizing(config, machine.shape, replace(plan, num_starts=machine.num_starts)))
 
 
 def sizing(config: Config, shape: ModelShape | None, plan: Plan) -> Iterator[Finding]:
@@ -355,7 +366,7 @@ def _memory(
 
 def _keys_and_values(config: Config, shape: ModelShape, plan: Plan) -> Finding:
     """Room for them in an engine, against what its rows want; bad where one path does not fit."""
-    one, longest = kv_bytes(shape, BYTES[config.model.dtype]), sum(_path_tokens(config))
+    one, longest = shape.kv_bytes(BYTES[config.model.dtype]), sum(_path_tokens(config))
     if not Layout.of(config, plan.num_gpus).servers:
         note = "in servers that run already; not known here"
         return Finding("keys and values", "elsewhere", note=note)
@@ -380,7 +391,7 @@ def _keys_and_values(config: Config, shape: ModelShape, plan: Plan) -> Finding:
 
 
 def _time(config: Config, shape: ModelShape, plan: Plan) -> Iterator[Finding]:
-    unique, apart = (size * config.run.tasks_per_update for size in _tree_tokens(config))
+    unique, apart = (size * config.run.tasks_per_update for size in _tree_tokens(config, plan))
     note = f"{apart / unique:.2f} times as many apart; if every path is as long as it may be"
     yield Finding("unique tokens an update", f"{unique / 1e6:.2f} M", note=note)
     phases = seconds_by_phase(config, shape, plan)
