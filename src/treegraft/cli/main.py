@@ -26,7 +26,7 @@ from treegraft.cli.buffer import buffer_app
 from treegraft.cli.build import RETIRED, build
 from treegraft.cli.config import show_config
 from treegraft.cli.data import data_app
-from treegraft.cli.eval import evaluate
+from treegraft.cli.eval import compare_suites, eval_app
 from treegraft.cli.init import init
 from treegraft.cli.options import (
     AsJson,
@@ -166,7 +166,7 @@ app.command()(init)
 
 app.command()(train)
 app.command()(sft)
-app.command("eval")(evaluate)
+app.add_typer(eval_app)
 app.command()(push)
 
 
@@ -193,11 +193,17 @@ def run(
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders, e.g. runs/first runs/second."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders, e.g. runs/first runs/second; or two folders of suites.",
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print accuracy and cost of several runs side by side."""
+    """Print accuracy and cost of several runs side by side, or two suites item by item."""
+    if any((folder / "eval.json").is_file() for folder in runs):
+        compare_suites(runs, as_json)
+        return
     from treegraft.runs.metrics import meaning
     from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 

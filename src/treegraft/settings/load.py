@@ -166,12 +166,12 @@ def refuse_foreign(overrides: Sequence[str], command: str) -> None:
                 )
 
 
-def refuse_sampling(overrides: Sequence[str], reason: str) -> None:
-    """Refuses overrides of how evaluations sample, for a `reason` that begins "the answer is
-    greedy"."""
+def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
+    """Refuses overrides of how evaluations sample, and those named in `also`, for a `reason` that
+    begins "the answer is greedy"."""
     for override in overrides:
         name = override.partition("=")[0].strip()
-        if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p"):
+        if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p", *also):
             raise SettingError(f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.")
 
 
