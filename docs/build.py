@@ -251,7 +251,7 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, command
         return
     for last, one in inner.items():
-        yield from commands(one, f"{name} {last}")
+        yield from commands(one, f"{name} {last}".strip())
 
 
 VALUES = {

@@ -27,12 +27,13 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
+from treegraft.settings.explore import BuildSettings
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import Attempt, CheckpointAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.collect import build_traces
+from treegraft.traces.collect import ScoredAgent, build_traces
 from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 Reply = Callable[[dict[str, Any], int], tuple[int, Any]]
@@ -416,9 +417,9 @@ def test_a_server_that_dies_half_way_leaves_the_good_trajectories(tmp_path: Any)
     async def run(url: str, buffer: TraceBuffer) -> Any:
         agent = endpoint(url, max_retries=0)
         try:
-            return await build_traces(
-                TASKS, agent, SCORER, format(), buffer, num_samples=2, max_concurrent=1
-            )
+            asked = ScoredAgent(agent=agent, format=format(), scorer=SCORER)
+            own = BuildSettings(num_samples=2, max_concurrent=1)
+            return await build_traces(TASKS, asked, own, buffer)
         finally:
             await agent.close()
 

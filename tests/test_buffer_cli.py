@@ -18,12 +18,15 @@ from tests.test_agents import expert_text, said, serving
 from tests.tiny import tiny, write_recipe
 
 from treegraft.cli import main as cli
+from treegraft.cli.build import RETIRED
+from treegraft.settings.config import known_settings
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.train import train
 
 Run = Callable[..., int]
+FEW = ("buffer.encoder=hashing", "buffer.build.num_samples=2")
 EASY = {"search_world": {"hops": [1], "num_entities": 8, "num_relations": 5}}
 
 
@@ -66,8 +69,8 @@ def test_build_stats_and_search(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "b.traces"
-    build = ("build", recipe, "--out", out, "--encoder", "hashing", "--samples", 2, "--keep", 1)
-    assert treegraft(*build, "--num-tasks", 4, "--json") == 0
+    build = ("build", recipe, out, *FEW, "buffer.build.num_best=1")
+    assert treegraft(*build, "buffer.build.num_tasks=4", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (
         report["num_tasks"],
@@ -131,33 +134,15 @@ def test_build_stats_and_search(
 def test_overrides_shape_the_build(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = (
-        "build",
-        recipe,
-        "tasks.search_world.error_prob=1.0",
-        "--encoder",
-        "hashing",
-        "--samples",
-        2,
-    )
-    assert treegraft(*build, "--out", tmp_path / "b", "--num-tasks", 2) == 1
+    # Without a file in its place, the first setting is no file either.
+    stored = f"buffer.path={tmp_path / 'b'}"
+    build = ("build", recipe, "tasks.search_world.error_prob=1.0", *FEW, stored)
+    build += ("buffer.build.num_tasks=2",)
+    assert treegraft(*build) == 1
     ended = capsys.readouterr()
     assert "none of 4 attempts was good enough to keep" in ended.err
     assert "4 too low in reward" in ended.out
-    assert (
-        treegraft(
-            *build,
-            "--out",
-            tmp_path / "b",
-            "--num-tasks",
-            2,
-            "--min-reward",
-            -1,
-            "--source",
-            "liar",
-        )
-        == 0
-    )
+    assert treegraft(*build, "buffer.build.min_reward=-1", "buffer.build.source=liar") == 0
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
         assert list(buffer.stats().sources) == ["liar"]
 
@@ -166,21 +151,11 @@ def test_a_server_builds_beside_the_expert(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, tasks = tmp_path / "b", world()
-    shared = (
-        "build",
-        recipe,
-        "--out",
-        out,
-        "--encoder",
-        "hashing",
-        "--samples",
-        2,
-        "--num-tasks",
-        3,
-    )
+    shared = ("build", recipe, out, *FEW, "buffer.build.num_tasks=3")
     assert treegraft(*shared) == 0
     with serving(lambda body, n: said(expert_text(tasks, body)), ["little"]) as (url, seen):
-        assert treegraft(*shared, "--agent", url, "--temperature", 0.5, "--concurrency", 2) == 0
+        asked = ("agent=" + url, "temperature=0.5", "max_concurrent=2")
+        assert treegraft(*shared, *(f"buffer.build.{one}" for one in asked)) == 0
     text = capsys.readouterr().out
     assert "6, 0 failed" in text
     assert {request["temperature"] for request in seen} == {0.5}
@@ -198,19 +173,9 @@ def test_a_server_that_went_down_is_an_error_after_the_counts(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(lambda *_: (503, {})) as (url, _):
-        options = (
-            "--agent",
-            url,
-            "--model",
-            "m",
-            "--retries",
-            0,
-            "--encoder",
-            "hashing",
-            "--samples",
-            16,
-        )
-        assert treegraft("build", recipe, "--out", tmp_path / "b", *options) == 1
+        asked = (f"agent={url}", "model=m", "max_retries=0", "num_samples=16")
+        settings = ["buffer.encoder=hashing", *(f"buffer.build.{one}" for one in asked)]
+        assert treegraft("build", recipe, tmp_path / "b", *settings) == 1
     ended = capsys.readouterr()
     assert "32 x HTTP 503" in ended.out
     # The test's own server writes there too where a client leaves it early.
@@ -230,22 +195,11 @@ def test_a_checkpoint_answers(
     )
     recipe = write_recipe(tmp_path / "recipe.json", settings)
     train(settings)
-    shared = (
-        "build",
-        recipe,
-        "--agent",
-        tmp_path / "r",
-        "--encoder",
-        "hashing",
-        "--samples",
-        3,
-        "--json",
-        "--min-reward",
-        -2,
-    )
+    asked = (f"agent={tmp_path / 'r'}", "num_samples=3", "min_reward=-2")
+    shared = ("buffer.encoder=hashing", *(f"buffer.build.{one}" for one in asked), "--json")
     reports = []
     for name in ("a", "b"):
-        assert treegraft(*shared, "--out", tmp_path / name) == 0
+        assert treegraft("build", recipe, tmp_path / name, *shared) == 0
         reports.append(json.loads(capsys.readouterr().out))
     first, second = reports
     assert (first["num_tasks"], first["num_attempts"], first["source"]) == (
@@ -277,20 +231,9 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
         return said(expert_text(tasks, body))
 
-    build = (
-        "build",
-        recipe,
-        "--samples",
-        2,
-        "--encoder",
-        "hashing",
-        "--out",
-        tmp_path / "b",
-        "--concurrency",
-        2,
-    )
+    build = ("build", recipe, tmp_path / "b", *FEW, "buffer.build.max_concurrent=2")
     with serving(interrupting) as (url, _):
-        assert treegraft(*build, "--agent", url) == 130
+        assert treegraft(*build, f"buffer.build.agent={url}") == 130
     ended = capsys.readouterr()
     assert "stopped; the finished tasks are in" in ended.err
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
@@ -299,7 +242,8 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     assert num_traces == 2 * done
     assert f"{num_traces} new" in ended.out
     with serving(lambda body, n: said(expert_text(tasks, body))) as (url, _):
-        assert treegraft(*build, "--agent", url, "--num-tasks", done + 2, "--json") == 0
+        asked = (f"buffer.build.agent={url}", f"buffer.build.num_tasks={done + 2}")
+        assert treegraft(*build, *asked, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["num_skipped"], report["num_tasks"], report["source"]) == (done, 2, "only")
 
@@ -358,38 +302,38 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
         ),
         (("import", "good.jsonl", "--into", "text"), 2, "'text' is not a Step-Trace Buffer"),
         (
-            ("build", "recipe.json", "--out", "b", "--agent", "ftp://h"),
+            ("build", "recipe.json", "b", "buffer.build.agent=ftp://h"),
             2,
             "is not the address of a server",
         ),
         (
-            ("build", "recipe.json", "--out", "b", "--model", "m"),
+            ("build", "recipe.json", "b", "buffer.build.model=m"),
             2,
-            "--model would have no effect with --agent expert",
+            "buffer.build.agent is 'expert', not the URL of a server",
         ),
         (
-            ("build", "recipe.json", "--out", "b", "--temperature", "1"),
+            ("build", "recipe.json", "b", "buffer.build.temperature=1"),
             2,
-            "it is for a server or a model",
+            "neither a server nor a model",
         ),
         (
-            ("build", "recipe.json", "--out", "b", "--agent", "./no", "--retries", "1"),
+            ("build", "recipe.json", "b", "buffer.build.agent=./no", "buffer.build.max_retries=1"),
             2,
-            "--retries would have no effect",
+            "'buffer.build.max_retries' would have no effect",
         ),
-        (("build", "recipe.json", "--out", "b", "--agent", "./no"), 2, "there is no such folder"),
+        (("build", "recipe.json", "b", "buffer.build.agent=./no"), 2, "there is no such folder"),
         (
-            ("build", "recipe.json", "--out", "b", "--agent", "runs/frist"),
+            ("build", "recipe.json", "b", "buffer.build.agent=runs/frist"),
             2,
             "no such folder. Did you mean 'first'?",
         ),
         (
-            ("build", "recipe.json", "--out", "b", "--agent", "some/where/else"),
+            ("build", "recipe.json", "b", "buffer.build.agent=some/where/else"),
             2,
             "no such folder, nor 'some/where'",
         ),
         (
-            ("build", "recipe.json", "--out", "b", "--agent", "http://127.0.0.1:9"),
+            ("build", "recipe.json", "b", "buffer.build.agent=http://127.0.0.1:9"),
             2,
             "the server did not say what it serves",
         ),
@@ -397,19 +341,32 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
             (
                 "build",
                 "recipe.json",
-                "--out",
                 "b",
-                "--agent",
-                "http://h",
-                "--api-key-env",
-                "NO_KEY",
+                "buffer.build.agent=http://h",
+                "buffer.build.api_key_env=NO_KEY",
             ),
             2,
             "NO_KEY: that environment",
         ),
-        (("build", "recipe.json", "--out", "b", "--encoder", "hashin"), 2, "hashin"),
-        (("build", "recipe.json", "--out", "text", "--encoder", "hashing"), 2, "Step-Trace Buffer"),
-        (("build", "recipe.json", "learn.rl=1", "--out", "b"), 2, "learn.rl"),
+        (("build", "recipe.json", "b", "buffer.encoder=hashin"), 2, "hashin"),
+        (("build", "recipe.json", "b", "learn.rl=1"), 2, "learn.rl"),
+        (
+            ("build", "recipe.json", "b", "--temperature", "0.7"),
+            2,
+            "--temperature is gone since 0.8; write buffer.build.temperature=0.7 instead",
+        ),
+        (
+            ("build", "recipe.json", "b", "--samples=2"),
+            2,
+            "--samples is gone since 0.8; write buffer.build.num_samples=2 instead",
+        ),
+        (
+            ("build", "recipe.json", "b", "--out", "a b"),
+            2,
+            "write treegraft buffer build RECIPE 'a b' instead",
+        ),
+        (("build", "recipe.json", "text", "buffer.encoder=hashing"), 2, "Step-Trace Buffer"),
+        (("build", "recipe.json"), 2, "OUT: got none, and the recipe's buffer.path is ''"),
     ],
 )
 def test_bad_input_is_one_paragraph(
@@ -468,12 +425,17 @@ def test_a_line_that_is_no_trace_is_refused(
     assert not list(tmp_path.glob("b*"))
 
 
+def test_every_option_that_is_gone_names_a_setting_that_there_is() -> None:
+    for option, instead in RETIRED.items():
+        assert option == "--out" or instead.removesuffix("={}") in known_settings()
+
+
 def test_another_encoder_is_an_error_that_names_both(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with TraceBuffer(tmp_path / "b", "hashing"):
         pass
-    assert treegraft("build", recipe, "--out", tmp_path / "b", "--encoder", "minilm") == 2
+    assert treegraft("build", recipe, tmp_path / "b", "buffer.encoder=minilm") == 2
     error = capsys.readouterr().err
     assert "hashing" in error
     assert "minilm" in error

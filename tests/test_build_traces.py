@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,19 @@ from treegraft.core.errors import EngineError
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.settings.explore import BuildSettings
 from treegraft.settings.tasks import RewardSettings, SearchWorldSettings
 from treegraft.tasks.rewards import RewardScorer, build_rewards
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.agents import Attempt, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.collect import OUTAGES, BuildReport, attempts_tree, build_traces
+from treegraft.traces.collect import (
+    OUTAGES,
+    BuildReport,
+    ScoredAgent,
+    attempts_tree,
+    build_traces,
+)
 from treegraft.traces.keys import retrieval_key, says_something, split_steps
 
 WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
@@ -76,13 +82,21 @@ class Numbered:
 
 
 def build(
-    path: Path, agent: Any, tasks: Sequence[Task] | None = None, **options: Any
+    path: Path,
+    agent: Any,
+    *,
+    seed: int = 0,
+    report: BuildReport | None = None,
+    max_graft_tokens: int | None = None,
+    **options: Any,
 ) -> tuple[BuildReport, list[Any]]:
+    asked = ScoredAgent(
+        agent=agent, format=format(), scorer=SCORER, max_graft_tokens=max_graft_tokens
+    )
+    own = BuildSettings(**options)
     with TraceBuffer(path, "hashing") as buffer:
-        report = asyncio.run(
-            build_traces(tasks or world().train_tasks(), agent, SCORER, format(), buffer, **options)
-        )
-        return report, list(buffer)
+        work = build_traces(world().train_tasks(), asked, own, buffer, seed=seed, report=report)
+        return asyncio.run(work), list(buffer)
 
 
 # Keys
@@ -184,16 +198,9 @@ def test_the_tokenizer_is_used_in_one_thread_only(tmp_path: Path) -> None:
 
     watched = Watched(format()._tokenizer, world().tools(), system_prompt="", require_think=False)
     with TraceBuffer(tmp_path / "b.sqlite", "hashing") as buffer:
-        build = build_traces(
-            list(world().train_tasks()),
-            Numbered({0, 1}),
-            SCORER,
-            watched,
-            buffer,
-            num_samples=2,
-            num_best=1,
-        )
-        report = asyncio.run(build)
+        asked = ScoredAgent(agent=Numbered({0, 1}), format=watched, scorer=SCORER)
+        own = BuildSettings(num_samples=2, num_best=1)
+        report = asyncio.run(build_traces(world().train_tasks(), asked, own, buffer))
     assert report.num_new > 0 and threads == {threading.current_thread().name}
 
 
@@ -249,61 +256,46 @@ def test_an_agent_out_of_reach_ends_the_build_with_what_was_done(tmp_path: Path)
 
 
 def test_tasks_that_are_done_are_skipped(tmp_path: Path) -> None:
-    tasks, agent = world().train_tasks(), Numbered({0})
-    report, _ = build(tmp_path / "b", agent, num_samples=1, done={task.id for task in tasks[:4]})
+    tasks = [task.id for task in world().train_tasks()]
+    first, again, other = Numbered({0}), Numbered({0}), Numbered({0})
+    other.source = "other"
+    build(tmp_path / "b", first, num_samples=1, num_tasks=4)
+    report, _ = build(tmp_path / "b", again, num_samples=1)
     assert (report.num_skipped, report.num_tasks) == (4, 2)
-    assert [task for task, _ in agent.asked] == [task.id for task in tasks[4:]]
+    assert [task for task, _ in first.asked] == tasks[:4]
+    assert [task for task, _ in again.asked] == tasks[4:]
+    # Traces of one agent are no reason to skip the tasks of another.
+    assert build(tmp_path / "b", other, num_samples=1, num_tasks=3)[0].num_skipped == 0
+    assert [task for task, _ in other.asked] == tasks[:3]
 
 
 def test_a_stopped_build_keeps_whole_tasks_and_goes_on_to_the_same_buffer(tmp_path: Path) -> None:
+    def work(buffer: TraceBuffer, max_concurrent: int | None = None, **options: Any) -> Any:
+        asked = ScoredAgent(agent=Numbered({0, 1}), format=format(), scorer=SCORER)
+        own = BuildSettings(num_samples=2, max_concurrent=max_concurrent)
+        return build_traces(world().train_tasks(), asked, own, buffer, **options)
+
     with TraceBuffer(tmp_path / "whole", "hashing") as buffer:
-        asyncio.run(
-            build_traces(
-                world().train_tasks(), Numbered({0, 1}), SCORER, format(), buffer, num_samples=2
-            )
-        )
+        asyncio.run(work(buffer))
         expected = buffer.fingerprint()
 
     async def stopped(buffer: TraceBuffer) -> None:
-        work: asyncio.Task[BuildReport]
+        under_way: asyncio.Task[BuildReport]
 
         def stop(done: int, total: int, report: BuildReport) -> None:
             if done == 2:
-                work.cancel()
+                under_way.cancel()
 
-        agent = Numbered({0, 1})
-        work = asyncio.create_task(
-            build_traces(
-                world().train_tasks(),
-                agent,
-                SCORER,
-                format(),
-                buffer,
-                num_samples=2,
-                max_concurrent=2,
-                on_progress=stop,
-            )
-        )
+        under_way = asyncio.create_task(work(buffer, 2, on_progress=stop))
         with pytest.raises(asyncio.CancelledError):
-            await work
+            await under_way
         assert len(asyncio.all_tasks()) == 1
 
     with TraceBuffer(tmp_path / "b", "hashing") as buffer:
         asyncio.run(stopped(buffer))
-        done = {trace.task_id for trace in buffer}
         # One more task may have been on its way into the file.
-        assert len(buffer) == 2 * len(done) in (4, 6)
-        asyncio.run(
-            build_traces(
-                world().train_tasks(),
-                Numbered({0, 1}),
-                SCORER,
-                format(),
-                buffer,
-                num_samples=2,
-                done=done,
-            )
-        )
+        assert len(buffer) == 2 * len({trace.task_id for trace in buffer}) in (4, 6)
+        asyncio.run(work(buffer))
         assert buffer.fingerprint() == expected
 
 

@@ -189,22 +189,10 @@ def test_eval_of_a_file_becomes_settings(
     treegraft: Run, calls: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / 'odd "name".jsonl'
-    options = [
-        "--question-column",
-        "q",
-        "--reference-column",
-        "a.b",
-        "--reference-after",
-        "####",
-        "--num",
-        50,
-    ]
-    assert (
-        treegraft(
-            "eval", "ckpt", "tools.deadline_s=5", "--data", data, *options, "--out", "t.jsonl"
-        )
-        == 0
-    )
+    columns = ("question_column=q", "reference_column=a.b", "reference_after=####")
+    settings = [*(f"tasks.dataset.{one}" for one in columns), "tasks.num_eval=50"]
+    words = ("ckpt", data, "tools.deadline_s=5", *settings, "--out", "t.jsonl")
+    assert treegraft("eval", "file", *words) == 0
     (checkpoint, config, overrides), named = calls["eval"]
     assert (checkpoint, config, named["out"]) == (Path("ckpt"), None, Path("t.jsonl"))
     settled = load_config({"tools": {"use": ["python"]}}, overrides)
@@ -227,30 +215,30 @@ def test_eval_of_a_file_becomes_settings(
 def test_eval_by_recipe_and_as_json(
     treegraft: Run, calls: dict[str, Any], recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert treegraft("eval", "ckpt", "--recipe", recipe, "--num", 7, "--json") == 0
+    assert treegraft("eval", "ckpt", "tasks.num_eval=7", "--recipe", recipe, "--json") == 0
     (_, config, overrides), _ = calls["eval"]
     assert config.run.seed == 5 and config.tasks.num_eval == 7 and overrides == []
     found = json.loads(capsys.readouterr().out)
     assert found["metrics"]["eval/accuracy"] == 0.5 and found["num_tasks"] == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["learn.lr=1"], "'learn.lr' would have no effect"),
-        (["--question-column", "q"], "--question-column would have no effect"),
-        (["--data", "x.jsonl", "--recipe", "r.toml"], "give one of them"),
-    ],
-)
+def test_eval_of_a_recipe_asks_its_own_model(treegraft: Run, calls: dict[str, Any]) -> None:
+    # An option may come first.
+    assert treegraft("eval", "--json", "demo", "tasks.num_eval=7") == 0
+    (checkpoint, config, overrides), _ = calls["eval"]
+    assert (checkpoint, config.model.path, config.tasks.num_eval, overrides) == (
+        None,
+        "tiny",
+        7,
+        [],
+    )
+
+
 def test_eval_refuses_what_has_no_effect(
-    arguments: list[str],
-    part: str,
-    treegraft: Run,
-    calls: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
+    treegraft: Run, calls: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert treegraft("eval", "ckpt", *arguments) == 2
-    assert part in capsys.readouterr().err and "eval" not in calls
+    assert treegraft("eval", "ckpt", "learn.lr=1") == 2
+    assert "'learn.lr' would have no effect" in capsys.readouterr().err and "eval" not in calls
 
 
 def test_run_prints_each_step(

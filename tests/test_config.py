@@ -528,7 +528,7 @@ def test_facts_speak_of_settings_that_exist() -> None:
         for condition in found.facts.idle_unless:
             assert not isinstance(condition, Condition) or condition.other in known
             assert isinstance(condition(Config()), str)
-    facts = ("resumable", "ignored_by_eval", "same_answers", "retrieval_source")
+    facts = ("resumable", "ignored_by_eval", "same_answers", "retrieval_source", "only_for")
     for name in (one for fact in facts for one in settings_with(fact)):
         assert name.removesuffix(".") in tables_and_settings()
         others = [one for one in known if one.startswith(name)]

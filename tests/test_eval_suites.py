@@ -30,13 +30,14 @@ from treegraft.evals import folder as folders
 from treegraft.evals.folder import EvalFolder
 from treegraft.evals.judge import JudgeSettings, Verdict, messages_for, parse_verdict
 from treegraft.evals.numbers import Verdicts, suite_numbers
-from treegraft.evals.run import SuitePlan, SuiteResult, evaluate_suite
+from treegraft.evals.run import Sampling, SuitePlan, SuiteResult, evaluate_suite
 from treegraft.evals.show import print_report
 from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
 from treegraft.evals.versus import compare_evaluations
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_json import tree_to_json
-from treegraft.settings.config import EvalSettings
+from treegraft.settings.config import Config, EvalSettings
+from treegraft.settings.policy import EngineSettings
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 
@@ -66,7 +67,7 @@ def test_the_papers_sets_by_name() -> None:
     )
     for text, part in (
         ("gsm8", "Did you mean 'gsm8k'"),
-        ("", "empty"),
+        ("", "got none"),
         ("gsm8k=", "expected sets"),
         ("arpo=x", "expected sets"),
     ):
@@ -291,16 +292,13 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def evaluated(agent: tuple[Path, Path], into: Path, **how: Any) -> SuiteResult:
-    overrides = how.pop("overrides", ["engine.max_rows=4"])
-    plan = SuitePlan(
-        **{
-            "suite": "bamboogle,webwalker",
-            "data_dir": agent[1],
-            "num_samples": 2,
-            "into": into,
-            **how,
-        }
-    )
+    overrides = [
+        *how.pop("overrides", ["engine.max_rows=4"]),
+        "eval.greedy=false",
+        f"eval.num_samples={how.pop('num_samples', 2)}",
+        f"eval.temperature={how.pop('temperature', 1.0)}",
+    ]
+    plan = SuitePlan(**{"suite": "bamboogle,webwalker", "data_dir": agent[1], "into": into, **how})
     return evaluate_suite(agent[0], plan, None, overrides)
 
 
@@ -368,20 +366,14 @@ def test_a_killed_evaluation_goes_on(agent: tuple[Path, Path], tmp_path: Path) -
         "-m",
         "treegraft",
         "eval",
+        "suite",
         str(agent[0]),
-        "engine.max_rows=4",
-        "--suite",
         "bamboogle,webwalker",
+        "engine.max_rows=4",
+        "eval.greedy=false",
+        "eval.num_samples=2",
     ]
-    command += [
-        "--data-dir",
-        str(agent[1]),
-        "--into",
-        str(tmp_path / "cut"),
-        "--samples",
-        "2",
-        "--json",
-    ]
+    command += ["--data-dir", str(agent[1]), "--into", str(tmp_path / "cut"), "--json"]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -508,13 +500,13 @@ def test_changed_settings_are_refused(
     how: dict[str, Any], part: str, agent: tuple[Path, Path], tmp_path: Path
 ) -> None:
     into = tmp_path / "e"
-    plan = SuitePlan(suite="bamboogle,webwalker", data_dir=agent[1], num_samples=2, into=into)
+    plan = SuitePlan(suite="bamboogle,webwalker", data_dir=agent[1], into=into)
     from treegraft.evals.run import _asked
     from treegraft.runs.start import open_checkpoint
 
     config, place = open_checkpoint(agent[0], None, ["engine.max_rows=4"])
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
-    EvalFolder.open(into, _asked(config, place, plan, 1.0), sets).close()
+    EvalFolder.open(into, _asked(config, place, Sampling(2, 1.0)), sets).close()
     with pytest.raises(CheckpointError, match=part):
         evaluated(agent, into, **how)
 
@@ -525,13 +517,14 @@ def test_more_time_is_no_other_evaluation(agent: tuple[Path, Path], tmp_path: Pa
 
     plan = SuitePlan(suite="bamboogle", data_dir=agent[1])
     slow = open_checkpoint(agent[0], None, ["rollout.deadline_s=7200", "engine.deadline_s=7200"])
-    asked = _asked(*open_checkpoint(agent[0], None, []), plan, 0.0)
-    assert _asked(*slow, plan, 0.0) == asked
+    asked = _asked(*open_checkpoint(agent[0], None, []), Sampling(1, 0.0))
+    assert _asked(*slow, Sampling(1, 0.0)) == asked
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
     # Folders made by 0.3 hold the deadlines.
     EvalFolder.open(tmp_path / "e", {**asked, "rollout.deadline_s": 600.0}, sets).close()
-    # Those of 0.7 name settings that are gone.
-    EvalFolder.open(tmp_path / "former", {**asked, "engine.noise": "philox"}, sets).close()
+    # Those of 0.7 name settings that are gone, and the temperature that an option replaced.
+    former = {**asked, "engine.noise": "philox", "eval.temperature": 1.0}
+    EvalFolder.open(tmp_path / "former", former, sets).close()
     EvalFolder.open(tmp_path / "former", asked, sets).close()
     EvalFolder.open(tmp_path / "e", asked, sets).close()
 
@@ -553,14 +546,24 @@ def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "new") != [] and folders.FORMAT_VERSION == 1
 
 
-def test_several_samples_need_a_temperature() -> None:
-    with pytest.raises(SettingError, match="would give the same trajectory 4 times"):
-        SuitePlan(suite="gsm8k", num_samples=4, temperature=0.0).settled_temperature(EvalSettings())
-    assert SuitePlan(suite="gsm8k").settled_temperature(EvalSettings()) == 0.0
-    assert SuitePlan(suite="gsm8k", num_samples=4).settled_temperature(EvalSettings()) == 1.0
-    # The settings of a run that measures sampled trajectories hold for its suites.
-    sampled = EvalSettings(greedy=False, temperature=0.6)
-    assert SuitePlan(suite="gsm8k").settled_temperature(sampled) == 0.6
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({}, (1, 0.0)),
+        ({"num_samples": 4, "temperature": 0.6}, (1, 0.0)),
+        ({"greedy": False}, (1, 1.0)),
+        ({"greedy": False, "num_samples": 4, "temperature": 0.6}, (4, 0.6)),
+    ],
+)
+def test_a_suite_is_greedy_or_sampled(table: dict[str, Any], expected: tuple[int, float]) -> None:
+    assert Sampling.of(Config(eval=EvalSettings(**table))) == expected
+
+
+@pytest.mark.parametrize("num_samples", [0, 5])
+def test_as_many_samples_as_fit_in_the_engine(num_samples: int) -> None:
+    own = EvalSettings(greedy=False, num_samples=num_samples)
+    with pytest.raises(SettingError, match=f"got {num_samples}, expected 1 to engine.max_rows"):
+        Sampling.of(Config(eval=own, engine=EngineSettings(max_rows=4)))
 
 
 # ---------------------------------------------------------------------- with a judge
@@ -683,39 +686,42 @@ def test_the_command_line(
     from treegraft.cli import main as cli
 
     def run(*arguments: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["treegraft", "eval", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["treegraft", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return ended.value.code if isinstance(ended.value.code, int) else 0
 
     for name in ("a", "b"):
-        suite = [
-            "--suite",
-            "bamboogle",
-            "--data-dir",
-            agent[1],
-            "--num",
-            4,
-            "--into",
-            tmp_path / name,
-        ]
-        assert run(agent[0], "engine.max_rows=4", *suite, "--report", tmp_path / "out.json") == 0
+        how = ["engine.max_rows=4", "--data-dir", agent[1], "--num", 4, "--into", tmp_path / name]
+        assert run("eval", "suite", agent[0], "bamboogle", *how) == 0
     printed = capsys.readouterr().out
     assert "bamboogle" in printed and "score [95 %]" in printed and "off format" in printed
-    assert json.loads((tmp_path / "out.json").read_text())["sets"][0]["num_items"] == 4
-    assert run("--compare", tmp_path / "a", tmp_path / "b", "--json") == 0
+    report = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert report["sets"][0]["num_items"] == 4
+    assert (report["num_samples"], report["temperature"]) == (1, 0.0)
+    assert run("compare", tmp_path / "a", tmp_path / "b", "--json") == 0
     assert json.loads(capsys.readouterr().out)["sets"][0]["gained"] == []
+    suite = ["eval", "suite", agent[0], "gsm8k"]
     for arguments, part in (
-        ([agent[0], "--samples", 2], "--samples would have no effect without --suite"),
+        ([*suite, "eval.num_samples=2"], "'eval.num_samples' would have no effect"),
+        ([*suite, "tasks.num_eval=2"], "give --num 2"),
+        ([*suite, "--judge-model", "m"], "without --judge"),
+        ([*suite[:-1], "gsm9k"], "Did you mean 'gsm8k'"),
+        (["eval", "suite", agent[0]], "Missing argument 'SETS'"),
+        (["eval"], "Missing argument 'RUN'"),
+        (["eval", "demo", "--recipe", "demo"], "'demo' is a recipe, and --recipe names another"),
+        (["compare", tmp_path / "a"], "got 1 folders of suites; expected two"),
+        ([*suite, "--samples", 2], "write eval.greedy=false eval.num_samples=2 instead"),
+        ([*suite, "--temperature=.5"], "write eval.greedy=false eval.temperature=.5 instead"),
+        ([*suite, "--report", "r.json"], "write --json > r.json instead"),
+        (["eval", agent[0], "--suite", "gsm8k"], "write treegraft eval suite RUN gsm8k instead"),
+        (["eval", "--compare", "a", "b"], "write treegraft compare A B instead"),
+        (["eval", agent[0], "--data", "q.csv"], "write treegraft eval file RUN q.csv instead"),
+        (["eval", agent[0], "--num", 5], "write tasks.num_eval=5 instead"),
         (
-            [agent[0], "--suite", "gsm8k", "--data", "x"],
-            "--data would have no effect beside --suite",
+            ["eval", "file", agent[0], "q.csv", "--reference-after", "####"],
+            "write tasks.dataset.reference_after='####' instead",
         ),
-        ([agent[0], "--suite", "gsm8k", "eval.num_samples=2"], "give --samples"),
-        ([agent[0], "--suite", "gsm8k", "--judge-model", "m"], "without --judge"),
-        ([agent[0], "--compare", "a", "b"], "CHECKPOINT would have no effect beside --compare"),
-        ([agent[0], "--suite", "gsm9k"], "Did you mean 'gsm8k'"),
-        ([], "got no checkpoint"),
     ):
         assert run(*arguments) == 2 and part in " ".join(capsys.readouterr().err.split())
 

@@ -101,8 +101,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _write_parquet(folder / "rows.parquet")
         for name in ("first", "second"):
             suite = f"gsm8k={folder / 'rows.jsonl'}"
-            where = ["--suite", suite, "--into", str(folder / name)]
-            code, printed = command("eval", str(folder / "a"), *where)
+            where = ["--into", str(folder / name)]
+            code, printed = command("eval", "suite", str(folder / "a"), suite, *where)
             assert code == 0, printed
     return folder
 
@@ -158,11 +158,11 @@ def commands_for(name: str, folder: Path) -> list[list[str]]:
     """Returns the commands that read a file."""
     run = str(folder / "a")
     if name in DATA_FILES:
-        return [["data", "check", str(folder / name)], ["eval", run, "--data", str(folder / name)]]
+        return [["data", "check", str(folder / name)], ["eval", "file", run, str(folder / name)]]
     if name in EVAL_FILES:
-        again = ["eval", run, "--suite", f"gsm8k={folder / 'rows.jsonl'}", "--into"]
+        again = ["eval", "suite", run, f"gsm8k={folder / 'rows.jsonl'}", "--into"]
         both = [str(folder / "first"), str(folder / "second")]
-        return [["eval", "--compare", *both], [*again, both[0]]]
+        return [["compare", *both], [*again, both[0]]]
     if name.endswith("config.json") and "treegraft" not in name and "checkpoints" in name:
         return [["eval", run]]
     reading = [["view", run, "--text"], ["compare", run, run], ["report", run, "--out", f"{run}-r"]]

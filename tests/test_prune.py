@@ -529,8 +529,8 @@ def test_walks_in_a_circle_are_cut_on_boards(treegraft: Run, tmp_path: Path) -> 
     tables["tasks"]["sokoban"]["detour_prob"] = 0.5
     recipe = write_recipe(tmp_path / "recipe.json", tables)
     sft(tables)
-    few = ("--samples", 1, "--keep", 1, "--num-tasks", 12)
-    assert treegraft("build", recipe, "--out", tmp_path / "raw", *few)[0] == 0
+    few = [f"buffer.build.{one}" for one in ("num_samples=1", "num_best=1", "num_tasks=12")]
+    assert treegraft("build", recipe, tmp_path / "raw", *few)[0] == 0
     given = ("--model", tmp_path / "a", "--in", tmp_path / "raw", "--margin", -1e6, "--json")
     code, text, err = treegraft("prune", recipe, *given, "--out", tmp_path / "pruned")
     assert code == 0, err

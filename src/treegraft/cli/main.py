@@ -23,15 +23,16 @@ from typer.core import TyperGroup
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
-from treegraft.cli.build import build
+from treegraft.cli.build import RETIRED, build
 from treegraft.cli.config import show_config
 from treegraft.cli.data import data_app
-from treegraft.cli.eval import evaluate
+from treegraft.cli.eval import compare_suites, eval_app
 from treegraft.cli.init import init
 from treegraft.cli.options import (
     AsJson,
     Overrides,
     Smoke,
+    command_without,
     complete_recipe,
     complete_run,
     refuse_idle,
@@ -117,7 +118,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-buffer_app.command()(build)
+buffer_app.command(cls=command_without(RETIRED))(build)
 app.add_typer(buffer_app)
 buffer_app.command()(prune)
 buffer_app.command()(show)
@@ -165,7 +166,7 @@ app.command()(init)
 
 app.command()(train)
 app.command()(sft)
-app.command("eval")(evaluate)
+app.add_typer(eval_app)
 app.command()(push)
 
 
@@ -192,11 +193,17 @@ def run(
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders, e.g. runs/first runs/second."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders, e.g. runs/first runs/second; or two folders of suites.",
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print accuracy and cost of several runs side by side."""
+    """Print accuracy and cost of several runs side by side, or two suites item by item."""
+    if any((folder / "eval.json").is_file() for folder in runs):
+        compare_suites(runs, as_json)
+        return
     from treegraft.runs.metrics import meaning
     from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 

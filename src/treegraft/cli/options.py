@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from glob import glob
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
@@ -62,11 +65,45 @@ Smoke = Annotated[
 ]
 
 
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns (files and names, settings to change) of these words, each in order; a file whose
+    name holds "=" is written as ./a=b."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for word in words:
+        name, equals, _ = word.partition("=")
+        parts[bool(equals) and "/" not in name].append(word)
+    return parts
+
+
+class CommandWithout(TyperCommand):
+    """A command that refuses options of earlier versions and says what to write instead."""
+
+    retired: ClassVar[Mapping[str, str]] = {}
+    """Each such option with what is written in its place; {} stands for its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Returns the words that are left over. Raises SettingError for an option that is gone."""
+        for place, word in enumerate(args):
+            name, is_joined, value = word.partition("=")
+            if name in self.retired:
+                value = value if is_joined else "".join(args[place + 1 : place + 2])
+                instead = self.retired[name].format(shlex.quote(value) if value else "...")
+                raise SettingError(
+                    f"command line: {name} is gone since 0.8; write {instead} instead."
+                )
+        return super().parse_args(ctx, args)
+
+
+def command_without(retired: Mapping[str, str]) -> type[CommandWithout]:
+    """Returns the class of a command without these options, see `CommandWithout.retired`."""
+    return type("Command", (CommandWithout,), {"retired": retired})
+
+
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
     """Raises SettingError for the first of the named options that was given.
 
     Args:
-        where: the condition, such as "without --suite".
+        where: the condition, such as "without --bundle".
         names: options and arguments as a person types them; one that is None, or that the command
             line does not name, was not given.
     """

@@ -60,14 +60,14 @@ class ChatClient:
         url: str,
         model: str,
         *,
-        option: str = "--agent",
+        option: str = "buffer.build.agent",
         api_key: str | None = None,
         timeout_s: float = 120.0,
         max_retries: int = 4,
         backoff_s: float = 1.0,
     ) -> None:
         """Args:
-        option: the command line's name for the address.
+        option: the setting or option that names the address.
         api_key: sent as bearer token; None sends none.
         timeout_s: longest wait for one reply.
         max_retries: further requests after one that failed.
@@ -183,14 +183,14 @@ def served_model(
     api_key: str | None,
     *,
     timeout_s: float = 10.0,
-    option: str = "--agent",
-    model_option: str = "--model",
+    option: str = "buffer.build.agent",
+    model_option: str = "buffer.build.model",
 ) -> str:
     """Returns the name of the one model that a server has.
 
     Args:
-        option: the command line's name for the address.
-        model_option: its name for the model.
+        option: the setting or option that names the address.
+        model_option: the one that names the model.
 
     Raises:
         ModelError: the server cannot be asked, or has none or several.
@@ -216,11 +216,11 @@ def served_model(
     return names[0]
 
 
-def api_root(url: str, option: str = "--agent") -> str:
+def api_root(url: str, option: str = "buffer.build.agent") -> str:
     """Returns the address below which the routes lie: http://host:8000 gives http://host:8000/v1.
 
     Args:
-        option: the command line's name for the address.
+        option: the setting or option that names the address.
 
     Raises:
         SettingError: not a http(s) address.
@@ -242,7 +242,7 @@ def api_root(url: str, option: str = "--agent") -> str:
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
-def api_key_from(variable: str | None, option: str = "--api-key-env") -> str | None:
+def api_key_from(variable: str | None, option: str = "buffer.build.api_key_env") -> str | None:
     """Returns the key in an environment variable, None where no variable is named. Raises
     SettingError where it is not set."""
     if variable is None:

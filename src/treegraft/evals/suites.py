@@ -182,13 +182,13 @@ def parse_names(text: str) -> dict[str, str | None]:
             chosen[name] = source or chosen.get(name)
         else:
             raise SettingError(
-                f"--suite names '{part}'; expected sets ({', '.join(SETS)}), groups"
+                f"evaluation sets: got '{part}'; expected sets ({', '.join(SETS)}), groups"
                 f" ({', '.join(GROUPS)}), or NAME=FILE to read a set from another"
                 f" place.{nearest(name, [*SETS, *GROUPS])}"
             )
     if not chosen:
         raise SettingError(
-            "--suite is empty; expected names separated by commas, such as gsm8k,hotpotqa or one"
+            "evaluation sets: got none; expected names with commas, such as gsm8k,hotpotqa or one"
             f" of {', '.join(GROUPS)}."
         )
     return chosen
@@ -226,7 +226,7 @@ def find_source(name: str, data_dir: Path | None) -> str:
         if (hub := SETS[name].hub) is None:
             raise SettingError(
                 f"set '{name}': no readable copy lies on the hub; give a folder with --data-dir, or"
-                f" --suite {name}=FILE."
+                f" {name}=FILE."
             )
         return hub
     if not data_dir.is_dir():
@@ -244,7 +244,7 @@ def find_source(name: str, data_dir: Path | None) -> str:
         raise DataError(
             f"--data-dir '{data_dir}': there is no {name}.jsonl, .json, .csv or .parquet, nor a"
             f" folder {name} with test.jsonl. It holds {', '.join(held) or 'no such file'}. Leave"
-            f" '{name}' out, or name its file: --suite {name}=FILE."
+            f" '{name}' out, or name its file: {name}=FILE."
         )
     return str(found)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import storage_fault, write_atomically
-from treegraft.core.shipped import shipped_recipes
+from treegraft.core.shipped import names_recipe
 from treegraft.runs.beside import refuse_changes, refuse_other_settings
 from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
@@ -229,8 +229,7 @@ def find_checkpoint(path: Path | str) -> Path:
         CheckpointError: no such folder, or a run that has no checkpoint yet.
     """
     place = Path(path).expanduser()
-    is_recipe = place.suffix in (".toml", ".json") or str(path) in shipped_recipes()
-    if is_recipe and not place.is_dir():
+    if names_recipe(str(path)):
         raise CheckpointError(
             f"checkpoint '{path}': this is a recipe; expected a run folder or a checkpoint. To"
             " evaluate a checkpoint on the tasks of this recipe: treegraft eval CHECKPOINT"
@@ -274,3 +273,13 @@ def open_checkpoint(
             f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it."
         )
     return with_value(config, "model.lora.rank", 0), place
+
+
+def open_agent(
+    checkpoint: Path | str | None, config: Config | None, overrides: Sequence[str]
+) -> tuple[Config, Path | str | None]:
+    """Returns what `open_checkpoint` does; without a checkpoint those of the model that
+    `config` itself names, as training begins, whose place is None."""
+    if checkpoint is not None:
+        return open_checkpoint(checkpoint, config, overrides)
+    return with_value(config or Config(), "model.lora.rank", 0), None

@@ -100,11 +100,13 @@ class EvalSettings(Settings):
     at_end: bool = setting(True, resumable=True, ignored_by_eval=True)
     """Evaluate after the last update."""
     greedy: bool = setting(True, same_answers=True)
-    """Measure eval/accuracy: one greedy trajectory per task."""
+    """Measure eval/accuracy: one greedy trajectory per task. `treegraft eval suite` takes this one
+    where it is on, else the sampled ones."""
     num_samples: int = setting(1, ge=0, same_answers=True)
     """Sampled trajectories per task, for eval/accuracy_sampled and eval/pass_at_k with k up to
     this; 0 for none."""
-    temperature: float = setting(1.0, gt=0, idle_unless=when("eval.num_samples"))
+    # A suite notes the temperature that it came to: 0 where it is greedy.
+    temperature: float = setting(1.0, gt=0, idle_unless=when("eval.num_samples"), same_answers=True)
     """Temperature of the sampled trajectories; 1 measures the policy itself."""
     top_k: int = setting(0, ge=0, idle_unless=when("eval.num_samples"))
     """Sample from the so many most likely tokens; 0 takes all. First of the three limits."""

@@ -188,6 +188,11 @@ class ExploreSettings(Settings):
     """Hybrid-policy rollout (RAPO, arXiv 2603.03078)."""
 
 
+def is_address(agent: str) -> bool:
+    """Returns whether buffer.build.agent names a server."""
+    return "://" in agent
+
+
 def _grown(config: Settings) -> int:
     return int(value_of(config, "buffer.path") == "self")
 
@@ -203,23 +208,56 @@ class GrowSettings(Settings):
     least rewarded."""
 
 
-class BuildSettings(Settings):
-    """Settings of `treegraft buffer build`, whose options count above them; of a .jsonl file as
-    buffer.path, `num_best` and `min_reward` count."""
+_asks_a_model = Condition(
+    "buffer.build.agent", lambda agent: agent != "expert", ", neither a server nor a model"
+)
+_asks_a_server = Condition("buffer.build.agent", is_address, ", not the URL of a server")
 
-    agent: str = "expert"
+
+def _building(default: Any, **facts: Any) -> Any:
+    """A setting that `treegraft buffer build` alone takes notice of."""
+    return setting(default, only_for="buffer build", **facts)
+
+
+class BuildSettings(Settings):
+    """Settings of `treegraft buffer build`; of a .jsonl file as buffer.path, `num_best` and
+    `min_reward` count."""
+
+    agent: str = _building("expert")
     """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
     an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
-    model: str | None = None
+    model: str | None = _building(None, idle_unless=_asks_a_server)
     """Model of the server; None where it serves only one."""
-    num_samples: int = setting(16, ge=1)
+    source: str | None = _building(None)
+    """Name of the agent in the buffer; None for "expert", the server's model or the model's
+    place."""
+    num_samples: int = _building(16, ge=1)
     """Attempts per task (RAPO's N)."""
     num_best: int = setting(5, ge=1)
     """Trajectories kept per task, the best by reward (RAPO's K)."""
     min_reward: float = 0.0
     """Only trajectories with a reward above this are kept."""
-    num_tasks: int | None = setting(None, ge=1)
+    num_tasks: int | None = _building(None, ge=1)
     """Training tasks that are answered, the first ones; None for all."""
+    temperature: float = _building(1.0, ge=0, idle_unless=_asks_a_model)
+    """Temperature of a server or model."""
+    max_concurrent: int | None = _building(None, ge=1)
+    """Attempts at the same time; None for 16, and for engine.max_rows with a model."""
+    max_reply_tokens: int | None = _building(None, ge=1, idle_unless=_asks_a_server)
+    """Tokens of a server's reply; None for rollout.max_completion_tokens."""
+    timeout_s: float = _building(120.0, ge=0.1, idle_unless=_asks_a_server)
+    """Deadline for one reply of a server."""
+    max_retries: int = _building(4, ge=0, idle_unless=_asks_a_server)
+    """Repeated requests to a server after a failed one."""
+    api_key_env: str | None = _building(None, idle_unless=_asks_a_server)
+    """Environment variable with the server's key; None where it wants none."""
+
+    @property
+    def agent_kind(self) -> Literal["expert", "endpoint", "checkpoint"]:
+        """What `agent` names: the tasks' expert, a server or a model."""
+        if self.agent == "expert":
+            return "expert"
+        return "endpoint" if is_address(self.agent) else "checkpoint"
 
 
 class BufferSettings(Settings):
@@ -230,6 +268,7 @@ class BufferSettings(Settings):
     before the first update, or "self": empty at first, it holds the agent's own best trajectories
     alone (`buffer.grow`)."""
     build: BuildSettings = BuildSettings()
+    """Filling a buffer with the trajectories of an agent."""
     encoder: str = "minilm"
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that

@@ -134,11 +134,11 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     return names
 
 
-def _idle(config: Config, names: Sequence[str]) -> Iterator[str]:
+def _idle(config: Config, names: Sequence[str], used: Sequence[str]) -> Iterator[str]:
     for name in names:
         # Below a setting are the free keys of its table.
         known = next(one for one in known_settings() if f"{name}.".startswith(f"{one}."))
-        for reason in idle_reasons(known, config):
+        for reason in idle_reasons(known, config, used):
             yield f"{COMMAND_LINE}: '{name}' would have no effect: {reason}."
 
 
@@ -166,12 +166,12 @@ def refuse_foreign(overrides: Sequence[str], command: str) -> None:
                 )
 
 
-def refuse_sampling(overrides: Sequence[str], reason: str) -> None:
-    """Refuses overrides of how evaluations sample, for a `reason` that begins "the answer is
-    greedy"."""
+def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
+    """Refuses overrides of how evaluations sample, and those named in `also`, for a `reason` that
+    begins "the answer is greedy"."""
     for override in overrides:
         name = override.partition("=")[0].strip()
-        if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p"):
+        if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p", *also):
             raise SettingError(f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.")
 
 
@@ -319,9 +319,14 @@ def _is_given(data: Mapping[str, Any], name: str) -> bool:
     return True
 
 
-def idle_reasons(name: str, config: Config) -> list[str]:
-    """Returns a sentence for each reason why a setting has no effect under `config`."""
-    return list(known_settings()[name].idle_reasons(config, idle_told(config)))
+def idle_reasons(name: str, config: Config, used: Sequence[str] = ()) -> list[str]:
+    """Returns a sentence for each reason why a setting has no effect under `config`.
+
+    Args:
+        used: tables that have an effect whatever their own conditions say.
+    """
+    told = idle_told(config) | dict.fromkeys(used, lambda _: "")
+    return list(known_settings()[name].idle_reasons(config, told))
 
 
 def default_of(config: Config, name: str) -> Any:
@@ -344,6 +349,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     smoke: bool = False,
+    used: Sequence[str] = (),
 ) -> Config:
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
@@ -354,6 +360,8 @@ def load_config(
             None.
         smoke: with the recipe's table [smoke] put over the others: the same path through the code
             in seconds.
+        used: tables that the caller uses where a run would not, so that overrides of their settings
+            have an effect.
     """
     if PLUGIN_PROBLEMS:
         raise SettingError("\n".join(PLUGIN_PROBLEMS))
@@ -383,7 +391,7 @@ def load_config(
     config = _validate(data, where)
     found = contradictions(config)
     faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
-    faults += _idle(config, names)
+    faults += _idle(config, names, used)
     if faults:
         raise SettingError("\n".join(faults), settings=[n for one in found for n in one.settings])
     return config

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from treegraft.core.errors import DataError, EngineError
 from treegraft.core.interfaces import Format, TreeScorer
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Origin, StepContent, Task, Trace, Tree
+from treegraft.settings.explore import BuildSettings
 from treegraft.traces.agents import Agent, Attempt
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
@@ -82,19 +83,31 @@ class BuildReport(StoredCounts):
         return self.reward_sum / self.num_scored if self.num_scored else None
 
 
-@dataclass(slots=True, kw_only=True)
-class _Builder:
-    """The work on one task; its settings are the arguments of `build_traces`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredAgent:
+    """An agent with the format and the scorer of its answers.
+
+    ScoredAgent(agent=ScriptedAgent(tasks, seed=0), format=format, scorer=scorer)
+    """
 
     agent: Agent
-    scorer: TreeScorer
     format: Format
-    report: BuildReport
-    num_samples: int
-    num_best: int
-    min_reward: float
-    max_graft_tokens: int | None
+    scorer: TreeScorer
+    """Gives the rewards, as in training; each attempt is a path of one tree."""
+    max_concurrent: int = 16
+    """Attempts at the same time, unless the settings say otherwise."""
+    max_graft_tokens: int | None = None
+    """Steps longer than this as a graft are counted; None counts none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Builder:
+    """The work on one task."""
+
+    of: ScoredAgent
+    settings: BuildSettings
     seed: int
+    report: BuildReport
     gate: asyncio.Semaphore
     num_outages: int = 0
 
@@ -104,15 +117,15 @@ class _Builder:
 
         async def attempt(sample: int) -> Attempt:
             async with self.gate:
-                return await self.agent.solve(task, sample)
+                return await self.of.agent.solve(task, sample)
 
         # Training would refuse the task too; one such row must not end the whole build.
         unfit = [Attempt(error="the task's prompt is too long, or holds a special token")]
         try:
-            self.format.prompt_ids(task)
+            self.of.format.prompt_ids(task)
         except DataError:
-            return unfit * self.num_samples, None
-        made = list(await asyncio.gather(*map(attempt, range(self.num_samples))))
+            return unfit * self.settings.num_samples, None
+        made = list(await asyncio.gather(*map(attempt, range(self.settings.num_samples))))
         answered = [one for one in made if one.error is None]
         if not answered:
             return made, None
@@ -122,10 +135,10 @@ class _Builder:
         if answered[0].question is not None:
             task = task.asking(answered[0].question)
         try:
-            tree = attempts_tree(self.format, task, contents, rewards)
+            tree = attempts_tree(self.of.format, task, contents, rewards)
         except DataError:
-            return unfit * self.num_samples, None
-        return made, await self.scorer(tree)
+            return unfit * self.settings.num_samples, None
+        return made, await self.of.scorer(tree)
 
     def count_failures(self, attempts: Sequence[Attempt]) -> None:
         """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
@@ -137,7 +150,7 @@ class _Builder:
             self.num_outages = self.num_outages + 1 if attempt.is_outage else 0
             if self.num_outages >= OUTAGES:
                 raise EngineError(
-                    f"agent '{self.agent.source}' was not reached {self.num_outages} times in a"
+                    f"agent '{self.of.agent.source}' was not reached {self.num_outages} times in a"
                     f" row; the last: {attempt.error}. Earlier traces are kept; mend the cause and"
                     " run the same command again to go on."
                 )
@@ -156,12 +169,12 @@ class _Builder:
                 continue
             report.num_scored += 1
             report.reward_sum += leaf.reward
-            if leaf.reward > self.min_reward:
+            if leaf.reward > self.settings.min_reward:
                 good.append((sample, attempt, leaf.reward))
             else:
                 report.num_too_low += 1
         good.sort(key=lambda item: (-item[2], keyed_int(self.seed, "tie", task.id, item[0])))
-        kept = good[: self.num_best]
+        kept = good[: self.settings.num_best]
         report.num_kept += len(kept)
         report.num_surplus += len(good) - len(kept)
         return kept
@@ -178,7 +191,7 @@ class _Builder:
                 task.question if attempt.question is None else attempt.question,
                 attempt.contents,
                 reward=reward,
-                source=self.agent.source,
+                source=self.of.agent.source,
                 trajectory=str(sample),
             )
             for sample, attempt, reward in kept
@@ -190,42 +203,31 @@ class _Builder:
             if isinstance(trace.value, str) or says_something(trace.value)
         ]
         for trace in {trace.content_hash: trace for trace in traces}.values():
-            length = len(self.format.render_graft([trace.value]))
+            length = len(self.of.format.render_graft([trace.value]))
             self.report.num_tokens += length
-            limit = self.max_graft_tokens
+            limit = self.of.max_graft_tokens
             self.report.num_too_long += limit is not None and length > limit
         return traces
 
 
 async def build_traces(
     tasks: Sequence[Task],
-    agent: Agent,
-    scorer: TreeScorer,
-    format: Format,
+    agent: ScoredAgent,
+    settings: BuildSettings,
     buffer: TraceBuffer,
     *,
-    num_samples: int = 16,
-    num_best: int = 5,
-    min_reward: float = 0.0,
-    max_graft_tokens: int | None = None,
     seed: int = 0,
-    max_concurrent: int = 16,
-    done: Collection[str] = (),
     report: BuildReport | None = None,
     on_progress: Callable[[int, int, BuildReport], None] | None = None,
 ) -> BuildReport:
     """Fills the buffer and returns the counts. Each task is added as a whole, in the order of the
-    tasks, so a build that is stopped at any moment loses only the tasks under way.
+    tasks, so a build that is stopped at any moment loses only the tasks under way; the next one
+    skips the tasks of which the buffer has traces of this agent.
 
     Args:
-        scorer: gives the rewards, as in training; each attempt is a path of one tree.
-        num_samples: attempts at each task (the paper's N).
-        num_best: trajectories kept of each task (its K), the best by reward; ties are broken by the
-            seed.
-        min_reward: only trajectories with a reward above it are kept.
-        max_graft_tokens: steps longer than this as a graft are counted; None counts none.
-        max_concurrent: attempts under way at once.
-        done: ids of tasks to skip.
+        settings: those of the agent itself (its kind, server and temperature) were used when it was
+            made.
+        seed: breaks ties between trajectories of equal reward.
         report: filled in as the work goes on, so that it is there after a Ctrl-C; None makes one.
         on_progress: called with (tasks done, tasks in all, report) after each task.
 
@@ -234,24 +236,17 @@ async def build_traces(
             buffer.
     """
     report = BuildReport() if report is None else report
-    builder = _Builder(
-        agent=agent,
-        scorer=scorer,
-        format=format,
-        report=report,
-        num_samples=num_samples,
-        num_best=num_best,
-        min_reward=min_reward,
-        max_graft_tokens=max_graft_tokens,
-        seed=seed,
-        gate=asyncio.Semaphore(max_concurrent),
-    )
+    max_concurrent = settings.max_concurrent or agent.max_concurrent
+    gate = asyncio.Semaphore(max_concurrent)
+    builder = _Builder(of=agent, settings=settings, seed=seed, report=report, gate=gate)
     began, loop = time.process_time(), asyncio.get_running_loop()
+    tasks = tasks[: settings.num_tasks]
+    done = {one.task_id for one in buffer if one.source == agent.agent.source}
     todo = [task for task in tasks if task.id not in done]
     report.num_skipped += len(tasks) - len(todo)
     # Enough tasks ahead to keep the gate busy while the oldest one waits for its last attempt, and
     # no more: what is under way is lost when the build is stopped.
-    window = 1 + 2 * -(-max_concurrent // num_samples)
+    window = 1 + 2 * -(-max_concurrent // settings.num_samples)
     under_way: deque[tuple[Task, asyncio.Task[tuple[list[Attempt], Tree | None]]]] = deque()
     # One thread of its own: keys are embedded there, and leaving waits for the transaction under
     # way.

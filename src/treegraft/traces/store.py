@@ -81,7 +81,7 @@ class TraceFile:
         if (is_frozen or not create) and not path.exists():
             raise DataError(
                 f"buffer '{path}': there is no such file; build one with: treegraft buffer build"
-                " RECIPE"
+                f" RECIPE {path}"
             )
         if path.is_dir():
             raise DataError(
@@ -120,7 +120,7 @@ class TraceFile:
         if is_new and not create:
             raise DataError(
                 f"buffer '{self.path}' is an empty file; build one with: treegraft buffer build"
-                " RECIPE"
+                f" RECIPE {self.path}"
             )
         if not is_new and application_id != APPLICATION_ID:
             raise DataError(

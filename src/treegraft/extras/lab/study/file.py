@@ -65,7 +65,7 @@ class Buffer(_Table):
     settings: dict[str, Any] = {}
     """Tables of settings, as in a recipe: those of the expert."""
     agent: str = "expert"
-    """As --agent of `treegraft buffer build`."""
+    """As buffer.build.agent."""
     samples: int = Field(16, ge=1)
     """Attempts at each training task."""
     keep: int = Field(5, ge=1)

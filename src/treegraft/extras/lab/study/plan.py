@@ -31,7 +31,7 @@ OF_WARMUP = (*_WORK, *_LIMITS, "warmup.", "learn.")
 """Beginnings of the names of the settings that tell warm-ups apart; others cannot matter there."""
 OF_EXPERT = (*_WORK, *_LIMITS, "buffer.encoder")
 """The same of a scripted expert's buffers."""
-OF_AGENT = (*OF_EXPERT, "rollout.", "engine.", "learn.")
+OF_AGENT = (*OF_EXPERT, "buffer.build.", "rollout.", "engine.", "learn.")
 """The same of other agents' buffers."""
 Needed: TypeAlias = "WarmupPlan | BufferPlan"
 

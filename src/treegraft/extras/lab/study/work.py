@@ -144,14 +144,22 @@ def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
     if place.exists():
         # Complete, but killed before its note.
         place.replace(partial)
-    work = BufferBuild.by(job.agent, job.config, partial, num_samples=job.samples)
+    own = {
+        "agent": job.agent,
+        "num_samples": job.samples,
+        "num_best": job.keep,
+        "min_reward": job.min_reward,
+        "num_tasks": job.num_tasks,
+    }
+    data = job.config.model_dump(mode="json", exclude_unset=True)
+    work = BufferBuild(load_config(merged(data, {"buffer": {"build": own}})), partial)
     report = work.report
     sittings.now = lambda: {
         "cpu_s": report.cpu_s,
         "attempts": report.num_attempts,
         "calls": report.num_calls,
     }
-    work.run(job.keep, job.min_reward, job.num_tasks, display=sittings)
+    work.run(display=sittings)
     if work.stopped_by is not None:
         raise interrupt.Ended(work.stopped_by)
     with TraceBuffer(partial, job.config.buffer.encoder) as buffer:
