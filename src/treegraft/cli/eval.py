@@ -43,8 +43,14 @@ class _Evaluations(TyperGroup):
     """The commands of `treegraft eval`; words that name none are those of its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        has_name = bool(args) and args[0] in self.commands
-        return super().parse_args(ctx, args if has_name else [_OWN, *args])
+        # Options of its own may come first, which a group would take for its options.
+        return super().parse_args(ctx, self._named(args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, self._named(args))
+
+    def _named(self, args: list[str]) -> list[str]:
+        return args if args and args[0] in self.commands else [_OWN, *args]
 
 
 class _Unnamed(CommandWithout):
