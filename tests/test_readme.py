@@ -14,7 +14,6 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -254,25 +253,36 @@ def test_the_table_of_results_is_that_of_its_studies(
     """What `treegraft study STUDY --table` prints of the recorded runs."""
 
     def numbers(study: str, world: str) -> dict[str, list[str]]:
+        """End, calls and the lead of commit branching at equal calls, by arm."""
         path = str(ROOT / "studies" / study)
         monkeypatch.setattr(
             sys, "argv", ["treegraft", "study", path, "--only", world, "--table", "--json"]
         )
         with pytest.raises(SystemExit):
             cli.main()
+        found = json.loads(capsys.readouterr().out)
+        leads = {
+            one["other"]: "{:.2f} [{:.2f}, {:.2f}]".format(one["difference"], *one["interval"])
+            for one in found["at_spent_calls"]
+            if one["primary"] == "commit"
+        }
         return {
-            row["arm"]: [f"{fmean(row['at']['at 4,000 calls']):.2f}", f"{row['mean']:.2f}"]
-            for row in json.loads(capsys.readouterr().out)["rows"]
+            row["arm"]: [
+                f"{row['mean']:.2f}",
+                f"{row['totals']['rollout/num_tool_calls']:,.0f}",
+                leads.get(row["arm"], ""),
+            ]
+            for row in found["rows"]
         }
 
     early = numbers("exploration.toml", "boundary")
     unsure = numbers("arpo-fair.toml", "unsure")
-    rows = PAGE.split("| method | stops early: 4,000 calls |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = PAGE.split("| method | stops early: 30 updates |")[1].split("\n\n")[0].splitlines()[2:]
     shown = [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in rows]
     names = ["commit", "Tree-GRPO", "ARPO", "GRPO", "GRPO, dynamic sampling"]
     assert [row[1:] for row in shown] == [early[name] + unsure[name] for name in names]
     flawed = numbers("decisive.toml", "imperfect")
-    pruned, raw = (flawed[name][1] for name in ("SFT, pruned", "SFT, raw"))
+    pruned, raw = (flawed[name][0] for name in ("SFT, pruned", "SFT, raw"))
     assert f"worth imitating once they are pruned: {pruned}, as stored {raw} (" in PAGE
 
 

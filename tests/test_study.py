@@ -493,6 +493,10 @@ def test_the_brief_table_by_hand() -> None:
         "| B | 0.80 |  |  | 0.80 | 0.80 [0.80, 0.80] | 5 | 10.0 |",
         "| A | 0.60 | 0.20 [0.20, 0.20] | 0.500 | 0.70 | 0.70 [0.70, 0.70] | 20 | 40.0 |",
     ]
+    # B ends with 5 calls, where A has .5 + 5/20 of .2 = .55: no run counts beyond its end.
+    [spent] = as_data(runs, Question(baseline="A", primary=["B"], at=at))["at_spent_calls"]
+    assert (spent["other"], spent["calls"]) == ("A", 5.0)
+    assert spent["difference"] == pytest.approx(0.25)
     # Without a primary arm, differences to the baseline at the end.
     assert brief(runs, Question(baseline="B", at=at, goes_on=True)).splitlines()[2:] == [
         "| arm | at 10 calls | at 40 CPU s | at the end | this arm minus B at the end | calls |"

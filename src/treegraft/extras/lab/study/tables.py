@@ -305,6 +305,47 @@ def _of_buffer(lines: Sequence[Line], count: str) -> float:
     return statistics.fmean(line.get("buffer", {}).get(count, 0) for line in lines)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """A primary arm less another one at the executed calls that both of a pair's runs spent: the
+    fewer of the two, pair by pair. No run counts beyond its end."""
+
+    world: str
+    primary: str
+    other: str
+    calls: float
+    """Mean of those calls over the pairs."""
+    difference: float
+    interval: tuple[float, float]
+    """95 %, bootstrap over pairs."""
+
+
+def at_spent_calls(runs: Runs, world: str, primary: str) -> list[Spent]:
+    """Returns a primary arm against each of the others; none where it has no run there."""
+    found, arms = [], runs.arms(world) if runs.pairs(world) else []
+    for other in arms if primary in arms else ():
+        if other == primary:
+            continue
+        sides = zip(runs.of(world, primary), runs.of(world, other), strict=True)
+        curves = [[runs.curve(line, CALLS) for line in pair] for pair in sides]
+        limits = [min(costs[-1] for costs, _ in pair) for pair in curves]
+        less = [
+            (accuracy_at(*ours, limit) or 0.0) - (accuracy_at(*theirs, limit) or 0.0)
+            for (ours, theirs), limit in zip(curves, limits, strict=True)
+        ]
+        found.append(
+            Spent(
+                world=world,
+                primary=primary,
+                other=other,
+                calls=statistics.fmean(limits),
+                difference=statistics.fmean(less),
+                interval=bootstrap_interval(less),
+            )
+        )
+    return found
+
+
 def tests(found: Sequence[Row], primary: str) -> list[Test]:
     """Returns a primary arm against each of the others, at the end and at each budget."""
     by_arm = {row.arm: row for row in found}
@@ -358,5 +399,11 @@ def as_data(runs: Runs, question: Question) -> dict[str, Any]:
             for of_world in found.values()
             for primary in question.primary
             for one in tests(of_world, primary)
+        ],
+        "at_spent_calls": [
+            asdict(one)
+            for world in found
+            for primary in question.primary
+            for one in at_spent_calls(runs, world, primary)
         ],
     }
