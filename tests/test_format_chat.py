@@ -332,6 +332,24 @@ def test_steps_as_text_are_read_back_with_their_results(kind: str) -> None:
     assert form.read_text("nothing of the kind") is None
 
 
+def test_a_turn_in_a_file_may_leave_out_the_thought_s_opening_that_its_prompt_writes() -> None:
+    call = '<tool_call>\n{"name": "search", "arguments": {"query": "e1"}}\n</tool_call>'
+    content = StepContent(thought="look", calls=(ToolCall("search", "e1"),))
+    for opening in ("", "<think>\n"):
+        text = f"{opening}look\n</think>\n\n{call}"
+        assert form_of("qwen3-open").read_text(text) == content
+
+
+def test_a_template_without_a_system_role_is_accepted_where_there_is_no_system_prompt() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    refuses = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{%- endif %}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    form = ChatFormat(tokenizer, TOOLS, end_ids=ends_of("qwen3"), system_prompt="")
+    assert form.prompt_ids(TASK) == form_of("qwen3", system_prompt="").prompt_ids(TASK)
+    with pytest.raises(SettingError, match="no system"):
+        ChatFormat(tokenizer, TOOLS, end_ids=ends_of("qwen3"), system_prompt="Be brief.")
+
+
 def test_results_that_a_template_makes_json_of_are_read_back() -> None:
     content = StepContent(
         calls=(ToolCall("search", "e1"),), observations=(Observation(text='two\n"lines"'),)

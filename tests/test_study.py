@@ -278,6 +278,8 @@ def test_a_default_that_has_changed_is_named(tmp_path: Path) -> None:
     run = runs[0]
     # As a version with another default, and another default of a setting that the study names.
     old = {**run.defaults, "loss.clip_low": 0.5, "run.num_updates": 7}
+    # Without the tool it has no effect.
+    old |= {"tools.python.backend": "monty"}
     add_results(path, [replace(run, defaults=old)], {"curve": [{"update": 0, "accuracy": 0.5}]})
     add_results(path, [runs[1]], {"curve": [{"update": 0, "accuracy": 0.5}]})
     repair(path, runs)

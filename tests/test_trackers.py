@@ -184,7 +184,7 @@ def test_a_mistake_in_the_recipe_ends_before_any_work(
 def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kind in KINDS.items():
         monkeypatch.setitem(__import__("sys").modules, kind.module, None)
-        with pytest.raises(SettingError, match=rf'"{name}".*{re.escape(kind.install)}'):
+        with pytest.raises(SettingError, match=rf"'{name}' needs .*{re.escape(kind.install)}"):
             start(tmp_path, name)
 
 

@@ -46,6 +46,7 @@ from treegraft.settings.contradictions import (
 from treegraft.settings.explore import retrieving
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
+from treegraft.tasks.scoring import require_math
 from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
@@ -118,10 +119,12 @@ class Setup:
         """Refuses tasks that rewards lack columns of, or whose prompt cannot be made.
 
         Raises:
-            SettingError: a reward function with an argument that is no column.
+            SettingError: a reward function with an argument that is no column, or references of
+                mathematics without the package that compares it.
             DataError: as `check_prompts` does.
         """
         check_rewards(self.rewards, tasks)
+        require_math(one for task in tasks for one in task.reference)
         self.check_prompts(tasks)
 
     def check_prompts(self, tasks: Sequence[Task]) -> None:

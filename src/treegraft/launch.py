@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,11 @@ from treegraft.runs.run import Run, RunResult
 from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
+from treegraft.settings.packages import missing_packages
+from treegraft.settings.table import with_value
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.sampler import build_sampler
+from treegraft.tools.build import with_backend
 from treegraft.traces.demonstrations import lesson_book
 from treegraft.traces.retrieve import unusable
 from treegraft.traces.run_buffer import RunBuffer
@@ -74,13 +77,16 @@ def launched(
         if ranks is not None and ranks.rank > 0:
             return _followed(ranks, own)
         start = _start(config, recipe, resume, accepts_changes)
+        if missing := missing_packages(start.config):
+            raise SettingError("\n".join(missing.values()))
         kind = None if placement is None else _placement(placement)
         with shown(display) as progress:
             run = Run(start, progress, command if kind is None else kind.command)
             if command != "sft" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:
-                with nullcontext() if kind is None else load_object(kind.path)(own) as place:
+                opening = nullcontext() if kind is None else load_object(kind.path)(start.config)
+                with opening as place:
                     result = run.carry_out(work(run, ranks, place))
         if ranks is not None:
             ranks.result = {
@@ -125,7 +131,9 @@ def _start(config: Source, recipe: str | None, resume: Path | None, accepts: boo
         raise SettingError(
             "accepts_changes: got True for a new run; expected a run to resume. Leave it out."
         )
-    return new_start(config, recipe)
+    start = new_start(config, recipe)
+    tools = with_backend(start.config.tools)
+    return replace(start, config=with_value(start.config, "tools", tools))
 
 
 @dataclass
@@ -245,6 +253,9 @@ async def _tell_beforehand(run: Run, parts: TrainingParts) -> None:
     """Shows what the user should know before any work."""
     for text in parts.notes:
         run.display.note(text)
+    if "python" in run.config.tools.use:
+        backend = {"bwrap": "bubblewrap", "monty": "Monty"}[run.config.tools.python.backend]
+        run.display.note(f"python tool runs in {backend}")
     if run.start.checkpoint is None:
         for one in await Preflight(parts).findings():
             if one.is_doubtful or not one.is_good:

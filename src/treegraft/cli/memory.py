@@ -27,6 +27,7 @@ from typing import Any
 from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
+from treegraft.core.packages import require
 from treegraft.policy.shapes import (
     PREFIX,
     ModelShape,
@@ -182,6 +183,7 @@ def _folder_shape(folder: Path) -> ModelShape:
 
 
 def _gguf_shape(path: Path) -> ModelShape:
+    require(f"model file '{path}'", "gguf")
     from gguf import GGUFReader
 
     reader = GGUFReader(path)

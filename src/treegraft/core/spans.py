@@ -4,7 +4,6 @@ is measured, and nothing imported, where no run asks for it."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 
 from treegraft.core.errors import SettingError
 from treegraft.core.files import LineFile
+from treegraft.core.packages import require
 
 FILE = "file"
 SETTING = "track.spans"
@@ -75,15 +75,7 @@ def check_place(place: str | None) -> None:
             f"{SETTING}: got '{place}', expected \"file\" or the address of a collector such as"
             " http://127.0.0.1:4318/v1/traces."
         )
-    try:
-        found = importlib.util.find_spec(_MODULES[FILE if place == FILE else ""])
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        raise SettingError(
-            f"{SETTING}: got '{place}', but OpenTelemetry is not installed; run: pip install"
-            ' "treegraft[trackers]"'
-        )
+    require(f"{SETTING} = '{place}'", _MODULES[FILE if place == FILE else ""])
 
 
 @contextlib.contextmanager

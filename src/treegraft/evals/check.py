@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import DataError, nearest
+from treegraft.core.packages import require
 from treegraft.evals.suites import SETS, SetRule
 from treegraft.tasks.fields import (
     CONTROL,
@@ -297,6 +298,7 @@ class _Index:
     """The training questions, to be searched."""
 
     def __init__(self, items: Sequence[Item], near: float) -> None:
+        require("the search for overlapping questions", "datasketch")
         from datasketch import MinHashLSH
 
         self._near = near

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from treegraft.core.errors import ModelError
 from treegraft.core.locate import at_hand, locate
+from treegraft.core.packages import require
 from treegraft.policy.output_head import first_line
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.tiny import (
@@ -170,6 +171,8 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
     logging.disable_progress_bar()
 
     folder, shared = _place(settings)
+    if "gguf_file" in shared:
+        require(f"model '{settings.path}'", "gguf")
     tokenizer = _load_tokenizer(settings.path, folder, shared)
     missing: list[str] = []
     try:

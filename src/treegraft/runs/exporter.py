@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from treegraft.core.errors import SettingError
 from treegraft.core.listener import is_own_name
+from treegraft.core.packages import require
 from treegraft.runs.metrics import METRICS, find_entry
 from treegraft.runs.roles import Role
 
@@ -66,11 +66,7 @@ def check_exporter(place: str | None) -> None:
     if place is None:
         return
     _address(place)
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise SettingError(
-            f"{SETTING}: got '{place}', but prometheus-client is not installed; run: pip install"
-            ' "treegraft[trackers]"'
-        )
+    require(f"{SETTING} = '{place}'", "prometheus_client")
 
 
 class _Collector:

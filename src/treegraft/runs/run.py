@@ -130,13 +130,18 @@ class Run:
                 f"the run has failed; once the cause is mended, {how} with: {self._resume_command}"
             )
             if fault := storage_fault(error):
-                lost = " before its first checkpoint."
-                if self.checkpoints.is_any:
-                    lost = ". Everything up to its last checkpoint is safe."
-                raise StorageError(
-                    f"run folder '{self.path}': writing failed ({fault}){lost} Make room or mend"
-                    f" the folder, then {how} with: {self._resume_command}"
-                ) from error
+                failed = (
+                    f"run folder '{self.path}': writing failed ({fault}). Everything up to its last"
+                    f" checkpoint is safe. Make room or mend the folder, then go on with:"
+                    f" {self._resume_command}"
+                )
+                if not self.checkpoints.is_any:
+                    failed = (
+                        f"run folder '{self.path}': writing failed ({fault}) before its first"
+                        f" checkpoint. Make room or mend the folder, then begin anew with:"
+                        f" {self._resume_command}"
+                    )
+                raise StorageError(failed) from error
             raise
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:

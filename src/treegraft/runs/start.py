@@ -18,6 +18,7 @@ from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state,
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import config_json, differences, load_config
+from treegraft.settings.table import with_value
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
@@ -132,8 +133,10 @@ def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = Fals
     settings = own if config is None else load_config(config)
     # The folder is named already; a recipe need not repeat what was typed for the first start.
     if settings.run.name is None:
-        run = settings.run.model_copy(update={"name": own.run.name})
-        settings = settings.model_copy(update={"run": run})
+        settings = with_value(settings, "run.name", own.run.name)
+    # Chosen when the run began; on another machine the choice could be another.
+    if settings.tools.python.backend == "auto":
+        settings = with_value(settings, "tools.python.backend", own.tools.python.backend)
     may_change = settings_with("resumable")
     refused = [one for one in differences(own, settings) if not one.startswith(may_change)]
     if refused:
@@ -269,7 +272,7 @@ def open_checkpoint(
         raise CheckpointError(
             f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it."
         )
-    return _without_adapters(config), place
+    return with_value(config, "model.lora.rank", 0), place
 
 
 def open_agent(
@@ -279,10 +282,4 @@ def open_agent(
     `config` itself names, as training begins, whose place is None."""
     if checkpoint is not None:
         return open_checkpoint(checkpoint, config, overrides)
-    return _without_adapters(config or Config()), None
-
-
-def _without_adapters(config: Config) -> Config:
-    lora = config.model.lora.model_copy(update={"rank": 0})
-    model = config.model.model_copy(update={"lora": lora})
-    return config.model_copy(update={"model": model})
+    return with_value(config or Config(), "model.lora.rank", 0), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Tracker
+from treegraft.core.packages import is_installed, not_installed
 from treegraft.core.plugin import TrackerKind, offered
 from treegraft.core.plugins import load_object, make, pick
 from treegraft.core.text import plain
@@ -22,7 +22,7 @@ from treegraft.runs.tracked import Tracked
 TRACKERS: Mapping[str, TrackerKind] = {
     "tensorboard": TrackerKind(
         path="treegraft.runs.tensorboard:TensorBoardTracker",
-        module="torch.utils.tensorboard",
+        module="tensorboard",
         install="treegraft[trackers]",
     ),
     "wandb": TrackerKind(
@@ -49,13 +49,8 @@ def _find(name: str) -> Maker:
     if name not in known:
         return partial(_make_own, found, name)
     kind: TrackerKind = found
-    try:
-        importlib.import_module(kind.module)
-    except ImportError as error:
-        raise SettingError(
-            f'track.trackers names "{name}", which is not installed; run: pip install'
-            f' "{kind.install}"'
-        ) from error
+    if not is_installed(kind.module):
+        raise SettingError(not_installed(f"{SETTING}: '{name}'", [kind.module], kind.install))
     maker: Maker = load_object(kind.path)
     return maker
 

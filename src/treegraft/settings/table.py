@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
@@ -28,9 +28,19 @@ class Settings(BaseModel):
     )
 
 
+_Settings = TypeVar("_Settings", bound="Settings")
+
+
 def value_of(config: Settings, name: str) -> Any:
     """Returns the value of a setting by its dotted name."""
     return functools.reduce(getattr, name.split("."), config)
+
+
+def with_value(settings: _Settings, name: str, value: Any) -> _Settings:
+    """Returns settings with another value of the one of a dotted name; it is not validated."""
+    first, _, rest = name.partition(".")
+    changed = with_value(getattr(settings, first), rest, value) if rest else value
+    return settings.model_copy(update={first: changed})
 
 
 class Contradiction(NamedTuple):

@@ -14,17 +14,18 @@ S = TypeVar("S", bound=Settings)
 
 
 class PythonToolSettings(Settings):
-    backend: Literal["monty", "bwrap"] = "monty"
+    backend: Literal["auto", "monty", "bwrap"] = "auto"
     """"monty": a small interpreter without libraries, anywhere; "bwrap": CPython with numpy, scipy
-    and sympy in a bubblewrap sandbox (Linux)."""
+    and sympy in a bubblewrap sandbox (Linux); "auto": bubblewrap where it works, else Monty. A run
+    records which one it began with and keeps it."""
     max_duration_s: float = setting(2.0, gt=0)
     """Execution time of one call, in seconds."""
     max_memory_mb: int | None = setting(None, ge=1)
     """Memory of one call, in MiB, libraries not counted; None is 64 for "monty" and 512 for
     "bwrap"."""
-    max_files_mb: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "bwrap"))
+    max_files_mb: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "auto", "bwrap"))
     """Room for the files of one call in its private /tmp, in MiB ("bwrap")."""
-    max_threads: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "bwrap"))
+    max_threads: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "auto", "bwrap"))
     """Threads of one call, which cannot start processes ("bwrap")."""
     num_workers: int = setting(2, ge=1)
     """Worker processes ("monty") or sandboxes ("bwrap")."""

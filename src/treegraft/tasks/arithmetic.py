@@ -18,6 +18,7 @@ from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.keyed import keyed_choice, keyed_int
+from treegraft.core.packages import require
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tasks import ReasoningGymSettings
 from treegraft.tasks.open import OpenTasks
@@ -254,14 +255,9 @@ def _create(settings: ReasoningGymSettings, *, seed: int, size: int) -> Any:
 
 
 def _check_generator(settings: ReasoningGymSettings) -> None:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise SettingError(
-            f"tasks.kind = 'arithmetic' needs the package reasoning-gym: {error}"
-        ) from error
-    del reasoning_gym  # importing it registers its generators
+    require("tasks.kind = 'arithmetic'", "reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
     name = settings.generator
     if name not in DATASETS:
         raise SettingError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.packages import require
 
 HUB = "hub:"
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
@@ -182,13 +183,10 @@ def _row(number: int, values: Any, place: str) -> Row | BadRow:
 
 
 def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise SettingError(
-            f"reading '{path}' needs the package pyarrow (it comes with datasets): {error}"
-        ) from error
+    require(f"reading '{path}'", "pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     number = 0
     try:
         # In batches: row groups of published files are often larger than memory.
@@ -204,10 +202,9 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise SettingError(f"'{spec}' needs the package datasets: {error}") from error
+    require(f"the data set '{spec}'", "datasets")
+    from datasets import load_dataset
+
     name, _, place = spec.removeprefix(HUB).partition(":")
     config, _, split = place.rpartition("/")
     try:

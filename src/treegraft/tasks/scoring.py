@@ -10,9 +10,10 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+from treegraft.core.packages import is_installed, require
 from treegraft.tasks.math_pool import shared_pool
 
 DEADLINE_S = 5.0
@@ -154,7 +155,7 @@ def math_equal(
     "listen" would equal "silent".
 
     Raises:
-        TreegraftError: the worker process cannot be started.
+        TreegraftError: math-verify is not installed, or the worker process cannot be started.
     """
     if not isinstance(reference, str):
         return any(math_equal(prediction, one, deadline_s=deadline_s) for one in reference)
@@ -178,6 +179,7 @@ def math_equal(
     if not is_mathematical(reference):
         return _same_text(prediction, reference)
     # As inline mathematics; of a bare text math-verify would take the last number in it.
+    require("comparing mathematics", "math_verify")
     one, other = (text if "$" in text else f"${text}$" for text in (predicted, expected))
     # "unparsed" leaves the strings, which differ.
     return shared_pool().compare(one, other, deadline_s) == "equal"
@@ -214,6 +216,13 @@ def is_mathematical(reference: str) -> bool:
     return bool(_OPERATOR.search(cleaned)) and all(
         len(word) == 1 or word.lower() in _FUNCTIONS for word in words
     )
+
+
+def require_math(references: Iterable[str]) -> None:
+    """Raises `SettingError` where a reference is mathematical and math-verify is not installed."""
+    unsure = () if is_installed("math_verify") else references
+    for reference in filter(is_mathematical, unsure):
+        require(f"comparing answers with mathematics, such as '{reference}',", "math_verify")
 
 
 def _as_references(reference: str | Sequence[str]) -> tuple[str, ...]:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import EnvironmentKind, Tool
+from treegraft.core.packages import require
 from treegraft.core.plugin import chosen
 from treegraft.core.plugins import pick
+from treegraft.settings.table import with_value
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
 from treegraft.tools.function import FunctionTool
@@ -82,8 +84,20 @@ def _browse(settings: ToolsSettings) -> Tool:
     return BrowseTool(settings.browse)
 
 
+def with_backend(settings: ToolsSettings) -> ToolsSettings:
+    """Returns the settings with the python tool's backend by name, where that tool is used and its
+    backend is "auto": bubblewrap where a first sandbox works, else Monty."""
+    if "python" not in settings.use or settings.python.backend != "auto":
+        return settings
+    from treegraft.tools.python.bwrap import find_problem
+
+    return with_value(settings, "python.backend", "monty" if find_problem() else "bwrap")
+
+
 def _python(settings: ToolsSettings) -> Tool:
+    settings = with_backend(settings)
     if settings.python.backend == "monty":
+        require("the python tool without bubblewrap", "pydantic_monty")
         from treegraft.tools.python.monty_tool import MontyTool
 
         return MontyTool(settings.python)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.packages import require
 from treegraft.core.text import describe, plain
 from treegraft.core.types import Task
 from treegraft.settings.tools import McpSettings
@@ -82,12 +83,7 @@ class McpServer:
         Raises `SettingError` where the SDK is missing, an environment variable is not set, or the
         server gives no tools in time.
         """
-        try:
-            import mcp  # noqa: F401
-        except ImportError as error:
-            raise SettingError(
-                "tools.mcp: the package 'mcp' is not installed; run: pip install 'treegraft[mcp]'"
-            ) from error
+        require("tools.mcp", "mcp")
         # What the SDK logs of a bad answer, with tracebacks, is the call's error already.
         for name in ("mcp", "client"):
             if (log := logging.getLogger(name)).level == logging.NOTSET:

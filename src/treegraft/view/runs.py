@@ -352,11 +352,6 @@ class RunSet(Mapping[str, RunReader]):
                 )
         self._looked = time.monotonic()
 
-    @property
-    def homes(self) -> list[Path]:
-        """The folders of runs among the paths."""
-        return self._homes
-
     def refresh(self) -> None:
         """Looks for new runs, unless that was done a moment ago."""
         with self._lock:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
 
-from treegraft.core.errors import SettingError, ToolError
+from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.packages import require
 from treegraft.core.text import plain
 from treegraft.core.types import Task
 from treegraft.settings.tools import BrowseToolSettings
@@ -37,12 +37,7 @@ class BrowseTool:
         Raises `SettingError` where a package is missing.
         """
         # Looked up without an import, which only the child processes need.
-        for package in ("protego", "pypdf", "trafilatura"):
-            if importlib.util.find_spec(package) is None:
-                raise SettingError(
-                    f"tools.use: 'browse' needs the package '{package}', which is not installed;"
-                    " run: pip install 'treegraft[web]'"
-                )
+        require("tools.use: 'browse'", "protego", "pypdf", "trafilatura", "bm25s")
         self._settings = settings
         self._fetcher = Fetcher(settings)
         self._pool = ExtractPool(settings)

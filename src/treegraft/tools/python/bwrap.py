@@ -30,6 +30,7 @@ from io import FileIO
 from pathlib import Path
 
 from treegraft.core.errors import ToolUnavailable
+from treegraft.core.packages import lacking
 from treegraft.tools.python import determinism, output, seccomp
 from treegraft.tools.python import worker as sandbox_worker
 from treegraft.tools.python.output import Printed
@@ -113,9 +114,8 @@ def find_problem() -> str | None:
             "bubblewrap sandboxes need an x86_64 or aarch64 processor; take tools.python.backend ="
             " 'monty'."
         )
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"the sandbox lacks {', '.join(missing)}. Do: pip install {' '.join(missing)}."
+    if text := lacking("the sandbox", "scipy", "sympy"):
+        return f"{text}."
     limits = SandboxLimits(
         max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100
     )

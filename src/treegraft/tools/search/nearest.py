@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from treegraft.core.packages import require
+
 FLAT_LIMIT = 20_000
 """Eligible rows up to which a search is exact."""
 _MARGIN = 1e-4
@@ -248,6 +250,7 @@ def fit(vectors: npt.NDArray[np.floating[Any]], fitting: Fitting) -> Any:
 def load_faiss() -> Any:
     """Returns the library, untyped, since its stubs lack most arguments."""
     # A buffer under FLAT_LIMIT rows never needs it, and its import takes a while.
+    require(f"a search among more than {FLAT_LIMIT:,} vectors, or a dense index,", "faiss")
     import faiss
 
     return faiss

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from treegraft.core.batches import Batcher
 from treegraft.core.errors import ToolError, about
 from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.packages import require
 from treegraft.core.types import Task
 from treegraft.tools.search.corpus import Corpus, Passage, checksum, corpus_path, read_rows
 from treegraft.tools.search.home import SMALL_BYTES, find_or_make, index_home
@@ -145,6 +146,7 @@ def open_corpus(
         )
         index = dense.DenseIndex(folder, made)
         return CorpusSearch(Corpus(path, index.offsets), index, f"dense by {encoder}")
+    require("tools.search.kind = 'bm25'", "bm25s")
     from treegraft.tools.search import lexical
 
     if path.stat().st_size <= SMALL_BYTES:

@@ -12,7 +12,7 @@ from typing import Any
 from treegraft import DataError
 from treegraft.extras.lab.study.plan import RunPlan
 from treegraft.extras.lab.text import counted
-from treegraft.parts import LineFile
+from treegraft.parts import LineFile, setting_rows
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
@@ -79,10 +79,15 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
         # Lines of earlier versions have none.
         then = defaults.get(str(found.get(run.key, {}).get("defaults")))
         if then is not None:
+            idle = {row.name for row in setting_rows(run.config) if row.idle}
             found[run.key]["changed"] = {
                 name: [then[name], now]
                 for name, now in run.defaults.items()
-                if name not in run.told and name in then and then[name] != now
+                if name not in run.told
+                and name in then
+                and then[name] != now
+                # Such as the backend of a tool that the run does not use.
+                and name not in idle
             }
     # Lines of other arms belong to studies that share the file.
     keys, wanted = {run.key for run in runs}, {(*run.key, run.fingerprint) for run in runs}

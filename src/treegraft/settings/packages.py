@@ -1,0 +1,39 @@
+"""Which optional packages the settings of a run need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from treegraft.core.packages import lacking
+from treegraft.settings.config import Config
+from treegraft.settings.explore import retrieving
+
+
+def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """Whether a recipe asks for something that needs packages, what, and the modules it needs."""
+    tools, search, data = config.tools, config.tools.search, config.tasks.dataset
+    searches, kind, buffer = "search" in tools.use, config.tasks.kind, config.buffer
+    yield kind == "arithmetic", "tasks.kind = 'arithmetic'", "reasoning_gym"
+    for spec in (*data.train, *data.eval) if kind == "dataset" else ():
+        yield spec.startswith("hub:"), f"the data set '{spec}'", "datasets"
+        yield spec.lower().endswith(".parquet"), f"reading '{spec}'", "pyarrow"
+    yield "math" in (config.reward.accuracy, *config.reward.funcs), "reward 'math'", "math_verify"
+    is_monty = "python" in tools.use and tools.python.backend == "monty"
+    yield is_monty, "the python tool without bubblewrap", "pydantic_monty"
+    yield "browse" in tools.use, "tools.use: 'browse'", "protego pypdf trafilatura bm25s"
+    yield searches and search.kind == "bm25", "tools.search.kind = 'bm25'", "bm25s"
+    is_dense = searches and search.kind == "dense"
+    yield is_dense, "tools.search.kind = 'dense'", "faiss"
+    retrieves = bool(retrieving(config.explore.explorers))
+    encoders = (is_dense, "tools.search", search.encoder), (retrieves, "buffer", buffer.encoder)
+    for is_used, table, encoder in encoders:
+        is_model = is_used and encoder != "hashing"
+        yield is_model, f"{table}.encoder = '{encoder}'", "sentence_transformers"
+    yield bool(tools.mcp), "tools.mcp", "mcp"
+
+
+def missing_packages(config: Config) -> dict[str, str]:
+    """Returns, for each thing that a recipe asks for and that lacks a package, the sentence that
+    says so."""
+    asked = {what: lacking(what, *names.split()) for is_on, what, names in _wanted(config) if is_on}
+    return {what: text for what, text in asked.items() if text}
