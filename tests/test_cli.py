@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from tests.test_terminal import example_tree
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
+from treegraft.core.plugin import offered
 from treegraft.settings.config import known_settings
 from treegraft.settings.load import config_json, load_config
 
@@ -105,6 +107,17 @@ def test_module_runs_as_a_command() -> None:
     assert all(
         command in found.stdout for command in ("train", "sft", "eval", "run", "config", "doctor")
     )
+
+
+def test_there_are_at_most_a_hundred_options() -> None:
+    """What is a setting is no option besides."""
+
+    def count(command: Any) -> int:
+        own = sum(one.param_type_name == "option" for one in command.params)
+        return own + sum(map(count, getattr(command, "commands", {}).values()))
+
+    brought = [cli._loaded_command(name, one.path) for name, one in offered("commands").items()]
+    assert sum(map(count, [typer.main.get_command(cli.app), *brought])) <= 100
 
 
 def test_version(treegraft: Run, capsys: pytest.CaptureFixture[str]) -> None:
