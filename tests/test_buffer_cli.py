@@ -26,7 +26,8 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.train import train
 
 Run = Callable[..., int]
-FEW = ("buffer.encoder=hashing", "buffer.build.num_samples=2")
+HASHING = "buffer.encoder=hashing"
+FEW = (HASHING, "buffer.build.num_samples=2")
 EASY = {"search_world": {"hops": [1], "num_entities": 8, "num_relations": 5}}
 
 
@@ -254,21 +255,18 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
         '{"question": "q ?", "text":'
         ' "<search>a</search><result>b</result><answer>1</answer>"}\nnonsense\n' * 12
     )
-    assert (
-        treegraft("import", rows, "--into", into, "--encoder", "hashing", "--source", "them") == 0
-    )
+    assert treegraft("import", rows, "buffer.build.source=them", "--into", into, HASHING) == 0
     ended = capsys.readouterr()
     assert "2 new, 22 there already" in ended.out
     assert "left out      12 lines" in ended.out
     assert f"{rows}, line 2: not JSON: Expecting value at column 1" in ended.err
     assert "... and 2 more lines" in ended.err
-    assert treegraft("import", rows, "--into", into, "--source", "them", "--json") == 0
+    assert treegraft("import", rows, "buffer.build.source=them", "--into", into, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["num_new"], report["num_trajectories"], len(report["problems"])) == (0, 12, 12)
 
-    assert (
-        treegraft("add", into, "--key", "r2 of e9 ?", "--value", "look it up", "--task", "t") == 0
-    )
+    one = '{"key": "r2 of e9 ?", "value": "look it up", "task_id": "t"}'
+    assert treegraft("add", into, stdin=one) == 0
     assert "1 new, 0 there already, 3 in all" in capsys.readouterr().out
     lines = (
         '{"key": "k", "value": {"answer": "1"}}\n\n{"key": "k", "value": {"calls": [{"name": "a",'
@@ -289,17 +287,20 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
         (("search", "nowhere", "q"), 2, "there is no such file"),
         (("import", "nowhere", "--into", "b"), 2, "'nowhere': there is no such file or folder"),
         (
-            ("import", "empty.jsonl", "--into", "b", "--encoder", "hashing"),
+            ("import", "empty.jsonl", "--into", "b", HASHING),
             2,
             "nothing was imported into b",
         ),
-        (("add", "b", "--key", "k"), 2, "--key and --value go together"),
-        (("add", "b"), 2, "stdin: got no line"),
         (
-            ("add", "b", "--key", "k", "--value", " ", "--encoder", "hashing"),
+            ("add", "b", "--key", "k"),
             2,
-            "its value is empty",
+            "--key is gone since 0.8; write it as a field of JSON, echo",
         ),
+        (("add", "b", "buffer.path=c"), 2, "`treegraft buffer add` takes notice of buffer.encoder"),
+        (("import", "good.jsonl", "learn.lr=1", "--into", "b"), 2, "'learn.lr=1' would have no"),
+        (("import", "x", "--keep", "2"), 2, "write buffer.build.num_best=2 instead"),
+        (("import", "x", "--min-reward=0"), 2, "write buffer.build.min_reward=0 instead"),
+        (("add", "b"), 2, "stdin: got no line"),
         (("import", "good.jsonl", "--into", "text"), 2, "'text' is not a Step-Trace Buffer"),
         (
             ("build", "recipe.json", "b", "buffer.build.agent=ftp://h"),
@@ -410,16 +411,8 @@ def test_bad_input_is_one_paragraph(
 def test_a_line_that_is_no_trace_is_refused(
     treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    assert (
-        treegraft(
-            "add",
-            tmp_path / "b",
-            "--encoder",
-            "hashing",
-            stdin='{"key": "k", "value": "v"}\n' + line,
-        )
-        == 2
-    )
+    lines = '{"key": "k", "value": "v"}\n' + line
+    assert treegraft("add", tmp_path / "b", HASHING, stdin=lines) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "stdin, line 2" in error and message in error
     assert not list(tmp_path.glob("b*"))
@@ -428,6 +421,29 @@ def test_a_line_that_is_no_trace_is_refused(
 def test_every_option_that_is_gone_names_a_setting_that_there_is() -> None:
     for option, instead in RETIRED.items():
         assert option == "--out" or instead.removesuffix("={}") in known_settings()
+
+
+def test_an_empty_value_is_refused(
+    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = '{"key": "k", "value": " "}'
+    assert treegraft("add", tmp_path / "b", HASHING, stdin=line) == 2
+    assert "its value is empty" in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.glob("b*"))
+
+
+def test_the_best_of_each_task_are_imported(treegraft: Run, tmp_path: Path) -> None:
+    rows = [
+        {"question": "q ?", "text": f"<answer>{n}</answer>", "reward": n, "task_id": "t"}
+        for n in range(5)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    into = tmp_path / "b"
+    limits = ("buffer.build.num_best=2", "buffer.build.min_reward=2.5", HASHING)
+    assert treegraft("import", tmp_path / "rows.jsonl", *limits, "--into", into) == 0
+    with TraceBuffer.open_as_built(into) as buffer:
+        assert sorted(trace.reward for trace in buffer) == [3.0, 4.0]
+        assert {trace.source for trace in buffer} == {"rows"}
 
 
 def test_another_encoder_is_an_error_that_names_both(

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from tests.test_terminal import example_tree
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
+from treegraft.core.plugin import offered
 from treegraft.settings.config import known_settings
 from treegraft.settings.load import config_json, load_config
 
@@ -105,6 +107,17 @@ def test_module_runs_as_a_command() -> None:
     assert all(
         command in found.stdout for command in ("train", "sft", "eval", "run", "config", "doctor")
     )
+
+
+def test_there_are_at_most_a_hundred_options() -> None:
+    """What is a setting is no option besides."""
+
+    def count(command: Any) -> int:
+        own = sum(one.param_type_name == "option" for one in command.params)
+        return own + sum(map(count, getattr(command, "commands", {}).values()))
+
+    brought = [cli._loaded_command(name, one.path) for name, one in offered("commands").items()]
+    assert sum(map(count, [typer.main.get_command(cli.app), *brought])) <= 100
 
 
 def test_version(treegraft: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,6 +252,41 @@ def test_eval_refuses_what_has_no_effect(
 ) -> None:
     assert treegraft("eval", "ckpt", "learn.lr=1") == 2
     assert "'learn.lr' would have no effect" in capsys.readouterr().err and "eval" not in calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("serve", "search", "c", "--kind", "dense"), "write tools.search.kind=dense instead"),
+        (("serve", "search", "c", "--index-dir=d"), "write tools.search.index_dir=d instead"),
+        (("serve", "search", "c", "tools.search.kind=web"), "got 'web', expected bm25 or dense"),
+        (("serve", "search", "c", "tools.search.encoder=hashing"), "tools.search.kind is 'bm25'"),
+        (("serve", "search", "c", "tools.deadline_s=3"), "takes notice of tools.search.kind"),
+        (
+            ("data", "check", "t", "--question-column", "q"),
+            "write tasks.dataset.question_column=q instead",
+        ),
+        (("data", "check", "t", "learn.lr=1"), "takes notice of tasks.dataset.question_column"),
+        (("buffer", "prune", "demo", "--in", "a"), "write treegraft buffer prune RECIPE a OUT"),
+    ],
+)
+def test_commands_without_a_recipe_take_some_settings(
+    arguments: tuple[str, ...], part: str, treegraft: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert treegraft(*arguments) == 2
+    assert part in " ".join(capsys.readouterr().err.split())
+
+
+def test_columns_of_checked_data_are_settings(
+    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": "one?", "question": "two?", "b": "1", "answer": "2"}\n')
+    columns = ("tasks.dataset.question_column=a", "tasks.dataset.reference_column=b")
+    for typed, found in (((), "question answer"), (columns, "a b")):
+        assert treegraft("data", "check", rows, *typed, "--json") == 0
+        (file,) = json.loads(capsys.readouterr().out)["files"]
+        assert f"{file['question_column']} {file['reference_column']}" == found
 
 
 def test_run_prints_each_step(

@@ -70,7 +70,7 @@ def test_without_a_column_of_references_the_options_are_named(tmp_path: Path) ->
     assert file.reference_column == "none" and "the columns are level, outcome, question" in (
         file.advice
     )
-    assert "--reference-column" in file.advice and "tasks.dataset.reference_column" in file.advice
+    assert "tasks.dataset.reference_column" in file.advice
     (file,) = check_data(name, [], reference="outcomes").files
     assert "no row has a reference in outcomes;" in file.advice
     assert file.advice.endswith("Did you mean 'outcome'?")

@@ -269,8 +269,8 @@ def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
     filled = enumerate(fill(tmp_path / "a"))
     before = {(task.id, str(n % 2)): steps for n, (task, steps) in filled}
     old = (tmp_path / "a").read_bytes()
-    shared = ("prune", recipe, "--model", agent, "--in", tmp_path / "a")
-    code, out, _ = treegraft(*shared, "--out", tmp_path / "b", "--json")
+    shared = ("prune", recipe, "--model", agent, tmp_path / "a")
+    code, out, _ = treegraft(*shared, tmp_path / "b", "--json")
     report = json.loads(out)
     assert code == 0 and report["num_weighed"] == report["num_trajectories"] == 24
     assert report["num_steps"] == sum(map(len, before.values()))
@@ -293,7 +293,7 @@ def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
         assert bodies == [steps[one["position"]].calls[0].body for one in cut]
         num_cut += len(cut)
     assert report["num_cut"] == num_cut > 0
-    assert treegraft(*shared, "--out", tmp_path / "b")[0] == 2  # it is there already
+    assert treegraft(*shared, tmp_path / "b")[0] == 2  # it is there already
     assert (tmp_path / "a").read_bytes() == old
 
     shown = treegraft("show", tmp_path / "b", "-n", 24)[1]
@@ -310,7 +310,7 @@ def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
     assert full.trace(full.browse()["rows"][0]["hash"])["pruning"] is None
 
     # One of each task: of two with reward 1 the shorter one, before anything is cut.
-    treegraft(*shared, "--out", tmp_path / "c", "--task-best", 1, "--margin", -1000)
+    treegraft(*shared, tmp_path / "c", "--task-best", 1, "--margin", -1000)
     with TraceBuffer.open_as_built(tmp_path / "c") as buffer:
         best = {one[0].task_id: len(one) for one in buffer.trajectories()}
     assert best == {task: min(len(before[task, "0"]), len(before[task, "1"])) for task in questions}
@@ -322,8 +322,8 @@ def test_an_interrupted_pruning_goes_on_and_gives_the_same(
     monkeypatch.setattr(prune_buffer, "CHUNK", 5)
     recipe = write_recipe(tmp_path / "recipe.json", tiny())
     fill(tmp_path / "a")
-    shared = ("prune", recipe, "--model", agent, "--in", tmp_path / "a", "--json")
-    assert treegraft(*shared, "--out", tmp_path / "whole")[0] == 0
+    shared = ("prune", recipe, "--model", agent, tmp_path / "a", "--json")
+    assert treegraft(*shared, tmp_path / "whole")[0] == 0
 
     class Stopping(prune_buffer.PruneReport):
         def count(self, note: Mapping[str, Any]) -> None:
@@ -333,10 +333,10 @@ def test_an_interrupted_pruning_goes_on_and_gives_the_same(
 
     with monkeypatch.context() as patch:
         patch.setattr(prune_buffer, "PruneReport", Stopping)
-        code, _, err = treegraft(*shared, "--out", tmp_path / "b")
+        code, _, err = treegraft(*shared, tmp_path / "b")
     assert code == 130 and "the same command goes on" in err
     assert not (tmp_path / "b").exists()
-    code, out, _ = treegraft(*shared, "--out", tmp_path / "b")
+    code, out, _ = treegraft(*shared, tmp_path / "b")
     report = json.loads(out)
     # Three chunks of five were written.
     assert code == 0 and report["num_weighed_here"] == 9 and report["num_weighed"] == 24
@@ -352,14 +352,14 @@ def test_an_interrupted_pruning_goes_on_and_gives_the_same(
     # What was done with another margin or another recipe is of no use.
     with monkeypatch.context() as patch:
         patch.setattr(prune_buffer, "PruneReport", Stopping)
-        treegraft(*shared, "--out", tmp_path / "d")
+        treegraft(*shared, tmp_path / "d")
     for part in [*tmp_path.glob(".d.*")]:
         shutil.copy(part, part.with_name(part.name.replace(".d.", ".e.", 1)))
     assert list(tmp_path.glob(".e.*"))
-    code, out, _ = treegraft(*shared, "--out", tmp_path / "d", "--margin", -1000)
+    code, out, _ = treegraft(*shared, tmp_path / "d", "--margin", -1000)
     assert json.loads(out)["num_weighed_here"] == 24 and json.loads(out)["num_cut"] == 0
     other = write_recipe(tmp_path / "other.json", tiny(rollout={"deadline_s": 77}))
-    code, out, _ = treegraft("prune", other, *shared[2:], "--out", tmp_path / "e")
+    code, out, _ = treegraft("prune", other, *shared[2:], tmp_path / "e")
     assert json.loads(out)["num_weighed_here"] == 24
 
 
@@ -392,8 +392,8 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(
         calls=(ToolCall("search", "e1 " * 90),), observations=(Observation(text="e1"),)
     )
     add([long, steps[-1]], "long")
-    shared = ("prune", recipe, "--model", agent, "--in", tmp_path / "a")
-    code, out, _ = treegraft(*shared, "--out", tmp_path / "b", "--json")
+    shared = ("prune", recipe, "--model", agent, tmp_path / "a")
+    code, out, _ = treegraft(*shared, tmp_path / "b", "--json")
     assert code == 0
     assert json.loads(out)["left_as_they_are"] == {
         "with a reward not above 0": 1,
@@ -410,18 +410,18 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(
     assert old == new
 
     other = write_recipe(tmp_path / "other.json", tiny(run={"seed": 4}))
-    code, _, err = treegraft("prune", other, *shared[2:], "--out", tmp_path / "c")
+    code, _, err = treegraft("prune", other, *shared[2:], tmp_path / "c")
     assert code == 2 and f"30 {OTHER_TASKS}" in err
     with TraceBuffer(tmp_path / "empty", "hashing"):
         pass
-    code, _, err = treegraft(*shared[:4], "--in", tmp_path / "empty", "--out", tmp_path / "c")
+    code, _, err = treegraft(*shared[:4], tmp_path / "empty", tmp_path / "c")
     assert code == 2 and "is empty" in err
-    code, _, err = treegraft(*shared, "--out", tmp_path / "c", "--task-best", "2")
+    code, _, err = treegraft(*shared, tmp_path / "c", "--task-best", "2")
     assert code == 2 and "got '2', expected 1 or all" in err
-    code, _, err = treegraft(*shared[:4], "--in", tmp_path / "none", "--out", tmp_path / "c")
+    code, _, err = treegraft(*shared[:4], tmp_path / "none", tmp_path / "c")
     assert code == 2 and "there is no file" in err
     add([StepContent(answer="zebra")], "unknown word")
-    code, _, err = treegraft(*shared, "--out", tmp_path / "c")
+    code, _, err = treegraft(*shared, tmp_path / "c")
     assert code == 2 and "--model has no token for a word of the buffer" in err
     assert not list(tmp_path.glob("*c*.traces")) and not (tmp_path / "c").exists()
 
@@ -441,8 +441,8 @@ def test_a_cut_that_lowers_the_recipe_s_reward_is_undone(
         config = tiny(reward={"funcs": funcs})
         config["reward"].pop("accuracy", None)
         recipe = write_recipe(tmp_path / "recipe.json", config)
-        given = ("--model", agent, "--in", tmp_path / "a", "--margin", 1e6, "--json")
-        code, text, _ = treegraft("prune", recipe, *given, "--out", tmp_path / f"b{expected}")
+        given = ("--model", agent, tmp_path / "a", "--margin", 1e6, "--json")
+        code, text, _ = treegraft("prune", recipe, *given, tmp_path / f"b{expected}")
         report = json.loads(text)
         assert code == 0 and report["num_shortened"] == expected
         assert sum(report["left_as_they_are"].values()) == 12 - expected
@@ -501,10 +501,10 @@ def test_in_an_environment_a_cut_that_it_needs_is_undone(
                 split_steps("lamp/0", "e1 ?", contents, reward=1.0, source="s", trajectory=name)
             )
     sft({**config, "run": {**config["run"], "dir": str(tmp_path), "name": "lamp"}})
-    shared = ("prune", recipe, "--model", tmp_path / "lamp", "--in", tmp_path / "a")
+    shared = ("prune", recipe, "--model", tmp_path / "lamp", tmp_path / "a")
     for kept, expected in ((["--keep-tool", "light"], 1), ([], 3)):
         out = tmp_path / f"b{expected}"
-        code, text, _ = treegraft(*shared, "--out", out, "--margin", 1e6, "--json", *kept)
+        code, text, _ = treegraft(*shared, out, "--margin", 1e6, "--json", *kept)
         assert code == 0
         report = json.loads(text)
         with TraceBuffer.open_as_built(out) as buffer:
@@ -531,8 +531,8 @@ def test_walks_in_a_circle_are_cut_on_boards(treegraft: Run, tmp_path: Path) -> 
     sft(tables)
     few = [f"buffer.build.{one}" for one in ("num_samples=1", "num_best=1", "num_tasks=12")]
     assert treegraft("build", recipe, tmp_path / "raw", *few)[0] == 0
-    given = ("--model", tmp_path / "a", "--in", tmp_path / "raw", "--margin", -1e6, "--json")
-    code, text, err = treegraft("prune", recipe, *given, "--out", tmp_path / "pruned")
+    given = ("--model", tmp_path / "a", tmp_path / "raw", "--margin", -1e6, "--json")
+    code, text, err = treegraft("prune", recipe, *given, tmp_path / "pruned")
     assert code == 0, err
     report = json.loads(text)
     assert report["num_shortened"] > 3 and not report["left_as_they_are"]

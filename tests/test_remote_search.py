@@ -321,10 +321,10 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path, inherited: signal.Handl
         "serve",
         "search",
         str(corpus(tmp_path)),
-        "--kind",
-        "dense",
+        "tools.search.kind=dense",
+        "tools.search.encoder=hashing",
     ]
-    command += ["--encoder", "hashing", "--port", "0"]
+    command += ["--port", "0"]
     before = signal.signal(signal.SIGINT, inherited)
     try:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -159,7 +159,7 @@ class Training:
         run, parts, config = self.run, self.parts, self.run.config
         opened = (parts.scorer, parts.format, parts.environments)
         async with self.buffer.opened(run.state.update, *opened):
-            if self.buffer.is_own_alone:
+            if self.buffer.origin == "self":
                 # What later updates had added is gone only now.
                 self.book = lesson_book(config, self.buffer, parts)
             self.replay = Replay(config, run.folder, run.state.update)
@@ -215,7 +215,7 @@ async def prepared(
         run.checkpoints.depends_on(buffer.checksums)
         training = Training(run, parts, sampler, publisher, buffer, None)
         warms_up = state.warmup_steps < config.warmup.num_steps
-        needs_buffer = not only_warms_up or (warms_up and buffer.is_imitated)
+        needs_buffer = not only_warms_up or (warms_up and "warmup" in buffer.readers)
         demonstrations = await demonstrations_of(run, parts, buffer) if warms_up else None
         if not only_warms_up:
             # Before the warm-up: a buffer without successes is bad input.

@@ -197,7 +197,7 @@ def keep(training: Training, number: int, grown: Sampled, learned: Learned) -> N
     num_drawn = run.state.num_drawn + grown.num_drawn
     # After learning, so that traces of this update are never retrieved within it.
     added = training.buffer.grow(trees, number)
-    if training.book is not None and training.buffer.is_own_alone:
+    if training.book is not None and training.buffer.origin == "self":
         add_lessons(training.book, added, parts)
     training.sampler.take(number, trees)
     # The one place where the metrics of an update come together.

@@ -15,11 +15,20 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import AsJson, say, table
-from treegraft.core.errors import DataError, SettingError
+from treegraft.cli.options import (
+    AsJson,
+    Overrides,
+    command_without,
+    say,
+    settings_alone,
+    split_overrides,
+    table,
+)
+from treegraft.core.errors import DataError
 from treegraft.core.text import plain
 
 if TYPE_CHECKING:
+    from treegraft.settings.config import Config
     from treegraft.traces.collect import StoredCounts
 
 buffer_app = typer.Typer(
@@ -32,24 +41,15 @@ buffer_app = typer.Typer(
 MAX_PROBLEMS = 10
 """Lines of a file that could not be read and are named one by one."""
 
-Encoder = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            '"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE".'
-            " Default: that of an existing buffer; for a new one the recipe's buffer.encoder, or"
-            " minilm without a recipe."
-        )
-    ),
-]
+ENCODER = "buffer.encoder"
+OF_IMPORT = (ENCODER, *(f"buffer.build.{one}" for one in ("num_best", "min_reward", "source")))
+"""Settings that `buffer import` takes notice of."""
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
 BufferOrRun = Annotated[
     Path,
     typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer, or a run that uses one."),
 ]
 
-MinReward = Annotated[float, typer.Option(help="Keep only trajectories with a reward above this.")]
-Keep = Annotated[int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")]
 Recipe = Annotated[
     str,
     typer.Argument(
@@ -85,44 +85,56 @@ def print_rows(title: str, rows: Mapping[str, str]) -> None:
     Console().print(shown)
 
 
-@buffer_app.command("import")
+_OF_IMPORT_BEFORE = {
+    "--encoder": "buffer.encoder={}",
+    "--source": "buffer.build.source={}",
+    "--keep": "buffer.build.num_best={}",
+    "--min-reward": "buffer.build.min_reward={}",
+}
+
+
+@buffer_app.command("import", cls=command_without(_OF_IMPORT_BEFORE))
 def import_traces(
-    files: Annotated[
-        list[Path],
+    words: Annotated[
+        list[str],
         typer.Argument(
-            metavar="FILE...",
-            help="JSONL files of messages, tag text or steps; recorded trees; run folders.",
+            metavar="FILE... [OVERRIDES]...",
+            help="JSONL files of messages, tag text or steps; recorded trees; run folders. Then"
+            f" settings to change, of {', '.join(OF_IMPORT)}.",
         ),
     ],
     into: Annotated[
         Path,
         typer.Option(metavar="BUFFER", help="File of the buffer; created if it does not exist."),
     ],
-    encoder: Encoder = None,
-    source: Annotated[
-        str | None,
-        typer.Option(help="Name of the agent in the buffer. Default: the name of each file."),
-    ] = None,
-    keep: Keep = 5,
-    min_reward: MinReward = 0.0,
     reward: Annotated[float, typer.Option(help="Reward of rows without one.")] = 1.0,
     reward_column: Annotated[str, typer.Option(help="Column of the reward.")] = "reward",
     task_column: Annotated[str, typer.Option(help="Column of the task's id.")] = "task_id",
     as_json: AsJson = False,
 ) -> None:
-    """Add trajectories from files.
+    """Add trajectories from files, the best of each task.
 
-    Reports lines that cannot be read and imports the others.
+    Reports lines that cannot be read and imports the others. An agent has the name of its file,
+    unless buffer.build.source says another.
     """
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.imports import Columns, check_paths, import_files
 
+    places, overrides = split_overrides(words)
+    config = settings_alone(overrides, "buffer import", OF_IMPORT, {})
+    files, own = [Path(one) for one in places], config.buffer.build
+    min_reward = own.min_reward
     # Before the buffer is opened, which would make its file.
     check_paths(files)
     columns = Columns(reward=reward_column, task_id=task_column, default_reward=reward)
-    with no_empty_file(into), TraceBuffer(into, _encoder_for(into, encoder)) as buffer:
+    with no_empty_file(into), TraceBuffer(into, _encoder_for(into, config)) as buffer:
         report = import_files(
-            files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward
+            files,
+            buffer,
+            source=own.source,
+            columns=columns,
+            num_best=own.num_best,
+            min_reward=min_reward,
         )
     problems = [str(problem) for problem in report.problems]
     if as_json:
@@ -155,60 +167,41 @@ def no_empty_file(path: Path) -> Iterator[None]:
             remove_if_empty(path)
 
 
-def _encoder_for(path: Path, encoder: str | None) -> str | None:
-    """Returns the encoder to open a buffer with: the chosen one, else None (its own) for a buffer
-    that exists, and the papers' for a new one."""
-    return encoder or (None if path.expanduser().exists() else "minilm")
+def _encoder_for(path: Path, config: Config) -> str | None:
+    """Returns the encoder to open a buffer with: the one that was typed, else None (its own) for a
+    buffer that exists, and the default for a new one."""
+    is_typed = "encoder" in config.buffer.model_fields_set
+    return None if path.expanduser().exists() and not is_typed else config.buffer.encoder
 
 
-@buffer_app.command()
-def add(
-    buffer: BufferFile,
-    key: Annotated[
-        str | None,
-        typer.Option(help="Question and earlier steps; without it, JSON is read from stdin."),
-    ] = None,
-    value: Annotated[str | None, typer.Option(help="The step, as text.")] = None,
-    reward: Annotated[float, typer.Option(help="Reward of its trajectory.")] = 1.0,
-    source: Annotated[str, typer.Option(help="Name of the agent that wrote it.")] = "hand",
-    task: Annotated[str, typer.Option(help="Id of its task.")] = "",
-    position: Annotated[int, typer.Option(min=0, help="Number of steps before it.")] = 0,
-    terminal: Annotated[
-        bool, typer.Option("--terminal", help="The step has the final answer.")
-    ] = False,
-    encoder: Encoder = None,
-    as_json: AsJson = False,
-) -> None:
-    """Add one trace from options, or one per line of JSON from stdin.
+_IN_JSON = """echo '{{"key": "...", "value": "..."}}' | treegraft buffer add BUFFER"""
+_OF_ADD_BEFORE = dict.fromkeys(
+    ("--key", "--value", "--reward", "--source", "--task", "--position", "--terminal"),
+    f"it as a field of JSON, {_IN_JSON},",
+)
 
-    A line has "key", "value" (text, or a step of "thought", "calls", "observations", "answer"), and
-    may have "reward", "source", "task_id", "position", "terminal" and "trajectory".
+
+@buffer_app.command(cls=command_without({"--encoder": "buffer.encoder={}"} | _OF_ADD_BEFORE))
+def add(buffer: BufferFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Add one trace per line of JSON from stdin.
+
+    A line has "key" (question and earlier steps), "value" (text, or a step of "thought", "calls",
+    "observations", "answer"), and may have "reward" (1), "source" ("hand"), "task_id", "position"
+    (steps before it), "terminal" (it has the final answer) and "trajectory".
     """
     from treegraft.core.types import Trace
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.imports import read_trace
 
-    if (key is None) != (value is None):
-        raise SettingError(
-            "command line: --key and --value go together; give both, or neither and JSON on stdin."
-        )
+    config = settings_alone(overrides or [], "buffer add", (ENCODER,), {})
     defaults = Trace(
-        key=key or "",
-        value=value or "",
-        reward=reward,
-        source=source,
-        task_id=task,
-        position=position,
-        terminal=terminal,
+        key="", value="", reward=1.0, source="hand", task_id="", position=0, terminal=False
     )
-    if key is not None:
-        traces = [defaults]
-    else:
-        lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
-        traces = [read_trace(line, number, defaults) for number, line in enumerate(lines, start=1)]
+    lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
+    traces = [read_trace(line, number, defaults) for number, line in enumerate(lines, start=1)]
     if not traces:
-        raise DataError("stdin: got no line; expected JSON of a trace, or --key and --value.")
-    with no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, encoder)) as opened:
+        raise DataError("stdin: got no line; expected JSON of a trace on each.")
+    with no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, config)) as opened:
         num_new = opened.add(traces)
         num_traces = len(opened)
     old = len(traces) - num_new

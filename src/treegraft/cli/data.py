@@ -11,7 +11,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import AsJson, say, table
+from treegraft.cli.options import (
+    AsJson,
+    command_without,
+    say,
+    settings_alone,
+    split_overrides,
+    table,
+)
 from treegraft.core.text import plain
 
 if TYPE_CHECKING:
@@ -25,7 +32,16 @@ MAX_EXAMPLES = 5
 """Overlapping questions that are shown of each file; --json has all."""
 
 
-@data_app.command()
+_NO_TOOLS = {"rollout": {"max_tool_calls": 0}}
+"""Without them a data set is refused as tasks of an agent that could call nothing."""
+_COLUMNS = ("tasks.dataset.question_column", "tasks.dataset.reference_column")
+_BEFORE = {
+    "--question-column": "tasks.dataset.question_column={}",
+    "--reference-column": "tasks.dataset.reference_column={}",
+}
+
+
+@data_app.command(cls=command_without(_BEFORE))
 def check(
     train: Annotated[
         str,
@@ -34,16 +50,13 @@ def check(
             help='Training data: .jsonl, .json, .csv, .parquet or "hub:NAME:CONFIG/SPLIT".',
         ),
     ],
-    evals: Annotated[
+    words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[EVAL]...", help="Evaluation data to look for in TRAIN."),
-    ] = None,
-    question_column: Annotated[
-        str | None,
-        typer.Option(help="Column of the question in TRAIN; dots select nested columns."),
-    ] = None,
-    reference_column: Annotated[
-        str | None, typer.Option(help="Column of the reference in TRAIN.")
+        typer.Argument(
+            metavar="[EVAL]... [OVERRIDES]...",
+            help="Evaluation data to look for in TRAIN; then columns of TRAIN, such as"
+            " tasks.dataset.question_column=problem; dots select nested ones.",
+        ),
     ] = None,
     near: Annotated[
         float,
@@ -61,8 +74,16 @@ def check(
     """
     from treegraft.evals.check import check_data
 
+    evals, overrides = split_overrides(words or [])
+    base = {"tasks": {"kind": "dataset", "dataset": {"train": [train]}}, **_NO_TOOLS}
+    columns = settings_alone(overrides, "data check", _COLUMNS, base).tasks.dataset
+    typed = {name: getattr(columns, name) for name in columns.model_fields_set}
     found = check_data(
-        train, evals or [], question=question_column, reference=reference_column, near=near
+        train,
+        evals,
+        question=typed.get("question_column"),
+        reference=typed.get("reference_column"),
+        near=near,
     )
     if as_json:
         print(json.dumps(found.as_dict()))

@@ -39,7 +39,7 @@ from treegraft.cli.options import (
     say,
     table,
 )
-from treegraft.cli.prune import prune, show
+from treegraft.cli.prune import PRUNED_BEFORE, prune, show
 from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.cli.train import sft, train
@@ -99,7 +99,9 @@ def _loaded_command(name: str, path: str) -> Any:
     found = load_object(path)
     if not isinstance(found, typer.Typer):
         alone = typer.Typer(
-            rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
+            add_completion=False,
+            rich_markup_mode=None,
+            context_settings={"help_option_names": ["-h", "--help"]},
         )
         alone.command(name)(found)
         found = alone
@@ -120,7 +122,7 @@ app = typer.Typer(
 )
 buffer_app.command(cls=command_without(RETIRED))(build)
 app.add_typer(buffer_app)
-buffer_app.command()(prune)
+buffer_app.command(cls=command_without(PRUNED_BEFORE))(prune)
 buffer_app.command()(show)
 app.add_typer(data_app)
 app.add_typer(serve_app)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from glob import glob
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from typer.core import TyperCommand
 
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
+
+if TYPE_CHECKING:
+    from treegraft.settings.config import Config
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
@@ -73,6 +76,30 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, _ = word.partition("=")
         parts[bool(equals) and "/" not in name].append(word)
     return parts
+
+
+def settings_alone(
+    overrides: Sequence[str], command: str, known: Sequence[str], base: Mapping[str, Any]
+) -> Config:
+    """Returns the settings of a command that has no recipe.
+
+    Args:
+        overrides: as typed.
+        known: dotted names of the settings that the command takes notice of.
+        base: tables that the overrides are put over.
+
+    Raises:
+        SettingError: an override of another setting, or a wrong one.
+    """
+    from treegraft.settings.load import load_config
+
+    for override in overrides:
+        if override.partition("=")[0].strip() not in known:
+            raise SettingError(
+                f"command line: '{override}' would have no effect: `treegraft {command}` takes"
+                f" notice of {', '.join(known)} alone. Leave it out."
+            )
+    return load_config(base, overrides, used=["buffer"])
 
 
 class CommandWithout(TyperCommand):

@@ -25,8 +25,17 @@ if TYPE_CHECKING:
     from treegraft.traces.prune_buffer import PruneReport
 
 
+PRUNED_BEFORE = {
+    "--in": "treegraft buffer prune RECIPE {} OUT",
+    "--out": "treegraft buffer prune RECIPE BUFFER {}",
+}
+"""Options of 0.7, with what is written in place of each."""
+
+
 def prune(
     recipe: Recipe,
+    source: Annotated[Path, typer.Argument(metavar="BUFFER", help="The buffer to prune.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File of the new buffer.")],
     overrides: Overrides = None,
     *,
     model: Annotated[
@@ -36,8 +45,6 @@ def prune(
             help="An agent that knows the tools: a run, a checkpoint, a model's folder or name.",
         ),
     ],
-    source: Annotated[Path, typer.Option("--in", metavar="BUFFER", help="The buffer to prune.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the new buffer.")],
     margin: Annotated[
         float,
         typer.Option(help="Nats that a step has to add to the likelihood of the rest, to stay."),

@@ -218,7 +218,7 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
         has = f"it has {', '.join(sorted(columns))}" if columns else "it has no row"
         raise DataError(
             f"'{name}' has no column {' or '.join(wanted[0])}; {has}. Name the question's with"
-            f" --question-column.{near}"
+            f" tasks.dataset.question_column.{near}"
         )
     _add_repeats(items, found)
     findings = [
@@ -232,8 +232,8 @@ def _reference_advice(wanted: Sequence[str], given: str | None, columns: Collect
     near = nearest(given, columns) if given else ""
     return (
         f"no row has a reference in {' or '.join(wanted)}; the columns are"
-        f" {', '.join(sorted(columns))}. Name that of the reference with --reference-column, and in"
-        f" a recipe with tasks.dataset.reference_column.{near}"
+        f" {', '.join(sorted(columns))}. Name that of the reference with"
+        f" tasks.dataset.reference_column.{near}"
     )
 
 

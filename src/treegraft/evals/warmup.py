@@ -27,7 +27,7 @@ async def demonstrations_of(
     config, stored = run.config, None
     if config.warmup.traces != "expert":
         path = Path(os.path.expandvars(config.warmup.traces)).expanduser()
-        if buffer.is_imitated:
+        if "warmup" in buffer.readers:
             path = buffer.file
             if buffer.is_due and not path.exists():
                 return None

@@ -167,13 +167,13 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
         return None
     book = LessonBook(num_earlier=config.learn.num_lessons, seed=config.run.seed)
     with TraceBuffer.open_as_built(path) as buffer:
-        if run_buffer.is_own_alone:
+        if run_buffer.origin == "self":
             # As they came, so that of equals a resumed run keeps the same one.
             wanted = sorted(buffer.trajectories(with_evicted=True), key=place_of_own)
         else:
             wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
     reasons = add_lessons(book, wanted, parts)
-    if book.is_empty and not run_buffer.is_own_alone:
+    if book.is_empty and run_buffer.origin != "self":
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise DataError(
             f"loss.lesson_coef: the buffer '{path}' has no success at the training tasks"

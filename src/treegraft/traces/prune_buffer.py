@@ -339,7 +339,7 @@ class _Reader:
             counts = "; ".join(f"{count} {reason}" for reason, count in reasons)
             first = stored[0][0]
             raise DataError(
-                f"command line: --in has no trajectory that can be pruned: {counts}; expected"
+                f"command line: BUFFER has no trajectory that can be pruned: {counts}; expected"
                 " successes at the training tasks of the recipe, so name the recipe that it was"
                 " built with, and the same run.seed and [tasks]. Its first trajectory is of task"
                 f" '{first.task_id}', '{first.key:.100}'."
@@ -476,10 +476,10 @@ def _best(stored: Sequence[_Stored]) -> list[_Stored]:
 def _refuse_paths(source: Path, out: Path) -> None:
     if not source.expanduser().is_file():
         raise DataError(
-            f"command line: --in: there is no file '{source}'; expected a Step-Trace Buffer. Build"
-            f" one with: treegraft buffer build RECIPE {source}"
+            f"command line: BUFFER: there is no file '{source}'; expected a Step-Trace Buffer."
+            f" Build one with: treegraft buffer build RECIPE {source}"
         )
     if out.exists():
         raise DataError(
-            f"command line: --out: '{out}' exists already; name another file, or remove it."
+            f"command line: OUT: '{out}' exists already; name another file, or remove it."
         )

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import compress
 from pathlib import Path
+from typing import Literal
 
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import CheckpointError, DataError, about
@@ -34,7 +35,11 @@ from treegraft.traces.imports import check_lines, import_files
 from treegraft.traces.keys import split_steps
 from treegraft.traces.retrieve import BufferRetriever
 
-EXPERT = "expert"
+BufferOrigin = Literal["none", "file", "import", "expert", "self"]
+"""Where a run's buffer comes from: a buffer's file, a .jsonl file of trajectories, the tasks'
+scripted expert, or the agent's own trajectories alone."""
+BufferReader = Literal["explorer", "lessons", "warmup"]
+"""What reads it: an explorer that retrieves, the loss on stored successes, the warm-up."""
 OWN = "self"
 """Source of the agent's own traces."""
 NUM_CHECKED = 8
@@ -74,6 +79,23 @@ def may_retrieve(config: Config) -> bool:
     return bool(retrieving(explorers)) or is_asked
 
 
+def buffer_use(config: Config) -> tuple[BufferOrigin, frozenset[BufferReader]]:
+    """Returns where a run's buffer comes from, and what reads it."""
+    without_file: dict[str, BufferOrigin] = {"": "none", "expert": "expert", "self": "self"}
+    by_suffix: BufferOrigin = "import" if _place(config).suffix == ".jsonl" else "file"
+    reads: dict[BufferReader, bool] = {
+        "explorer": may_retrieve(config),
+        "lessons": config.loss.lesson_coef > 0,
+        "warmup": takes_warmup_of_buffer(config),
+    }
+    readers = frozenset(reader for reader, does_read in reads.items() if does_read)
+    return without_file.get(config.buffer.path, by_suffix), readers
+
+
+def _place(config: Config) -> Path:
+    return Path(os.path.expandvars(config.buffer.path)).expanduser()
+
+
 class RunBuffer:
     """The buffer that a run's rollouts retrieve from; none where the recipe's explorers do
     not retrieve."""
@@ -100,36 +122,46 @@ class RunBuffer:
         self.buffer: TraceBuffer | None = None
         self.retriever: BufferRetriever | None = None
         """None, like `buffer`, unless the buffer is used and open."""
-        self.is_used = may_retrieve(config) or config.loss.lesson_coef > 0
-        self.is_imitated = takes_warmup_of_buffer(config)
-        """Whether the warm-up takes its demonstrations from it."""
+        self.origin, self.readers = buffer_use(config)
         # Loaded before the run folder is made: an encoder that cannot be loaded is bad input.
-        is_built_for_warmup = self.is_imitated and (self._is_expert or self._is_imported)
-        self.is_due = self.is_used or is_built_for_warmup
-        """Whether the run needs it, for grafts, lessons or the warm-up."""
         # Lessons are read by task, without a search.
-        is_only_read = not (may_retrieve(config) or config.buffer.grow.num_best)
+        is_only_read = not ("explorer" in self.readers or config.buffer.grow.num_best)
         self._encoder = self._checked_encoder(is_only_read) if self.is_due else None
 
     @property
-    def file(self) -> Path:
-        """Where it lies: the run's copy, or the file that buffer.path names; of an expert's steps
-        and of a .jsonl file, not there before `build`."""
-        own = self._run_dir / OWN_FILE
-        is_own = own.exists() or self._is_expert or self._is_imported or self.is_own_alone
-        return own if is_own else self._path
+    def is_due(self) -> bool:
+        """Whether the run opens or makes it: a warm-up reads a finished file by itself."""
+        return self._is_open or ("warmup" in self.readers and self._is_made)
 
     @property
-    def _path(self) -> Path:
-        return Path(os.path.expandvars(self._config.buffer.path)).expanduser()
+    def file(self) -> Path:
+        """Where it lies: the run's copy, or the file that buffer.path names; of one that the run
+        makes, not there before `build`."""
+        own = self._run_dir / OWN_FILE
+        return own if own.exists() or self._is_made else _place(self._config)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether it is held while the run trains."""
+        return bool(self.readers - {"warmup"})
+
+    @property
+    def _is_made(self) -> bool:
+        """Whether the run makes it, in its folder."""
+        return self.origin in ("expert", "import", "self")
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the run works on a buffer in its folder."""
+        return self._is_made or self._config.buffer.grow.num_best > 0
 
     def _checked_encoder(self, is_only_read: bool) -> Encoder | None:
         settings, own = self._config.buffer, self._run_dir / OWN_FILE
         self._refuse_lost(own)
-        if not own.exists() and settings.path in (EXPERT, OWN):
+        if not own.exists() and self.origin in ("expert", "self"):
             with about("buffer.encoder"):
                 encoder = build_encoder(settings.encoder)
-            if self.is_own_alone:
+            if self.origin == "self":
                 return encoder
             # One task is enough: a source has an expert for all of its tasks or for none.
             if not any(solution(self._source, task, 0) for task in self._source.train_tasks()[:1]):
@@ -139,14 +171,14 @@ class RunBuffer:
                     " its file"
                 )
             return encoder
-        path = own if own.exists() else self._path
+        path = own if own.exists() else _place(self._config)
         if not path.is_file():
             raise DataError(
                 f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer, or .jsonl"
                 " of trajectories. Make a buffer with: treegraft buffer build RECIPE"
                 f" {path.with_suffix('.sqlite')}"
             )
-        if path != own and self._is_imported:
+        if path != own and self.origin == "import":
             with about("buffer.path"):
                 check_lines(path)
             with about("buffer.encoder"):
@@ -163,7 +195,7 @@ class RunBuffer:
         Raises:
             DataError: results that differ, by task and call.
         """
-        if environments is None or not (self._is_expert and self._is_to_make):
+        if environments is None or self.origin != "expert" or not self._is_to_make:
             return
         agent = ScriptedAgent(self._source, seed=self._config.run.seed)
         tasks = self._source.train_tasks()[:NUM_CHECKED]
@@ -182,29 +214,9 @@ class RunBuffer:
                 self._refuse_empty(buffer)
 
     @property
-    def is_own_alone(self) -> bool:
-        """Whether it begins empty and holds the agent's own trajectories alone."""
-        return self._config.buffer.path == OWN
-
-    @property
-    def _is_expert(self) -> bool:
-        return self._config.buffer.path == EXPERT
-
-    @property
-    def _is_imported(self) -> bool:
-        return self._path.suffix == ".jsonl"
-
-    @property
     def _is_to_make(self) -> bool:
         """Whether the run has yet to make its buffer itself."""
-        is_made = self._is_expert or self._is_imported or self.is_own_alone
-        return self.is_due and is_made and not (self._run_dir / OWN_FILE).exists()
-
-    @property
-    def _is_own(self) -> bool:
-        """Whether the run works on a buffer in its folder."""
-        is_grown = self._config.buffer.grow.num_best > 0
-        return self._is_expert or self._is_imported or is_grown
+        return self.is_due and self._is_made and not (self._run_dir / OWN_FILE).exists()
 
     def _refuse_lost(self, own: Path) -> None:
         """Refuses to go on with a fresh copy where the checkpoint was trained with one."""
@@ -259,7 +271,7 @@ class RunBuffer:
         Raises:
             CheckpointError: somebody has changed the buffer since the run began.
         """
-        if not self.is_used:
+        if not self._is_open:
             yield
             return
         own, settings = self._run_dir / OWN_FILE, self._config.buffer
@@ -268,7 +280,7 @@ class RunBuffer:
         if is_new:
             assert self._encoder is not None
             await self._make_copy(own, self._encoder, scorer, format, environments)
-        with TraceBuffer(own if is_own else self._path, self._encoder) as buffer:
+        with TraceBuffer(own if is_own else _place(self._config), self._encoder) as buffer:
             if is_own and not is_new:
                 # Later updates are run again, and add and evict the same traces again. A new copy
                 # may hold the marks of another run's updates, which must stay.
@@ -298,37 +310,25 @@ class RunBuffer:
     ) -> None:
         """Makes the run's buffer, complete under its name or not there at all."""
         own.parent.mkdir(parents=True, exist_ok=True)
-        if not (self._is_expert or self._is_imported or self.is_own_alone):
-            with TraceBuffer(self._path, encoder) as buffer:
+        if not self._is_made:
+            with TraceBuffer(_place(self._config), encoder) as buffer:
                 buffer.copy_to(own)
             return
         partial = own.with_name(f".{own.name}.partial")
         # Also the write-ahead log of a build that was killed, which SQLite would replay.
         for leftover in own.parent.glob(f"{partial.name}*"):
             leftover.unlink()
-        if self.is_own_alone:
-            with TraceBuffer(partial, encoder):
-                pass
-            partial.replace(own)
-            return
-        if self._is_imported:
-            of = self._config.buffer.build
-            with TraceBuffer(partial, encoder) as buffer:
-                import_files(
-                    [self._path],
-                    buffer,
-                    num_best=of.num_best,
-                    min_reward=of.min_reward,
-                    seed=self._config.run.seed,
-                )
-            partial.replace(own)
-            return
-        seed = self._config.run.seed
-        agent = ScriptedAgent(self._source, seed=seed, environments=environments)
+        seed, of = self._config.run.seed, self._config.buffer.build
+        # One of the agent's own trajectories alone begins empty.
         with TraceBuffer(partial, encoder) as buffer:
-            asked = ScoredAgent(agent=agent, format=format, scorer=scorer)
-            once = BuildSettings(num_samples=1, num_best=1)
-            await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
+            if self.origin == "import":
+                place, best = _place(self._config), of.num_best
+                import_files([place], buffer, num_best=best, min_reward=of.min_reward, seed=seed)
+            elif self.origin == "expert":
+                agent = ScriptedAgent(self._source, seed=seed, environments=environments)
+                asked = ScoredAgent(agent=agent, format=format, scorer=scorer)
+                once = BuildSettings(num_samples=1, num_best=1)
+                await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
         partial.replace(own)
 
     def _note(self, buffer: TraceBuffer, is_own: bool) -> None:
@@ -351,7 +351,7 @@ class RunBuffer:
 
     def _refuse_empty(self, buffer: TraceBuffer) -> None:
         settings, counts = self._config.buffer, buffer.stats().sources
-        if not counts and not self.is_own_alone:
+        if not counts and self.origin != "self":
             raise DataError(
                 f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill"
                 " it with `treegraft buffer build` or `treegraft buffer import`."
