@@ -309,6 +309,15 @@ def _machine_for(config: Config, asked: Mapping[str, Any]) -> Machine:
     return Machine(shape=model_shape(config), num_starts=starts, gpus=gpus(), **asked)
 
 
+def _memory(config: Config, machine: Machine) -> list[Finding]:
+    """Our own estimate of this machine's memory, the sum at the end."""
+    try:
+        parts, total = recipe_memory(config, machine.shape)
+    except ModelError as error:
+        return [Finding("model.path", config.model.path, False, str(error))]
+    return [*parts, total]
+
+
 def _examined(config: Config, machine: Machine) -> dict[str, list[Finding]]:
     """The sections of plugins by title."""
     made = {
@@ -335,15 +344,15 @@ def examine(config: Config | None, **asked: Any) -> Examination:
     config = with_value(config, "tools", with_backend(config.tools))
     gaps = missing_packages(config)
     planned, more = "", dict[str, list[Finding]]()
+    parts: list[Finding] = []
     try:
         place = _machine_for(config, asked)
-        planned, more = place.planned, _examined(config, place)
-        if "memory" in more:
-            *parts, total = more.pop("memory")
-        else:
-            parts, total = recipe_memory(config, place.shape)
+    # The latter where a package that reads the weights is not installed.
     except (ModelError, SettingError) as error:
-        parts, total = [], Finding("model.path", config.model.path, False, str(error))
+        total = Finding("model.path", config.model.path, False, str(error))
+    else:
+        planned, more = place.planned, _examined(config, place)
+        *parts, total = more.pop("memory", None) or _memory(config, place)
     found.sections |= {
         "memory": [*parts, total],
         "data and own parts": [
