@@ -164,6 +164,8 @@ class Simulator:
             self.is_closed = True
             with suppress(Exception):
                 self._gateway.close()
+            # Else each object left over asks the ended process, in whatever code Python collects it.
+            self._gateway._gateway_client.is_connected = False
             self._kill()
             self._drainer.join(END_DEADLINE_S)
 
