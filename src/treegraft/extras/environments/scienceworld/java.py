@@ -164,7 +164,7 @@ class Simulator:
             self.is_closed = True
             with suppress(Exception):
                 self._gateway.close()
-            # Else each object left over asks the ended process, in whatever code Python collects it.
+            # Objects that Python collects later would otherwise ask the ended process.
             self._gateway._gateway_client.is_connected = False
             self._kill()
             self._drainer.join(END_DEADLINE_S)
