@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from treegraft.assemble import TrainingParts, assemble_training
 from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.given import GivenObjects, giving, refuse_local
 from treegraft.core.interfaces import Display, TaskSampler
 from treegraft.core.plugin import PlacementKind, offered
 from treegraft.core.plugins import load_object
@@ -31,7 +32,8 @@ from treegraft.runs.replay import Replay
 from treegraft.runs.run import Run, RunResult
 from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
-from treegraft.settings.load import config_json, load_config
+from treegraft.settings.load import config_json
+from treegraft.settings.objects import Objects, with_objects
 from treegraft.settings.packages import missing_packages
 from treegraft.settings.table import with_value
 from treegraft.tasks.build import build_tasks
@@ -49,39 +51,56 @@ Work = Callable[[Run, "Ranks | None", Placement | None], Coroutine[Any, Any, Run
 None for this process alone."""
 
 
+class LaunchOptions(Objects, total=False):
+    """What each command that begins a run takes beside the settings; see `treegraft.train`."""
+
+    recipe: str | None
+    resume: Path | str | None
+    accepts_changes: bool
+    display: Display | bool | None
+
+
 def launched(
     work: Work,
     config: Source,
     *,
     command: str,
-    recipe: str | None,
-    resume: Path | None,
-    accepts_changes: bool,
-    display: Display | bool | None,
+    recipe: str | None = None,
+    resume: Path | str | None = None,
+    accepts_changes: bool = False,
+    display: Display | bool | None = None,
     placement: str | None = None,
+    callbacks: Sequence[Any] = (),
+    **objects: Unpack[Objects],
 ) -> RunResult:
     """Returns the result of a run's work; in other ranks than 0, what rank 0 says of it.
 
     Args:
         command: the command that goes on with the run, such as "train".
-        config, recipe, resume, accepts_changes, display, placement: as of `treegraft.train`.
+        config, recipe, resume, accepts_changes, display, placement, callbacks, objects: as of
+            `treegraft.train`.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
     """
-    if config is not None:
-        own = load_config(config)
-    else:
-        own = Config() if resume is None else own_config(resume)
-    with joined(own) as ranks:
+    source = config
+    if source is None:
+        source = {} if resume is None else own_config(Path(resume))
+    elif isinstance(source, str | Path):
+        recipe = recipe or str(source)
+    own, given = with_objects(source, objects)
+    if placement is not None:
+        refuse_local(given, f"placement '{placement}'")
+    with giving(given), joined(own) as ranks:
         if ranks is not None and ranks.rank > 0:
             return _followed(ranks, own)
-        start = _start(config, recipe, resume, accepts_changes)
+        is_empty = config is None and resume is None and not given.records
+        start = _start(None if is_empty else own, recipe, resume, accepts_changes, given)
         if missing := missing_packages(start.config):
             raise SettingError("\n".join(missing.values()))
         kind = None if placement is None else _placement(placement)
         with shown(display) as progress:
-            run = Run(start, progress, command if kind is None else kind.command)
+            run = Run(start, progress, command if kind is None else kind.command, callbacks)
             if command != "sft" and start.is_finished and start.checkpoint is not None:
                 result = run.already_finished(start.checkpoint)
             else:
@@ -124,14 +143,20 @@ def _followed(ranks: Ranks, config: Config) -> RunResult:
     )
 
 
-def _start(config: Source, recipe: str | None, resume: Path | None, accepts: bool) -> Start:
+def _start(
+    config: Source,
+    recipe: str | None,
+    resume: Path | str | None,
+    accepts: bool,
+    given: GivenObjects,
+) -> Start:
     if resume is not None:
-        return resumed_start(Path(resume), config, accepts_changes=accepts)
+        return resumed_start(Path(resume), config, accepts_changes=accepts, given=given)
     if accepts:
         raise SettingError(
             "accepts_changes: got True for a new run; expected a run to resume. Leave it out."
         )
-    start = new_start(config, recipe)
+    start = new_start(config, recipe, given)
     tools = with_backend(start.config.tools)
     return replace(start, config=with_value(start.config, "tools", tools))
 
@@ -172,6 +197,8 @@ class Training:
     async def remaining(self) -> AsyncIterator[int]:
         """Gives the numbers of the updates that are left, each once the one before is kept."""
         while self.run.state.update < self.run.config.run.num_updates:
+            if self.run.reporter.wants_end:
+                return
             self.clock = Clock()
             yield self.run.state.update + 1
 

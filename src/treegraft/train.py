@@ -7,16 +7,17 @@ repeats an uninterrupted one bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Unpack
 
 from treegraft.core.interfaces import Display
 from treegraft.core.spans import span
 from treegraft.core.types import Tree
 from treegraft.evals.during import evaluate_and_keep
-from treegraft.launch import Training, launched, prepared
+from treegraft.launch import LaunchOptions, Training, launched, prepared
 from treegraft.policy.learn.credit import credit_by_entropy
 from treegraft.policy.learn.lessons import Given
 from treegraft.policy.learn.symptoms import symptoms
@@ -25,6 +26,7 @@ from treegraft.rollout.placement import Placement
 from treegraft.rollout.rounds import Sampled, sample_update
 from treegraft.runs.run import Run, RunResult
 from treegraft.runs.start import Source
+from treegraft.settings.objects import Objects
 from treegraft.traces.demonstrations import add_lessons
 
 if TYPE_CHECKING:
@@ -50,13 +52,15 @@ class Learned:
 
 
 def train(
-    config: Source,
+    config: Source = None,
     *,
     recipe: str | None = None,
-    resume: Path | None = None,
+    resume: Path | str | None = None,
     accepts_changes: bool = False,
     display: Display | bool | None = None,
     placement: str | None = None,
+    callbacks: Sequence[Any] = (),
+    **objects: Unpack[Objects],
 ) -> RunResult:
     """Trains an agent and returns where the results are.
 
@@ -70,6 +74,9 @@ def train(
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
         placement: where engines and growers stand, such as "ray"; None for this process.
+        callbacks: functions called with (update, metrics) after each update, or objects with some
+            of a tracker's methods. One that returns False ends the run after that update.
+        objects: Python objects in place of settings, see `Objects`.
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
@@ -85,28 +92,15 @@ def train(
         accepts_changes=accepts_changes,
         display=display,
         placement=placement,
+        callbacks=callbacks,
+        **objects,
     )
 
 
-def sft(
-    config: Source,
-    *,
-    recipe: str | None = None,
-    resume: Path | None = None,
-    accepts_changes: bool = False,
-    display: Display | bool | None = None,
-) -> RunResult:
+def sft(config: Source = None, **options: Unpack[LaunchOptions]) -> RunResult:
     """Runs the warm-up alone and returns where the results are; arguments and errors as in
     `train`."""
-    return launched(
-        partial(story, only_warms_up=True),
-        config,
-        command="sft",
-        recipe=recipe,
-        resume=resume,
-        accepts_changes=accepts_changes,
-        display=display,
-    )
+    return launched(partial(story, only_warms_up=True), config, command="sft", **options)
 
 
 async def story(

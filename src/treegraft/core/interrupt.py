@@ -4,6 +4,7 @@ owner."""
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import signal
 import sys
 import threading
@@ -256,7 +257,9 @@ def run_to_end(
         except BaseException as error:  # handed over to the caller, whatever it is
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="treegraft-run", daemon=True).start()
+    # Names of given objects lead to them within their context alone.
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="treegraft-run", daemon=True).start()
     with others_as_ctrl_c():
         try:
             return outcome.result()

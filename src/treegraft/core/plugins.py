@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError, TreegraftError, about, nearest
+from treegraft.core.given import GIVEN, find_given
 
 
 def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
@@ -99,11 +100,14 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
 
 
 def load_object(path: str) -> Any:
-    """Returns the object at "package.module:name" (dots after the colon go into attributes).
+    """Returns the object at "package.module:name" (dots after the colon go into attributes), or the
+    one that was given as "given:name".
 
     Modules in the working directory are found. Raises `SettingError` when the path has another
     shape, the module does not exist or fails to import, or the module has no such name.
     """
+    if path.startswith(GIVEN):
+        return find_given(path)
     module_name, colon, attributes = path.partition(":")
     if colon and module_name.endswith(".py"):
         raise SettingError(

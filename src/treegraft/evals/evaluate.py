@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Unpack
 
 from treegraft.assemble import Parts, assemble
-from treegraft.core.errors import DataError
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.given import GivenObjects, giving
 from treegraft.core.interfaces import Display, Tokenizer
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Trajectory, Tree
@@ -18,9 +20,10 @@ from treegraft.rollout.measure import eval_metrics
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
 from treegraft.runs.record import write_trees
-from treegraft.runs.start import open_agent, open_checkpoint
+from treegraft.runs.start import open_agent
 from treegraft.settings.config import Config
 from treegraft.settings.load import refuse_sampling
+from treegraft.settings.objects import Objects, with_objects
 from treegraft.tasks.build import build_tasks
 
 
@@ -103,6 +106,7 @@ def evaluate_checkpoint(
     *,
     display: Display | bool | None = None,
     out: Path | None = None,
+    **objects: Unpack[Objects],
 ) -> EvalResult:
     """Returns the numbers of a checkpoint on the held-out tasks.
 
@@ -112,8 +116,34 @@ def evaluate_checkpoint(
         config: None takes the settings saved in the checkpoint.
         display: progress, as in `train`.
         out: write greedy and sampled trees to this .jsonl file.
+        objects: Python objects in place of settings, as of `train`; all rows of `tasks` are asked.
     """
+    config, model_path, given = _with_objects(checkpoint, config, overrides, objects)
+    with giving(given):
+        return _evaluated(config, model_path, display, out)
+
+
+def _with_objects(
+    checkpoint: Path | str | None,
+    config: Config | None,
+    overrides: Sequence[str],
+    objects: Mapping[str, Any],
+) -> tuple[Config, Path | str | None, GivenObjects]:
+    """Settings, place of the model, and the objects that the settings lead to."""
     config, model_path = open_agent(checkpoint, config, overrides)
+    named = {"held_out" if name == "tasks" else name: one for name, one in objects.items()}
+    config, given = with_objects(config, named, replaces=True)
+    if objects.get("model") is not None and checkpoint is not None:
+        raise SettingError(
+            f"model: got one beside the checkpoint '{checkpoint}'; expected one of the two. Pass"
+            " None as the checkpoint."
+        )
+    return config, model_path, given
+
+
+def _evaluated(
+    config: Config, model_path: Path | str | None, display: Display | bool | None, out: Path | None
+) -> EvalResult:
     source = build_tasks(config.tasks, config.run.seed)
     tasks = list(source.eval_tasks())
     if not tasks:
@@ -137,15 +167,19 @@ def evaluate_checkpoint(
 
 
 def answer_question(
-    checkpoint: Path | str, question: str, overrides: Sequence[str] = ()
+    checkpoint: Path | str,
+    question: str,
+    overrides: Sequence[str] = (),
+    **objects: Unpack[Objects],
 ) -> tuple[Trajectory, Tokenizer]:
     """Returns one trajectory that answers `question`, unscored, and the tokenizer of its tokens.
 
     It is greedy, and with eval.greedy = false sampled as in an evaluation; run.seed gives another.
-    Raises DataError where the question is empty."""
+    `objects` are Python objects in place of settings, as of `train`. Raises DataError where the
+    question is empty."""
     if not question.strip():
         raise DataError("question: got an empty text; expected a question to the agent.")
-    config, model_path = open_checkpoint(checkpoint, None, overrides)
+    config, model_path, given = _with_objects(checkpoint, None, overrides, objects)
     if config.eval.greedy:
         refuse_sampling(overrides, "the answer is greedy; add eval.greedy=false")
     temperature = 0.0 if config.eval.greedy else config.eval.temperature
@@ -163,4 +197,5 @@ def answer_question(
             )
             return tree.trajectories()[0], parts.tokenizer
 
-    return run_to_end(run())
+    with giving(given):
+        return run_to_end(run())

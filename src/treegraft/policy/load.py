@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from safetensors import SafetensorError
 
 from treegraft.core.errors import ModelError
+from treegraft.core.given import GIVEN
 from treegraft.core.locate import at_hand, locate
 from treegraft.core.packages import require
+from treegraft.core.plugins import load_object
 from treegraft.policy.output_head import first_line
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.tiny import (
@@ -66,6 +69,8 @@ def load_model(
         # On the device at once: made on the host, large shapes would take minutes.
         with torch.device(device if has_weights else "meta"):
             model, tokenizer = build_shaped_model(settings.path, DTYPES[settings.dtype], seed)
+    elif settings.path.startswith(GIVEN):
+        model, tokenizer = _given(settings.path, has_weights)
     else:
         model, tokenizer = _load_pretrained(settings, has_weights)
     _check_model(model, tokenizer, settings.path)
@@ -74,6 +79,15 @@ def load_model(
     # Evaluation mode also in training: dropout would make the ratios of the first step differ
     # from 1, and engine and learner from each other.
     return model.to(device=device, dtype=DTYPES[settings.dtype]).eval(), tokenizer
+
+
+def _given(name: str, has_weights: bool) -> tuple[Any, Any]:
+    """A copy of the model that the caller has given: training changes it in place."""
+    model, tokenizer = load_object(name)
+    if has_weights:
+        return copy.deepcopy(model), tokenizer
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config)), tokenizer
 
 
 def limit_threads(num: int | None) -> None:
@@ -136,6 +150,8 @@ def load_tokenizer(settings: ModelSettings) -> Any:
     Raises:
         ModelError: nothing to load there, or no tokenizer.
     """
+    if settings.path.startswith(GIVEN):
+        return load_object(settings.path)[1]
     return _load_tokenizer(settings.path, *_place(settings))
 
 

@@ -2,6 +2,7 @@
 
     runs/NAME/
       config.json                       resolved settings
+      objects.json                      the Python objects that they lead to, where there are any
       metrics.jsonl                     one line per update
       trees/update-000012.jsonl         whole trees, one per line, advantages and ratios included
       trees/eval-000010-greedy.jsonl    the same of an evaluation
@@ -18,9 +19,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +33,7 @@ from treegraft.core.files import (
     storage_fault,
     write_atomically,
 )
+from treegraft.core.given import Record
 from treegraft.core.text import plain
 from treegraft.core.types import (
     Trajectory,
@@ -184,6 +186,7 @@ class RunFolder:
         self.trees_dir = path / "trees"
         self.index_dir = path / "trees-index"
         self.checkpoints_dir = path / "checkpoints"
+        self.objects_path = path / "objects.json"
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -237,6 +240,24 @@ class RunFolder:
             raise CheckpointError(
                 f"run folder '{path}' cannot be made: {fault}. Choose another run.dir or run.name."
             )
+
+    def write_objects(self, records: Sequence[Record]) -> None:
+        """Notes which Python objects the settings lead to, where there are any."""
+        if records:
+            text = json.dumps([asdict(one) for one in records], indent=2, ensure_ascii=False)
+            write_atomically(self.objects_path, text + "\n")
+
+    def read_objects(self) -> list[Record]:
+        """Returns what `write_objects` noted. Raises `CheckpointError` for a damaged file."""
+        if not self.objects_path.exists():
+            return []
+        try:
+            return [Record(**one) for one in json.loads(self.objects_path.read_text("utf-8"))]
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"run folder '{self.path}': objects.json is damaged ({error}); expected the list"
+                " that Treegraft wrote. Put it back from a copy."
+            ) from error
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

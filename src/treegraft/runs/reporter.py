@@ -15,7 +15,7 @@ from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.runs.roles import read_roles
 from treegraft.runs.start import Start, update_latest
-from treegraft.runs.trackers import Trackers, find_trackers
+from treegraft.runs.trackers import Trackers, as_trackers, find_trackers
 
 
 class LastingDisplay:
@@ -38,20 +38,26 @@ class LastingDisplay:
 
 
 class Reporter:
-    """Tells what happens in a run, from the opening of its folder to its end.
+    """Tells what happens in a run, from the opening of its folder to its end. `callbacks` are
+    further trackers, or functions of an update's number and metrics.
 
     Raises:
         TreegraftError: a tracker, a place of spans or an address of metrics that cannot be used.
     """
 
-    def __init__(self, start: Start, display: Display) -> None:
+    def __init__(self, start: Start, display: Display, callbacks: Sequence[Any] = ()) -> None:
         self.display: Display = LastingDisplay(display)
         self.latest: dict[str, float] = {}
         """The latest value of every metric."""
         self._start, self._config = start, start.config
-        self._make_trackers = find_trackers(self._config.track.trackers)
+        self._make_trackers = find_trackers(self._config.track.trackers) | as_trackers(callbacks)
         check_place(self._config.track.spans)
         check_exporter(self._config.track.prometheus)
+
+    @property
+    def wants_end(self) -> bool:
+        """Whether a callback has asked for the end of the run after this update."""
+        return self._trackers.wants_end
 
     @contextmanager
     def opened(self, folder: RunFolder, defects: Sequence[str]) -> Iterator[None]:

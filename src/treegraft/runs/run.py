@@ -39,17 +39,20 @@ class Run:
     """One run from its first byte to its last.
 
     Nothing is written before `opened`, so bad input leaves nothing behind. `command` is the word of
-    the command line that goes on with the run: "train" or "sft".
+    the command line that goes on with the run: "train" or "sft"; `callbacks` are those of
+    `treegraft.train`.
     """
 
-    def __init__(self, start: Start, display: Display, command: str) -> None:
+    def __init__(
+        self, start: Start, display: Display, command: str, callbacks: Sequence[Any] = ()
+    ) -> None:
         self.start, self.config = start, start.config
         self.state, self.path = start.state, start.path
         self.stop, self.checkpoints = Stop(), Checkpoints(start)
         self._resume_command = f"treegraft {command} --resume {start.path}"
         self._is_opened = False
         try:
-            self.reporter = Reporter(start, display)
+            self.reporter = Reporter(start, display, callbacks)
         except BaseException:
             start.give_up(start.folder)
             raise

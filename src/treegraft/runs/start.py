@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import storage_fault, write_atomically
+from treegraft.core.given import GivenObjects, compare
 from treegraft.core.shipped import names_recipe
 from treegraft.runs.beside import refuse_changes, refuse_other_settings
 from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
@@ -37,6 +38,8 @@ class Start:
     state: TrainState
     notices: Sequence[str] = ()
     """What the user is told when the run begins, one sentence each."""
+    given: GivenObjects = field(default_factory=GivenObjects)
+    """The Python objects that the settings lead to."""
     accepts_changes: bool = False
     """Whether what lies beside the checkpoint is taken as it is, see `runs.beside`."""
 
@@ -54,6 +57,7 @@ class Start:
         if self.folder is None:
             folder = RunFolder.create(self.path, config_json(self.config))
             folder.claim()
+            folder.write_objects(self.given.records)
             return folder
         # -1: without a checkpoint even the evaluation before the first update is repeated.
         update = -1 if self.checkpoint is None else self.state.update
@@ -92,8 +96,11 @@ def update_latest(latest: Mapping[str, float], line: Mapping[str, float]) -> dic
     return {**kept, **line}
 
 
-def new_start(config: Source, recipe: str | None) -> Start:
+def new_start(config: Source, recipe: str | None, given: GivenObjects | None = None) -> Start:
     """Returns the start of a new run.
+
+    Args:
+        given: the Python objects that the settings lead to; None for none.
 
     Raises:
         SettingError: neither settings nor a recipe.
@@ -113,10 +120,23 @@ def new_start(config: Source, recipe: str | None) -> Start:
         others = (path.with_name(f"{name}-{n}") for n in range(2, 1000))
         path = next(one for one in (path, *others) if not os.path.lexists(one))
     RunFolder.refuse_unusable(path)
-    return Start(config=settings, path=path, folder=None, checkpoint=None, state=TrainState.fresh())
+    return Start(
+        config=settings,
+        path=path,
+        folder=None,
+        checkpoint=None,
+        state=TrainState.fresh(),
+        given=given or GivenObjects(),
+    )
 
 
-def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = False) -> Start:
+def resumed_start(
+    run_dir: Path,
+    config: Source,
+    *,
+    accepts_changes: bool = False,
+    given: GivenObjects | None = None,
+) -> Start:
     """Returns where a run goes on: at its latest checkpoint, or at its beginning where it has none.
 
     Args:
@@ -124,8 +144,10 @@ def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = Fals
             takes its own.
         accepts_changes: go on although metrics, evaluations or the buffer have changed since the
             checkpoint was written.
+        given: the Python objects that the settings lead to; None for none.
 
     Raises:
+        SettingError: the run was begun with Python objects, and one of them is missing.
         CheckpointError: no run folder, a damaged checkpoint, other settings, or something else that
             has changed.
     """
@@ -145,13 +167,15 @@ def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = Fals
             f"run folder '{run_dir}' was started with other settings: {'; '.join(refused)}. A"
             f" resumed run may change {named} only; leave the rest as it was, or start a new run."
         )
-    folder = RunFolder.open(run_dir)
+    folder, given = RunFolder.open(run_dir), given or GivenObjects()
+    changed = compare(folder.read_objects(), given, str(run_dir))
     # Before anything is read or tidied: another process may be writing a checkpoint.
     folder.claim()
     try:
         tidy(folder.checkpoints_dir)
         checkpoint = latest_checkpoint(folder.checkpoints_dir)
-        state, notices = TrainState.fresh(), [*_of_the_beginning(folder, checkpoint)]
+        state = TrainState.fresh()
+        notices = [*changed, *_of_the_beginning(folder, checkpoint)]
         if checkpoint is not None:
             state = read_state(checkpoint)
             refuse_other_settings(run_dir, own, checkpoint)
@@ -177,6 +201,7 @@ def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = Fals
         state=state,
         notices=notices,
         accepts_changes=accepts_changes,
+        given=given,
     )
 
 

@@ -66,6 +66,42 @@ def _make_own(found: Any, name: str, run_dir: Path) -> Tracker:
     return checked
 
 
+class _FunctionTracker:
+    """A function of an update's number and metrics as a tracker."""
+
+    def __init__(self, function: Callable[[int, Mapping[str, float]], Any]) -> None:
+        self.log = function
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
+    """Returns makers of trackers, by name, for callbacks: functions, or objects with some of a
+    tracker's methods.
+
+    Raises:
+        SettingError: one is neither.
+    """
+    makers: dict[str, Maker] = {}
+    for number, callback in enumerate(callbacks):
+        methods = [name for name in _METHODS if callable(getattr(callback, name, None))]
+        if isinstance(callback, type) or not (methods or callable(callback)):
+            raise SettingError(
+                f"callbacks: entry {number} is {callback!r:.80}; expected a function of (update,"
+                f" metrics), or an object with some of the methods {', '.join(_METHODS)}."
+            )
+        named = callback if methods else _FunctionTracker(callback)
+        name = getattr(callback, "__name__", type(callback).__name__)
+        key = (
+            f"callback {name}" if f"callback {name}" not in makers else f"callback {name} {number}"
+        )
+        makers[key] = lambda _, one=named: one  # type: ignore[misc]
+    return makers
+
+
+_METHODS = ("log", "sample", "warn", "finish", "close")
+
 Entry = tuple[int, Mapping[str, float], Sequence[HealthWarning]]
 
 
@@ -108,6 +144,8 @@ class Trackers:
             CheckpointError: `trackers.json` is damaged.
         """
         self._run_dir, self._warn, self._note = run_dir, warn, note
+        self.wants_end = False
+        """Whether one has answered an update of this process with False."""
         self._members = [_Member(name, maker) for name, maker in makers.items()]
         if not self._members:
             return
@@ -119,6 +157,8 @@ class Trackers:
                 self._miss(member, (int(line["update"]), metrics, ()))
             last = int(history[-1]["update"]) if history else -1
             self._try(member, last, self._catch_up)
+        # Answers to updates of an earlier process ended that process.
+        self.wants_end = False
 
     def sample(self, update: int, trees: Sequence[Tree]) -> None:
         """Takes the trees of an update that is learned."""
@@ -158,7 +198,8 @@ class Trackers:
         assert member.tracker is not None
         while member.missed:
             update, metrics, warnings = member.missed[0]
-            member.tracker.log(update, metrics)
+            answer = _call(member.tracker, "log", update, metrics)
+            self.wants_end = self.wants_end or answer is False
             member.missed.popleft()
             self._tracked.updates[member.name] = update
             self._tracked.write()
@@ -193,8 +234,7 @@ class Trackers:
             self._note(f"tracker '{member.name}' works again and has all updates")
 
 
-def _call(tracker: Any, method: str, *arguments: Any) -> None:
+def _call(tracker: Any, method: str, *arguments: Any) -> Any:
     """Calls a method that a tracker may lack."""
     found = getattr(tracker, method, None)
-    if found is not None:
-        found(*arguments)
+    return None if found is None else found(*arguments)

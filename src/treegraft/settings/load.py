@@ -344,12 +344,39 @@ def _defaults() -> Config:
     return Config()
 
 
+@dataclass(frozen=True, slots=True)
+class Default:
+    """A value for a setting that the source leaves open."""
+
+    value: Any
+
+
+def _give(data: dict[str, Any], given: Mapping[str, Any], origin: str, *, replaces: bool) -> None:
+    """Puts the settings of given objects into `data`."""
+    for name, value in given.items():
+        has = _is_given(data, name)
+        if isinstance(value, Default):
+            if has:
+                continue
+            value = value.value
+        there = functools.reduce(lambda place, key: place[key], name.split("."), data) if has else 0
+        if has and not replaces and there != value:
+            raise SettingError(
+                f"{origin}: setting '{name}' is {shown(there)}, and an argument gives"
+                f" {shown(value)} for it; expected one of the two. Leave the other out.",
+                settings=[name],
+            )
+        _put(data, name, value)
+
+
 def load_config(
     source: Config | Mapping[str, Any] | str | Path,
     overrides: Sequence[str] = (),
     *,
     smoke: bool = False,
     used: Sequence[str] = (),
+    given: Mapping[str, Any] | None = None,
+    replaces: bool = False,
 ) -> Config:
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
@@ -362,6 +389,9 @@ def load_config(
             in seconds.
         used: tables that the caller uses where a run would not, so that overrides of their settings
             have an effect.
+        given: settings that Python objects stand behind, by dotted names; see `with_objects`. None
+            for none.
+        replaces: these take the place of the source's own; otherwise the two must agree.
     """
     if PLUGIN_PROBLEMS:
         raise SettingError("\n".join(PLUGIN_PROBLEMS))
@@ -375,6 +405,7 @@ def load_config(
     else:
         origin, data = str(source), _read(Path(source), smoke=smoke)
     _drop_removed(data, origin)
+    _give(data, given or {}, origin, replaces=replaces)
     names = _apply(data, overrides)
     typed = tuple(f"{name}." for name in names)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.given import GIVEN, find_given
 from treegraft.core.packages import require
 
 HUB = "hub:"
@@ -50,6 +51,8 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     """
     if spec.startswith(HUB):
         return _read_hub(spec, default_split)
+    if spec.startswith(GIVEN):
+        return (Row(number, values) for number, values in enumerate(find_given(spec)))
     path = _resolve(spec)
     made = (_read_jsonl, _read_json, _read_csv, _read_parquet)
     readers = dict(zip(FILE_TYPES, made, strict=True))
@@ -63,7 +66,7 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
 
 def check_is_there(spec: str) -> None:
     """Raises DataError as `read_rows` does for a file that is missing; the hub is not asked."""
-    if not spec.startswith(HUB):
+    if not spec.startswith((HUB, GIVEN)):
         _resolve(spec)
 
 
@@ -72,7 +75,10 @@ def source_names(specs: Sequence[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     taken: Counter[str] = Counter()
     for spec in dict.fromkeys(specs):
-        name = spec.removeprefix(HUB).replace(":", "/") if spec.startswith(HUB) else Path(spec).stem
+        if spec.startswith((HUB, GIVEN)):
+            name = spec.removeprefix(HUB).removeprefix(GIVEN).replace(":", "/")
+        else:
+            name = Path(spec).stem
         # Two files of one name would give two tasks the same id.
         taken[name] += 1
         names[spec] = name if taken[name] == 1 else f"{name}-{taken[name]}"

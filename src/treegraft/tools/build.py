@@ -9,7 +9,7 @@ from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import EnvironmentKind, Tool
 from treegraft.core.packages import require
 from treegraft.core.plugin import chosen
-from treegraft.core.plugins import pick
+from treegraft.core.plugins import blaming, pick
 from treegraft.settings.table import with_value
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
@@ -65,11 +65,17 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     if ":" not in settings.kind:
         kind: EnvironmentKind = found(settings)
         return kind
-    if not isinstance(found, type):
+    if isinstance(found, type):
+        return ClassEnvironments(found, settings.kind, settings)
+    if not callable(found):
         raise SettingError(
-            f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class."
+            f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class, or"
+            " a function that makes an environment."
         )
-    return ClassEnvironments(found, settings.kind, settings)
+    with blaming(settings.kind, "environment.kind"):
+        # The tools are the methods of its class, which only an object tells.
+        first = found(**settings.options)
+    return ClassEnvironments(type(first), settings.kind, settings, maker=found)
 
 
 def _search(settings: ToolsSettings) -> Tool:

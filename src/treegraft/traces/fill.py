@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from treegraft.assemble import assemble
 from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import about
+from treegraft.core.given import giving
 from treegraft.core.interfaces import Display, TaskSource, Tool
 from treegraft.core.interrupt import Ended, run_to_end
 from treegraft.core.types import Tree
@@ -23,6 +24,7 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import training_limits
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
+from treegraft.settings.objects import Objects, with_objects
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, build_rewards, check_rewards
 from treegraft.tools.build import build_tools, open_environments, words_of
@@ -37,9 +39,13 @@ from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 class BufferBuild:
     """The work of `treegraft buffer build` between reading the recipe and printing the report."""
 
-    def __init__(self, config: Config, out: Path) -> None:
-        """Args: config: of its table [buffer], `build` and `encoder` count. out: file of the
-        buffer."""
+    def __init__(self, config: Config, out: Path, **objects: Unpack[Objects]) -> None:
+        """Args:
+        config: of its table [buffer], `build` and `encoder` count.
+        out: file of the buffer.
+        objects: Python objects in place of settings, as of `train`.
+        """
+        config, self._given = with_objects(config, objects, replaces=True)
         self._config, self._settings, self._out = config, config.buffer.build, out
         self.source = self._settings.source or self._settings.agent
         """The agent's name in the buffer."""
@@ -60,6 +66,10 @@ class BufferBuild:
             TreegraftError: a part that cannot be had, before any work; an agent that can no longer
                 be reached, with the buffer kept.
         """
+        with giving(self._given):
+            self._run(display)
+
+    def _run(self, display: Display) -> None:
         config, settings = self._config, self._settings
         tasks = build_tasks(config.tasks, config.run.seed)
 

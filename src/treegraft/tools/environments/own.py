@@ -66,16 +66,26 @@ class EnvironmentTool:
 class ClassEnvironments:
     """Environments that are objects of one class."""
 
-    def __init__(self, made: type, name: str, settings: EnvironmentSettings) -> None:
-        """Raises `SettingError` for a class that is no environment, or whose methods make no
-        tools."""
+    def __init__(
+        self,
+        made: type,
+        name: str,
+        settings: EnvironmentSettings,
+        maker: Callable[..., Any] | None = None,
+    ) -> None:
+        """Args:
+            maker: makes each object, from the settings' options; None for the class itself.
+
+        Raises:
+            SettingError: a class that is no environment, or whose methods make no tools.
+        """
         if not callable(getattr(made, "reset", None)):
             raise SettingError(
                 f"environment.kind: '{name}' has no method reset; expected reset(**row), public"
                 " methods as tools, and get_reward()."
             )
         self.name = name
-        self.made, self.options = made, settings.options
+        self.made, self.options = maker or made, settings.options
         self.capability = capability_of(made, name, settings)
         has_get_reward, self.has_fork, self.has_close = (
             callable(getattr(made, name, None)) for name in ("get_reward", "fork", "close")
@@ -103,7 +113,7 @@ class ClassEnvironments:
         ]
         # Before the run: no object is made until the first trajectory.
         try:
-            inspect.signature(made).bind(**settings.options)
+            inspect.signature(self.made).bind(**settings.options)
         except TypeError as error:
             shown = json.dumps(settings.options, default=str)
             raise SettingError(

@@ -1,0 +1,196 @@
+"""Python objects in place of names: settings hold a name, and the objects stand beside them for as
+long as a run needs them.
+
+An object that can be imported gets its import path, so that any process finds it again. Any other
+(a lambda, a closure, a class of a notebook) gets a name such as "given:brief", which leads to it
+within `giving(objects)` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from treegraft.core.errors import SettingError, nearest
+
+GIVEN: Final = "given:"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a run folder keeps of a given object.
+
+    Record(argument="rewards", name="given:brief", qualified="__main__.brief", checksum="3f5a...")
+    """
+
+    argument: str
+    """The argument of `treegraft.train` that it was given by."""
+    name: str
+    """Its name in the settings."""
+    qualified: str
+    """Module and name in it."""
+    checksum: str
+    """SHA-256 of its source or, of data, of its rows; empty where it has neither."""
+
+
+@dataclass
+class GivenObjects:
+    """The objects of one run."""
+
+    records: list[Record] = field(default_factory=list)
+    _objects: dict[str, Any] = field(default_factory=dict)
+    _originals: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, argument: str, value: Any, wrapped: Any = None, *, stem: str = "") -> str:
+        """Returns the name of an object in settings: its import path where that leads to it.
+
+        Args:
+            argument: the argument that it was given by.
+            wrapped: what the name leads to in place of `value`; None for `value` itself.
+            stem: the name that is wanted; empty takes the object's own.
+        """
+        for name, known in self._originals.items():
+            if known is value:
+                return name
+        name = "" if wrapped is not None else import_path(value)
+        if not name:
+            stem = stem or _own_name(value) or argument.removesuffix("s")
+            taken = (stem, *(f"{stem}_{number}" for number in range(2, len(self._objects) + 3)))
+            name = GIVEN + next(one for one in taken if GIVEN + one not in self._objects)
+            self._objects[name] = value if wrapped is None else wrapped
+        self._originals[name] = value
+        self.records.append(Record(argument, name, _qualified(value), _checksum(value)))
+        return name
+
+    def find(self, name: str) -> Any:
+        """Returns the object of that name. Raises `SettingError` where it was not given."""
+        if name not in self._objects:
+            raise SettingError(_missing(name) + nearest(name, self._objects))
+        return self._objects[name]
+
+    @property
+    def local_names(self) -> Sequence[str]:
+        """Names of the objects that no other process can find."""
+        return tuple(self._objects)
+
+
+_PRESENT: ContextVar[GivenObjects | None] = ContextVar("given", default=None)
+
+
+@contextmanager
+def giving(objects: GivenObjects) -> Iterator[None]:
+    """Lets the names of these objects lead to them for the time of the block, in its thread, its
+    tasks, and threads that take over its context."""
+    token = _PRESENT.set(objects)
+    try:
+        yield
+    finally:
+        _PRESENT.reset(token)
+
+
+def find_given(name: str) -> Any:
+    """Returns the object of a name that begins with `GIVEN`. Raises `SettingError` where the caller
+    has not given it."""
+    present = _PRESENT.get()
+    if present is None:
+        raise SettingError(_missing(name))
+    return present.find(name)
+
+
+def import_path(value: Any) -> str:
+    """Returns "package.module:name" where that leads to the object in any process, else an empty
+    string."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+        return ""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    # Modules of a notebook or of `exec` have no file that another process could import.
+    has_file = getattr(sys.modules.get(module), "__spec__", None) is not None
+    return f"{module}:{name}" if found is value and has_file else ""
+
+
+def refuse_local(objects: GivenObjects, place: str) -> None:
+    """Raises `SettingError` for objects that other processes cannot find.
+
+    Args:
+        place: who needs them, such as "placement 'ray'".
+    """
+    if names := objects.local_names:
+        listed = ", ".join(f"'{name.removeprefix(GIVEN)}'" for name in names)
+        raise SettingError(
+            f"{place} runs in other processes, which cannot find {listed}: got objects of this"
+            " script or notebook alone; expected ones that can be imported. Put them into a module"
+            " and import them from it."
+        )
+
+
+def compare(noted: Sequence[Record], now: GivenObjects, run_dir: str) -> list[str]:
+    """Returns a sentence for each object whose source has changed since it was noted.
+
+    Raises:
+        SettingError: an object that the settings lead to was not given again.
+    """
+    present = {record.name: record for record in now.records}
+    missing = [one for one in noted if one.name.startswith(GIVEN) and one.name not in present]
+    if missing:
+        asked = ", ".join(f"{one.argument}= ({one.qualified})" for one in missing)
+        raise SettingError(
+            f"run folder '{run_dir}' was begun with Python objects, which it cannot keep; expected"
+            f" the same ones again: {asked}. Call treegraft.train(resume=..., ...) with them."
+        )
+    return [
+        f"'{one.qualified}' ({one.argument}=) has changed since the run began, so what follows may"
+        " differ from an uninterrupted run"
+        for one in noted
+        if one.name in present and present[one.name].checksum != one.checksum
+    ]
+
+
+def _missing(name: str) -> str:
+    return (
+        f"'{name}' is the name of a Python object that a script or notebook gave to Treegraft; got"
+        " no such object here. Pass it again, for example treegraft.train(resume=..., rewards=...)."
+    )
+
+
+def _own_name(value: Any) -> str:
+    """A name for an object: its own where that is an identifier, else its class's."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    name = getattr(value, "__name__", None) or type(value).__name__
+    return name if name.isidentifier() else ""
+
+
+def _qualified(value: Any) -> str:
+    while isinstance(value, functools.partial):
+        value = value.func
+    owner = value if hasattr(value, "__qualname__") else type(value)
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
+def _checksum(value: Any) -> str:
+    while isinstance(value, functools.partial):
+        value = value.func
+    text = ""
+    if isinstance(value, Sequence | Mapping):
+        text = json.dumps(value, default=repr, sort_keys=True)
+    else:
+        try:
+            text = inspect.getsource(
+                value if callable(value) and hasattr(value, "__qualname__") else type(value)
+            )
+        except (OSError, TypeError):  # written in C, or typed into an interpreter without history
+            return ""
+    # Addresses of objects without a text of their own change with each process.
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
