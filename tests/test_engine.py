@@ -270,8 +270,13 @@ def test_packed_weights_give_the_products_of_plain_ones_also_after_a_publish(fam
 def test_weights_are_packed_where_that_helps_and_only_there() -> None:
     assert not packs(build_model("llama"))
     model = build_model("llama").bfloat16()
-    assert packs(model)
+    # torch's own word for processors on which oneDNN multiplies in bfloat16.
+    is_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert packs(model) == is_supported
     assert product_kind(build_model("llama"), None) is SeparateLinears
+    if not is_supported:
+        assert product_kind(model, None) is SeparateLinears
+        return
     assert take_over(model.modules(), SeparateLinears) == []
     assert len(take_over(model.modules(), product_kind(model, None))) == 2 * 7 + 1
     plain = build_model("llama").bfloat16()

@@ -34,11 +34,13 @@ def load_library(name: str, width: int, dtype: torch.dtype) -> tuple[ctypes.CDLL
         raise KernelError(f"they cannot be loaded: {error}") from error
     if shares_runtime(library):
         return library, torch.get_num_threads
-    _log.warning(
-        "our kernels (%s) run on one thread: their OpenMP is not torch's, and two teams would fight"
-        " for the cores",
-        name,
-    )
+    # On a processor that a kernel is not written for it is compiled without any threads.
+    if hasattr(library, "omp_get_max_threads"):
+        _log.warning(
+            "our kernels (%s) run on one thread: their OpenMP is not torch's, and two teams would"
+            " fight for the cores",
+            name,
+        )
     return library, lambda: 1
 
 
