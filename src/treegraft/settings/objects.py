@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -223,6 +224,9 @@ def _one_explorer(value: Any, given: GivenObjects) -> str:
 
 
 def _credit(value: Any, given: GivenObjects) -> dict[str, Any]:
+    if inspect.iscoroutinefunction(value):
+        expected = "a plain function, which is called once a tree; leave out its async"
+        raise _wrong("credit", value, expected)
     return {"credit.rule": _callable("credit", value, given)}
 
 

@@ -1,0 +1,521 @@
+"""Python objects in place of settings: each way to pass one is used by the run, or refused before
+it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.own_credit import rise
+from examples.own_environment import KeyDoor
+from tests.tiny import contents, is_timing, tiny
+
+from treegraft import SettingError, Task, Tree, evaluate_checkpoint, load_config, read_trees, train
+from treegraft.core.given import GivenObjects, giving, import_path
+from treegraft.core.plugins import load_object
+from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start
+
+ROWS = [{"question": f"{a} + {b} ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+QUICK = tiny(
+    run={"num_updates": 1, "tasks_per_update": 2},
+    warmup={"num_steps": 0},
+    eval={"every": 0},
+    rollout={"max_completion_tokens": 16, "max_agent_steps": 2, "max_tool_calls": 1},
+    learn={"num_minibatches": 1},
+)
+QUICK["reward"] = {}
+DATA = {name: table for name, table in QUICK.items() if name != "tasks"}
+DATA["rollout"] = {**QUICK["rollout"], "max_tool_calls": 0}
+PATH = f"{__name__}:brief"
+"""The import path of a reward of this module, whose name depends on how tests are started."""
+
+
+def brief(completions: Sequence[str], **_: Any) -> list[float]:
+    """Returns more for fewer characters."""
+    return [1 / (1 + len(one)) for one in completions]
+
+
+def run(tmp_path: Path, settings: Mapping[str, Any], **objects: Any) -> Any:
+    """Trains in a folder of the test."""
+    data = {**settings, "run": {**settings["run"], "dir": str(tmp_path)}}
+    return train(data, display=False, **objects)
+
+
+# --- rewards --------------------------------------------------------------------------------------
+
+
+async def brief_async(completions: Sequence[str], **_: Any) -> list[float]:
+    return brief(completions)
+
+
+def brief_of_verl(
+    data_source: str = "", solution_str: str = "", ground_truth: Any = None, extra_info: Any = None
+) -> dict[str, float]:
+    return {"score": 1 / (1 + len(solution_str))}
+
+
+class Brief:
+    """A reward with a state."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, completions: Sequence[str], **_: Any) -> list[float]:
+        return [self.scale * one for one in brief(completions)]
+
+    def method(self, *, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [self.scale * len(one) for one in completion_ids]
+
+
+def scaled(scale: float) -> Callable[..., list[float]]:
+    def inner(completions: Sequence[str], **_: Any) -> list[float]:
+        return [scale * one for one in brief(completions)]
+
+    return inner
+
+
+REWARDS: Mapping[str, Any] = {
+    "function": brief,
+    "list": [brief, "exact_match"],
+    "coroutine function": brief_async,
+    "verl": brief_of_verl,
+    "lambda": lambda completions, **_: [float(len(one)) for one in completions],
+    "closure": scaled(2.0),
+    "object": Brief(3.0),
+    "bound method": Brief(1.0).method,
+    "partial": functools.partial(brief, weight=1.0),
+    "import path": PATH,
+}
+
+
+@pytest.mark.parametrize("way", REWARDS)
+def test_a_reward_is_learned_from(way: str, tmp_path: Path) -> None:
+    result = run(tmp_path, QUICK, rewards=REWARDS[way])
+    assert result.metrics["learn/grad_norm"] > 0
+    assert result.metrics["reward/std"] > 0
+
+
+def test_a_function_in_a_dict_of_settings(tmp_path: Path) -> None:
+    settings = {**QUICK, "reward": {"funcs": [scaled(2.0)], "weights": [0.5]}}
+    assert run(tmp_path, settings).metrics["learn/grad_norm"] > 0
+
+
+def test_an_object_is_its_import_path_bit_for_bit(tmp_path: Path, monkeypatch: Any) -> None:
+    settings = {**QUICK, "run": {**QUICK["run"], "name": "a"}}
+    found: list[dict[str, Any]] = []
+    named = {
+        "reward": {"funcs": [PATH]},
+        "credit": {"rule": "examples.own_credit:rise"},
+    }
+    for place, tables, objects in (
+        ("given", {}, {"rewards": [brief], "credit": rise}),
+        ("named", named, {}),
+    ):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        found.append(contents(run(Path("runs"), {**settings, **tables}, **objects).run_dir))
+    assert found[0].pop("objects.json")
+    assert found[0] == found[1]
+
+
+def test_a_local_object_gives_the_trees_of_its_import_path(tmp_path: Path) -> None:
+    settings = {**QUICK, "run": {**QUICK["run"], "name": "a"}}
+    local = run(tmp_path / "local", settings, rewards=scaled(1.0))
+    named = run(tmp_path / "named", settings, rewards=PATH)
+    for key, value in named.metrics.items():
+        if not is_timing(key) and not key.startswith(f"reward/{PATH}"):
+            assert local.metrics[key] == value, key
+    assert local.metrics["reward/given:inner"] == named.metrics[f"reward/{PATH}"]
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+class Sums(OpenTasks):
+    """A task source."""
+
+    def __init__(self, **_: Any) -> None:
+        self.made = [
+            Task(id=f"sum/{n}", question=row["question"], reference=(row["answer"],))
+            for n, row in enumerate(ROWS)
+        ]
+
+    def train_tasks(self) -> Sequence[Task]:
+        return self.made[:12]
+
+    def eval_tasks(self) -> Sequence[Task]:
+        return self.made[12:]
+
+    def vocabulary(self) -> Sequence[str]:
+        return sorted({word for row in ROWS for text in row.values() for word in text.split()})
+
+
+def as_dataset() -> Any:
+    return pytest.importorskip("datasets").Dataset.from_list(ROWS)
+
+
+def as_frame() -> Any:
+    return pytest.importorskip("pandas").DataFrame(ROWS)
+
+
+TASKS: Mapping[str, Callable[[], Any]] = {
+    "rows": lambda: ROWS,
+    "datasets.Dataset": as_dataset,
+    "DataFrame": as_frame,
+    "splits": lambda: {"train": ROWS[:12], "test": ROWS[12:]},
+    "object": Sums,
+    "class": lambda: Sums,
+}
+
+
+@pytest.mark.parametrize("way", TASKS)
+def test_tasks_are_asked(way: str, tmp_path: Path) -> None:
+    result = run(tmp_path, DATA, tasks=TASKS[way](), rewards=brief)
+    trees = read_trees(result.run_dir)
+    assert {tree.task.question for tree in trees} <= {row["question"] for row in ROWS}
+    assert result.metrics["learn/grad_norm"] > 0
+
+
+def test_all_rows_train_where_the_recipe_does_not_limit_them(tmp_path: Path) -> None:
+    many = [{"question": f"{n} ?", "answer": str(n)} for n in range(700)]
+    result = run(tmp_path, DATA, tasks={"train": many, "eval": many[:3]}, rewards=brief)
+    config = json.loads((result.run_dir / "config.json").read_text())
+    assert (config["tasks"]["num_train"], config["tasks"]["num_eval"]) == (700, 3)
+
+
+# --- tools, environments, explorers, credit, objectives, models -----------------------------------
+
+
+def double(number: int) -> str:
+    """Doubles a number."""
+    return str(2 * number)
+
+
+async def halve(number: int) -> str:
+    """Halves a number."""
+    return str(number / 2)
+
+
+def test_functions_are_tools(tmp_path: Path) -> None:
+    def thrice(number: int) -> str:
+        """Multiplies a number by three."""
+        return str(3 * number)
+
+    settings = {**DATA, "rollout": QUICK["rollout"]}
+    result = run(tmp_path, settings, tasks=ROWS, tools=[double, halve, thrice], rewards=brief)
+    (prompt, *_) = read_trees(result.run_dir)
+    config = json.loads((result.run_dir / "config.json").read_text())
+    assert config["tools"]["use"] == [
+        f"{__name__}:double",
+        f"{__name__}:halve",
+        "given:thrice",
+    ]
+    assert result.metrics["learn/grad_norm"] > 0 and prompt.steps
+
+
+def test_mcp_servers_are_tools(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    server = {
+        "name": "tests",
+        "command": [sys.executable, "tests/mcp_server.py"],
+        "tools": ["getWeather"],
+    }
+    settings = {**DATA, "rollout": QUICK["rollout"]}
+    result = run(tmp_path, settings, tasks=ROWS, tools=[double, server], rewards=brief)
+    config = json.loads((result.run_dir / "config.json").read_text())
+    assert config["tools"]["mcp"][0]["tools"] == ["getWeather"]
+    assert result.metrics["learn/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("way", ["class", "local class", "function"])
+def test_an_environment_is_played(way: str, tmp_path: Path) -> None:
+    class Local(KeyDoor):
+        """A class of a notebook."""
+
+    made = {"class": KeyDoor, "local class": Local, "function": lambda: Local()}[way]
+    result = run(tmp_path, QUICK, environment=made, rewards=["environment", brief])
+    assert result.metrics["learn/grad_norm"] > 0
+    # Nobody has the key: each episode ends with the door closed.
+    assert result.metrics["reward/environment"] == 0.0
+
+
+class Half(Independent):
+    """Opens half of the leaves."""
+
+    def starts(self, max_leaves: int) -> Start:
+        return Start(max_leaves // 2)
+
+    def fill(self, tree: Tree, max_leaves: int) -> Start:
+        return Start(0)
+
+
+@pytest.mark.parametrize("explorer", [Half, Half(), lambda: Half(), [Half(), "graft"]])
+def test_an_explorer_decides_where_trees_grow(explorer: Any, tmp_path: Path) -> None:
+    settings = {**QUICK, "buffer": {"path": "expert"}} if isinstance(explorer, list) else QUICK
+    result = run(tmp_path, settings, explorer=explorer, rewards=brief)
+    assert {len(tree.leaves) for tree in read_trees(result.run_dir)} == {2}
+
+
+def test_a_credit_rule_and_an_objective_are_called(tmp_path: Path) -> None:
+    from treegraft.algo.losses import SurrogateTerms
+
+    calls: list[str] = []
+
+    def doubled(tree: Tree) -> Tree:
+        calls.append(tree.group_id)
+        return tree
+
+    def reinforce(settings: Any, new: Any, old: Any, advantages: Any, **_: Any) -> SurrogateTerms:
+        calls.append("objective")
+        ratios = torch.exp(new - new.detach())
+        return SurrogateTerms(-ratios * advantages, ratios.detach(), torch.zeros_like(ratios) > 0)
+
+    result = run(tmp_path, QUICK, rewards=brief, credit=doubled, objective=reinforce)
+    assert result.metrics["learn/grad_norm"] > 0
+    assert len(calls) == 3 and "objective" in calls
+
+
+def test_a_model_and_its_tokenizer_are_copied(tmp_path: Path) -> None:
+    from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
+    from treegraft.settings.policy import TinySettings
+
+    words = sorted({word for row in ROWS for text in row.values() for word in text.split()})
+    tokenizer = build_word_tokenizer(words)
+    shape = TinySettings(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
+    model = build_tiny_model(
+        shape, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, 0
+    )
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings = {name: table for name, table in DATA.items() if name != "model"}
+    settings["learn"] = {"lr": 1e-2}
+    settings["rollout"] = DATA["rollout"]
+    result = run(tmp_path, settings, model=(model, tokenizer), tasks=ROWS, rewards=brief)
+    assert result.metrics["learn/grad_norm"] > 0
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    # Its checkpoint is evaluated without the pair, on all of the given rows.
+    evaluated = evaluate_checkpoint(result.run_dir, rewards=brief, tasks=ROWS[:5], display=False)
+    assert evaluated.num_tasks == 5
+    whole = evaluate_checkpoint(
+        None,
+        load_config({"rollout": {"max_tool_calls": 0}}),
+        model=(model, tokenizer),
+        tasks=ROWS[:3],
+        rewards=brief,
+        display=False,
+    )
+    assert whole.num_tasks == 3
+
+
+def test_a_buffer_is_built_with_objects(tmp_path: Path) -> None:
+    config = load_config(tiny(buffer={"build": {"num_samples": 1, "num_tasks": 3}}))
+    seen: list[int] = []
+
+    def all_right(completions: Sequence[str], **_: Any) -> list[float]:
+        seen.append(len(completions))
+        return [1.0 for _ in completions]
+
+    work = BufferBuild(config, tmp_path / "traces.sqlite", rewards=all_right)
+    work.run(display=NoDisplay())
+    assert work.report.num_kept > 0 and seen
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+
+def test_callbacks_get_each_update_and_may_end_the_run(tmp_path: Path) -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.updates: list[int] = []
+            self.num_trees = 0
+
+        def log(self, update: int, metrics: Mapping[str, float]) -> None:
+            self.updates.append(update)
+
+        def sample(self, update: int, trees: Sequence[Tree]) -> None:
+            self.num_trees += len(trees)
+
+    seen: list[float] = []
+
+    def second_is_last(update: int, metrics: Mapping[str, float]) -> bool:
+        seen.append(metrics["policy_version"])
+        return update < 2
+
+    watcher = Watcher()
+    settings = {**QUICK, "run": {**QUICK["run"], "num_updates": 5}}
+    result = run(tmp_path, settings, rewards=brief, callbacks=[watcher, second_is_last])
+    assert seen == [0, 1, 2] and watcher.updates == [0, 1, 2] and watcher.num_trees == 4
+    # What has ended so goes on, and a callback that is new is told what has been.
+    more: list[float] = []
+
+    def counting(update: int, metrics: Mapping[str, float]) -> None:
+        more.append(update)
+
+    whole = train(resume=result.run_dir, rewards=brief, callbacks=[counting], display=False)
+    assert whole.metrics["policy_version"] == 5 and more == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_callback_that_fails_costs_no_run(tmp_path: Path) -> None:
+    def broken(update: int, metrics: Mapping[str, float]) -> None:
+        raise ValueError("no")
+
+    assert run(tmp_path, QUICK, rewards=brief, callbacks=[broken]).metrics["policy_version"] == 1
+
+
+# --- the run folder, resume, two runs -------------------------------------------------------------
+
+
+def test_a_resumed_run_asks_for_its_objects(tmp_path: Path, monkeypatch: Any) -> None:
+    reward = scaled(1.0)
+    first = run(tmp_path, QUICK, rewards=reward)
+    (noted,) = json.loads((first.run_dir / "objects.json").read_text())
+    assert noted["qualified"] == f"{__name__}.scaled.<locals>.inner"
+    with pytest.raises(SettingError) as caught:
+        train(resume=first.run_dir, display=False)
+    assert f"rewards= ({__name__}.scaled.<locals>.inner)" in str(caught.value)
+    more = {**json.loads((first.run_dir / "config.json").read_text())}
+    more["run"]["num_updates"] = 2
+    warnings: list[str] = []
+
+    def inner(completions: Sequence[str], **_: Any) -> list[float]:
+        """Another one of the same name."""
+        return brief(completions)
+
+    class Noting(NoDisplay):
+        def warn(self, text: str) -> None:
+            warnings.append(text)
+
+    train(more, resume=first.run_dir, rewards=inner, display=Noting())
+    assert any("has changed since the run began" in text for text in warnings)
+
+
+def test_two_runs_share_no_objects(tmp_path: Path) -> None:
+    def reward(completions: Sequence[str], **_: Any) -> list[float]:
+        return brief(completions)
+
+    first = reward
+
+    def reward(completions: Sequence[str], **_: Any) -> list[float]:  # type: ignore[no-redef]
+        return [-one for one in brief(completions)]
+
+    one = run(tmp_path / "one", QUICK, rewards=first)
+    other = run(tmp_path / "other", QUICK, rewards=reward)
+    assert one.metrics["reward/given:reward"] > 0 > other.metrics["reward/given:reward"]
+    with pytest.raises(SettingError):
+        load_object("given:reward")
+
+
+def test_names_lead_to_objects_in_their_block_alone() -> None:
+    objects = GivenObjects()
+    add = lambda a, b: a + b  # noqa: E731
+    other = lambda a, b: a - b  # noqa: E731
+    names = [objects.add("rewards", add), objects.add("rewards", other), objects.add("tools", add)]
+    assert names == ["given:reward", "given:reward_2", "given:reward"]
+    assert objects.add("rewards", brief) == PATH
+    with giving(objects):
+        assert load_object("given:reward_2")(3, 1) == 2
+        with giving(GivenObjects()), pytest.raises(SettingError):
+            load_object("given:reward")
+    with pytest.raises(SettingError):
+        load_object("given:reward")
+
+
+def test_import_paths_are_those_that_lead_back() -> None:
+    assert import_path(json.dumps) == "json:dumps"
+    assert import_path(Brief.__call__) == f"{__name__}:Brief.__call__"
+    assert import_path(Brief(1.0)) == import_path(scaled(1.0)) == import_path(3) == ""
+    moved = functools.wraps(brief)(lambda: None)
+    assert import_path(moved) == ""
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def with_unknown(completion: str) -> list[float]:
+    return []
+
+
+def untyped(number):  # type: ignore[no-untyped-def]
+    """Doubles a number."""
+    return number
+
+
+async def not_a_rule(tree: Tree) -> Tree:
+    return tree
+
+
+REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "a number as reward": ({"rewards": 3}, "rewards: got 3"),
+    "a number among rewards": ({"rewards": [brief, 3]}, "rewards: got 3"),
+    "an unknown argument": ({"reward": brief}, "'rewards'"),
+    "a reward of an unknown column": ({"rewards": with_unknown}, "'completion'"),
+    "a generator": ({"tasks": (row for row in ROWS)}, "tasks: got"),
+    "no rows": ({"tasks": []}, "tasks: got no rows"),
+    "rows that are none": ({"tasks": ["1 + 1 ?"]}, "a row: got '1 + 1 ?'"),
+    "splits of other names": ({"tasks": {"training": ROWS}}, "'training'"),
+    "a tool without types": ({"tools": [untyped]}, "'number'"),
+    "a number as tool": ({"tools": 3}, "tools: got 3"),
+    "an environment's object": ({"environment": KeyDoor()}, "environment: got"),
+    "a model without tokenizer": ({"model": torch.nn.Linear(1, 1)}, "model: got"),
+    "a pair without model": ({"model": (3, "".encode)}, "model: got"),
+    "a coroutine function as credit": ({"credit": not_a_rule}, "credit: got"),
+    "a number as explorer": ({"explorer": 3}, "explorer: got 3"),
+    "a class as callback": ({"callbacks": [Brief]}, "callbacks: entry 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_object_of_the_wrong_kind_is_refused_before_work(case: str, tmp_path: Path) -> None:
+    objects, fact = REFUSED[case]
+    settings = DATA if "tasks" in objects else QUICK
+    with pytest.raises(SettingError) as caught:
+        run(tmp_path, settings, **objects)
+    assert fact in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_objects_for_one_setting_are_refused(tmp_path: Path) -> None:
+    settings = {**QUICK, "reward": {"funcs": ["f1"]}}
+    with pytest.raises(SettingError) as caught:
+        run(tmp_path, settings, rewards=brief)
+    assert "'reward.funcs' is ['f1']" in str(caught.value)
+
+
+def test_objects_that_cannot_travel_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingError) as caught:
+        run(tmp_path, QUICK, rewards=scaled(1.0), placement="ray")
+    assert "'inner'" in str(caught.value) and "module" in str(caught.value)
+
+
+def test_a_script_runs_with_its_own_functions(tmp_path: Path) -> None:
+    """What a user writes in one file, and what a checker of types says of it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from treegraft import RunResult, train\n\n\n"
+        "def brief(completions: list[str], **columns: object) -> list[float]:\n"
+        '    """Returns more for fewer characters."""\n'
+        "    return [1 / (1 + len(one)) for one in completions]\n\n\n"
+        f"settings = {json.dumps({**QUICK, 'run': {**QUICK['run'], 'dir': str(tmp_path)}})}\n"
+        "result: RunResult = train(settings, rewards=[brief], display=False)\n"
+        "print(result.metrics['learn/grad_norm'] > 0)\n".replace("null", "None"),
+        encoding="utf-8",
+    )
+    text = script.read_text().replace("false", "False").replace("true", "True")
+    script.write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
+    )
+    assert done.stdout.split() == ["True"], done.stderr
+    assert inspect.signature(train).parameters["objects"]
