@@ -63,22 +63,16 @@ if __name__ == "__main__":
             "num_leaves": 2,
             "entropy": {"num_starts": 1, "probe_tokens": 2},
         }
-        own = {
-            "environment": {"kind": "own_environment:KeyDoor"},
-            "engine": {"kind": "own_environment:make_engine"},
-        }
-        rest = {
-            "reward": {"funcs": ["environment"]},
-            "format": {"system_prompt": "", "require_think": False},
-        }
         result = train(
             {
                 "run": run,
                 "explore": explore,
+                "engine": {"kind": make_engine},
+                "format": {"system_prompt": "", "require_think": False},
                 "eval": {"every": 0, "at_start": False, "at_end": False},
-                **own,
-                **rest,
-            }
+            },
+            environment=KeyDoor,
+            rewards="environment",
         )
         for path in read_trees(result.run_dir)[0].trajectories():
             seen = [one.text for content in path.contents for one in content.observations]

@@ -63,11 +63,12 @@ if __name__ == "__main__":
             {
                 "run": {"dir": folder, "num_updates": 1, "tasks_per_update": 1},
                 "tasks": {"search_world": {"hops": [1]}},
-                "engine": {"kind": "own_explorer:make_engine"},
-                "explore": {"explorers": ["own_explorer:Retry"], "num_leaves": 6},
+                "engine": {"kind": make_engine},
+                "explore": {"num_leaves": 6},
                 "format": {"system_prompt": "", "require_think": False},
                 "eval": {"every": 0, "at_start": False, "at_end": False},
-            }
+            },
+            explorer=Retry(),
         )
         for step in read_trees(result.run_dir)[0].steps[1:]:
             print(

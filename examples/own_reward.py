@@ -46,12 +46,13 @@ if __name__ == "__main__":
             {
                 "run": {"dir": folder, "num_updates": 1, "tasks_per_update": 1},
                 "tasks": {"search_world": {"hops": [1]}},
-                "engine": {"kind": "own_reward:make_engine"},
-                "reward": {"funcs": ["exact_match", "own_reward:thrift"], "weights": [1.0, 0.1]},
+                "engine": {"kind": make_engine},
+                "reward": {"weights": [1.0, 0.1]},
                 "format": {"system_prompt": "", "require_think": False},
                 "explore": {"num_leaves": 3},
                 "eval": {"every": 0, "at_start": False, "at_end": False},
-            }
+            },
+            rewards=["exact_match", thrift],
         )
         for leaf in read_trees(result.run_dir)[0].leaves:
             print(

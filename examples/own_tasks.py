@@ -49,7 +49,6 @@ if __name__ == "__main__":
         settings = {
             "run": {"dir": folder, "num_updates": 0, "num_threads": 1},
             "tasks": {
-                "kind": "own_tasks:Larger",
                 "num_train": 16,
                 "num_eval": 16,
                 "options": {"largest": 5},
@@ -58,4 +57,4 @@ if __name__ == "__main__":
             "rollout": {"max_tool_calls": 0, "max_completion_tokens": 8},
             "warmup": {"num_steps": 30, "batch_size": 20, "lr": 5e-3, "lr_warmup_steps": 5},
         }
-        print(f"accuracy {train(settings).metrics['eval/accuracy']:.2f}")
+        print(f"accuracy {train(settings, tasks=Larger).metrics['eval/accuracy']:.2f}")

@@ -40,12 +40,12 @@ if __name__ == "__main__":
         result = train(
             {
                 "run": {"dir": folder, "num_updates": 1, "tasks_per_update": 2},
-                "tools": {"use": ["own_tool:shortcut"]},
-                "engine": {"kind": "own_tool:make_engine"},
+                "engine": {"kind": make_engine},
                 "format": {"system_prompt": "", "require_think": False},
                 "explore": {"num_leaves": 2},
                 "eval": {"every": 0, "at_start": False, "at_end": False},
-            }
+            },
+            tools=[shortcut],
         )
         trajectory = read_trees(result.run_dir)[0].trajectories()[0]
         print(trajectory.task.question)

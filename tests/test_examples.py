@@ -16,7 +16,7 @@ PRINTED = {
     "own_environment": "0.0.0.0: ['taken', 'open'], reward 1.0\n0.0.1: ['taken'], reward 0.0",
     "own_explorer": "0.0.1 BranchCause e12 r5",
     "own_credit": "0.0      -0.17  ['e12']",
-    "own_reward": "{'exact_match': 1.0, 'own_reward:thrift': -2.0} -> 0.8, advantage +0.47",
+    "own_reward": "{'exact_match': 1.0, 'thrift': -2.0} -> 0.8, advantage +0.47",
 }
 """A line of each. The advantage: rewards 0, 0.9, 0.8 have mean 17/30 and sample deviation 0.4933;
 (0.8 - 0.5667) / 0.4933."""

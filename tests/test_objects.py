@@ -10,12 +10,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from examples.own_credit import rise
 from examples.own_environment import KeyDoor
 from tests.tiny import contents, is_timing, tiny
 
@@ -48,6 +48,12 @@ def run(tmp_path: Path, settings: Mapping[str, Any], **objects: Any) -> Any:
     """Trains in a folder of the test."""
     data = {**settings, "run": {**settings["run"], "dir": str(tmp_path)}}
     return train(data, display=False, **objects)
+
+
+def doubled(tree: Tree) -> Tree:
+    """Returns the tree with twice the advantages."""
+    twice = [replace(leaf, advantage=2 * (leaf.advantage or 0.0)) for leaf in tree.leaves]
+    return replace(tree, leaves=tuple(twice))
 
 
 # --- rewards --------------------------------------------------------------------------------------
@@ -114,10 +120,10 @@ def test_an_object_is_its_import_path_bit_for_bit(tmp_path: Path, monkeypatch: A
     found: list[dict[str, Any]] = []
     named = {
         "reward": {"funcs": [PATH]},
-        "credit": {"rule": "examples.own_credit:rise"},
+        "credit": {"rule": f"{__name__}:doubled"},
     }
     for place, tables, objects in (
-        ("given", {}, {"rewards": [brief], "credit": rise}),
+        ("given", {}, {"rewards": [brief], "credit": doubled}),
         ("named", named, {}),
     ):
         (tmp_path / place).mkdir()
@@ -134,7 +140,7 @@ def test_a_local_object_gives_the_trees_of_its_import_path(tmp_path: Path) -> No
     for key, value in named.metrics.items():
         if not is_timing(key) and not key.startswith(f"reward/{PATH}"):
             assert local.metrics[key] == value, key
-    assert local.metrics["reward/given:inner"] == named.metrics[f"reward/{PATH}"]
+    assert local.metrics["reward/inner"] == named.metrics[f"reward/{PATH}"]
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -260,7 +266,11 @@ class Half(Independent):
 
 @pytest.mark.parametrize("explorer", [Half, Half(), lambda: Half(), [Half(), "graft"]])
 def test_an_explorer_decides_where_trees_grow(explorer: Any, tmp_path: Path) -> None:
-    settings = {**QUICK, "buffer": {"path": "expert"}} if isinstance(explorer, list) else QUICK
+    settings = (
+        {**QUICK, "buffer": {"path": "expert", "encoder": "hashing"}}
+        if isinstance(explorer, list)
+        else QUICK
+    )
     result = run(tmp_path, settings, explorer=explorer, rewards=brief)
     assert {len(tree.leaves) for tree in read_trees(result.run_dir)} == {2}
 
@@ -270,7 +280,7 @@ def test_a_credit_rule_and_an_objective_are_called(tmp_path: Path) -> None:
 
     calls: list[str] = []
 
-    def doubled(tree: Tree) -> Tree:
+    def noted(tree: Tree) -> Tree:
         calls.append(tree.group_id)
         return tree
 
@@ -279,7 +289,7 @@ def test_a_credit_rule_and_an_objective_are_called(tmp_path: Path) -> None:
         ratios = torch.exp(new - new.detach())
         return SurrogateTerms(-ratios * advantages, ratios.detach(), torch.zeros_like(ratios) > 0)
 
-    result = run(tmp_path, QUICK, rewards=brief, credit=doubled, objective=reinforce)
+    result = run(tmp_path, QUICK, rewards=brief, credit=noted, objective=reinforce)
     assert result.metrics["learn/grad_norm"] > 0
     assert len(calls) == 3 and "objective" in calls
 
@@ -408,7 +418,7 @@ def test_two_runs_share_no_objects(tmp_path: Path) -> None:
 
     one = run(tmp_path / "one", QUICK, rewards=first)
     other = run(tmp_path / "other", QUICK, rewards=reward)
-    assert one.metrics["reward/given:reward"] > 0 > other.metrics["reward/given:reward"]
+    assert one.metrics["reward/reward"] > 0 > other.metrics["reward/reward"]
     with pytest.raises(SettingError):
         load_object("given:reward")
 

@@ -11,30 +11,36 @@ from typing import Any, Final, TypedDict
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.given import GivenObjects, giving
+from treegraft.core.interfaces import Tool
+from treegraft.core.types import Tree
 from treegraft.settings.config import Config
 from treegraft.settings.load import Default, load_config
 
+Named = Callable[..., Any] | str
+"""A function or class, or the name that settings have for one."""
+
 
 class Objects(TypedDict, total=False):
-    """Python objects that take the place of settings; each is optional."""
+    """Python objects that take the place of settings; each is optional, and None counts as not
+    given."""
 
-    model: Any
+    model: str | PathLike[str] | tuple[Any, Any] | None
     """A path or hub id, or a pair (model, tokenizer) of transformers objects, which is copied."""
     tasks: Any
     """A list of rows, a `datasets.Dataset`, a DataFrame, a file, {"train": rows, "eval": rows}, or
     a task source (an object, its class, or a function that makes one)."""
-    rewards: Any
-    """A reward function or the name of one, or a list of these; with TRL's keywords or verl's."""
-    tools: Any
+    rewards: Named | Sequence[Named] | None
+    """Reward functions, with TRL's keywords or verl's, sync or async; one or a list."""
+    tools: Named | Tool | Mapping[str, Any] | Sequence[Named | Tool | Mapping[str, Any]] | None
     """Functions with type hints and a docstring, tools, names, and MCP servers as dicts of their
     settings; one or a list."""
-    environment: Any
+    environment: Named | None
     """A class whose public methods are the agent's tools, or a function that makes such objects."""
     explorer: Any
-    """An explorer (an object, its class or a function that makes one) or a name, or a list."""
-    credit: Any
+    """An explorer (an object, its class or a function that makes one) or a name; one or a list."""
+    credit: Callable[[Tree], Tree] | str | None
     """A function from a credited tree to the same with other advantages."""
-    objective: Any
+    objective: Named | None
     """A policy-gradient objective as plugins bring it, or the name of one."""
 
 

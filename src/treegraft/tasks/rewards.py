@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from treegraft.core.errors import SettingError
+from treegraft.core.given import GIVEN
 from treegraft.core.interfaces import RewardFunc
 from treegraft.core.plugin import chosen
 from treegraft.core.types import Leaf, Origin, Status, Task, Trajectory, Tree
@@ -160,7 +161,13 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
                 function, limit=max_tokens, buffer=settings.overlong_tokens
             )
         functions.append(function)
-    return list(zip(settings.funcs, functions, weights, strict=True))
+    # Metrics and recorded parts have the name of a given function, unless another one has it.
+    bare = (name.removeprefix(GIVEN) for name in settings.funcs)
+    names = [
+        one if one not in settings.funcs else name
+        for one, name in zip(bare, settings.funcs, strict=True)
+    ]
+    return list(zip(names, functions, weights, strict=True))
 
 
 def check_rewards(rewards: Sequence[WeightedReward], tasks: Sequence[Task]) -> None:
