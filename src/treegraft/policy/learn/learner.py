@@ -30,10 +30,8 @@ from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
     blank_batch,
-    credit,
     newest_of_several,
     num_imitated_tokens,
-    num_loss_tokens,
     num_tree_tokens,
     pack_trees,
     without_branches,
@@ -55,6 +53,7 @@ from treegraft.policy.learn.plan import (
     with_steps,
 )
 from treegraft.policy.learn.reference import Reference
+from treegraft.policy.learn.rows import num_loss_tokens
 from treegraft.policy.learn.scores import (
     Scores,
     ScoringModel,
@@ -369,7 +368,7 @@ class Learner:
 
     def _is_learned(self, tree: Tree) -> bool:
         has_signal = any(
-            credit(step, path.leaf) != 0.0
+            step.advantage_below(path.leaf) != 0.0
             for path in tree.trajectories()
             if path.leaf.has_loss
             for step in path.steps
