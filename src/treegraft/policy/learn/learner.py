@@ -162,8 +162,7 @@ class Learner:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = base_model(self.model).device
-        return device
+        return torch.device(base_model(self.model).device)
 
     # ------------------------------------------------------------------ scores
 
@@ -521,6 +520,10 @@ class Learner:
         """Returns the plain model's weights, adapters merged into them, detached."""
         adapted = None if base_model(self.model) is self.model else self.model
         return ModelWeights(plain_weights(self.model), adapted)
+
+    def freeze_reference(self) -> None:
+        """Makes the present weights the reference of the KL term."""
+        self._reference = Reference(self.model)
 
     def keep_reference(self, folder: Path, *, is_new: bool) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the
