@@ -116,9 +116,12 @@ class Grove:
 
     # ------------------------------------------------------------------ begin and end
 
-    async def __aenter__(self) -> Self:
+    def _refuse_open(self) -> None:
         if self._now is not None:
             raise SettingError("grove: it is open already; make another one with grove(...).")
+
+    async def __aenter__(self) -> Self:
+        self._refuse_open()
         self._holding = _held(self.config, self._engine)
         with first_cause():
             self._now = await self._holding.__aenter__()
@@ -126,9 +129,12 @@ class Grove:
 
     async def __aexit__(self, *error: Any) -> None:
         self._now = None
+        # Another block begins with an engine of the first weights.
+        vars(self).pop("learner", None)
         await self._holding.__aexit__(*error)
 
     def __enter__(self) -> Self:
+        self._refuse_open()
         opened: Future[None] = Future()
         self._closing, self._ended = Future(), Future()
 
