@@ -260,12 +260,15 @@ def test_a_stored_trajectory_counts_with_what_its_agent_wrote() -> None:
     assert not any(other.loss_mask) and pack_trees([tree]).lengths.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["graft_coef", "lesson_coef"])
-def test_imitation_is_refused(name: str) -> None:
-    config = load_config({"loss": {"graft_coef": 0.0}})
-    loss = config.loss.model_copy(update={name: 0.5})
-    with pytest.raises(SettingError, match=rf"loss.{name} is 0.5, .* expected 0"):
-        leaf_rows([], config.model_copy(update={"loss": loss}))
+def test_imitation_is_refused_where_there_is_something_to_imitate() -> None:
+    config = load_config({"loss": {"graft_coef": 0.5}})
+    plain, grafted = (
+        build_tree(Part.of("pp", Part.of("s", Part.of("rr", Part("s"), lesson=lesson)), Part("s")))
+        for lesson in (0, 2)
+    )
+    assert len(leaf_rows(credit_trees([plain], config), config)) == 2
+    with pytest.raises(SettingError, match=r"loss\.graft_coef is 0\.5 .* expected 0"):
+        leaf_rows(credit_trees([grafted], config), config)
 
 
 def test_rows_are_made_without_torch() -> None:

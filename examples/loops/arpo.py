@@ -15,7 +15,7 @@ from treegraft import Config, load_config, sft
 from treegraft.parts import Epochs, LeafRow, grove, leaf_rows
 
 SETTINGS = ["run.num_updates=3", "warmup.num_steps=0", 'explore.explorers=["entropy"]']
-SETTINGS += ["credit.attribution=hard", "loss.graft_coef=0", "learn.num_minibatches=2"]
+SETTINGS += ["credit.attribution=hard", "learn.num_minibatches=2"]
 
 
 def loop(config: Config, folder: Path) -> list[dict[str, float]]:

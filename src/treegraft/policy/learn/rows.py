@@ -81,15 +81,16 @@ def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
         config: for loss.shaping_weight.
 
     Raises:
-        SettingError: loss.graft_coef or loss.lesson_coef is above 0: rows hold what the policy
-            sampled, and imitated texts are none of it.
+        SettingError: loss.graft_coef is above 0 and there are grafts to imitate: rows hold what the
+            policy sampled alone.
     """
-    for name in ("graft_coef", "lesson_coef"):
-        if value := getattr(config.loss, name):
-            raise SettingError(
-                f"leaf_rows: loss.{name} is {value:g}, but rows hold no imitated text; expected 0."
-                " Set it to 0, or learn from the trees with Learner.learn."
-            )
+    coef = config.loss.graft_coef
+    if coef and any(step.lesson_ids for tree in trees for step in tree.steps):
+        raise SettingError(
+            f"leaf_rows: loss.graft_coef is {coef:g} and these trees have grafts to imitate, which"
+            " rows cannot say; expected 0. Set it to 0, or learn from the trees with"
+            " Learner.learn."
+        )
     paths = (path for tree in trees for path in tree.trajectories())
     groups = (tree.group_id for tree in trees for _ in tree.leaves)
     return [
