@@ -68,7 +68,6 @@ from treegraft.explore.budget import Allocation, Budget
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.extras.environments.sokoban.tasks import Solver
 from treegraft.policy.learn.credit import credit_trees
-from treegraft.policy.learn.pack import credit
 from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
@@ -324,7 +323,7 @@ async def measure(sampling: str, options: argparse.Namespace) -> list[dict[str, 
             def credit_of(
                 step: Step, path: Trajectory, nodes: Mapping[str, float] | None = nodes
             ) -> float:
-                return credit(step, path.leaf) if nodes is None else nodes[step.id]
+                return step.advantage_below(path.leaf) if nodes is None else nodes[step.id]
 
             optimal, agent = counted(scored, credit_of, signs)
             rewards = [leaf.reward or 0.0 for leaf in tree.leaves]

@@ -57,7 +57,7 @@ ROOMS = {
     # The public module for extensions; it loads every name from its home.
     "parts": (
         *("core", "settings", "algo", "explore", "tools", "runs", "rollout", "policy", "tasks"),
-        *("assemble", "traces", "evals", "view", "train", "cli"),
+        *("assemble", "traces", "evals", "view", "launch", "train", "cli"),
     ),
     # Each extension is written against the public face alone.
     "extras": ("parts",),

@@ -19,7 +19,6 @@ from benchmarks.credit_sign import (
 from tests.trees import Part, build_tree
 
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
-from treegraft.policy.learn.pack import credit
 
 QUESTION = "3x3 player a2 boxes b2 goals c2"
 
@@ -77,7 +76,7 @@ def test_contributions_are_counted_by_kind_and_sign() -> None:
         ),
     )
     first = tree.steps[1].id
-    optimal, agent = counted(tree, lambda step, path: credit(step, path.leaf), {first: 1})
+    optimal, agent = counted(tree, lambda step, path: step.advantage_below(path.leaf), {first: 1})
     # "up" at the upper edge changes nothing.
     assert optimal == {"wrong+": 1, "wrong-": 2, "right+": 1}
     assert agent == {"up+": 1, "up-": 1}

@@ -80,7 +80,10 @@ SIGNATURES = {
         "*entropy",
         "*latency_s",
     ],
-    "train": ["config", "*recipe", "*resume", "*accepts_changes", "*display", "*placement"],
+    "train": [
+        *("config", "*recipe", "*resume", "*accepts_changes", "*display", "*placement"),
+        *("*callbacks", "**objects"),
+    ],
 }
 """Parameters in order; a star marks those that only a keyword reaches, "=" a default that is
 promised."""
@@ -139,10 +142,12 @@ def test_signatures(path: str) -> None:
     assert [name for name, *_ in promised] == list(parameters)
     for text, (name, _, default) in zip(SIGNATURES[path], promised, strict=True):
         parameter = parameters[name]
-        assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == text.startswith("*")
+        kinds = [inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD]
+        stars = len(text) - len(text.lstrip("*"))
+        assert (parameter.kind is kinds[stars - 1]) if stars else parameter.kind not in kinds
         if default:
             assert repr(parameter.default) == default
-        if text.startswith("*"):
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             assert parameter.default is not inspect.Parameter.empty
 
 

@@ -27,7 +27,8 @@ from treegraft.settings.policy import LearnSettings, LossSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
-from treegraft.traces.run_buffer import RunBuffer, own_traces
+from treegraft.traces.rollout_buffer import own_traces
+from treegraft.traces.run_buffer import RunBuffer
 from treegraft.train import train
 
 

@@ -11,7 +11,8 @@ from tests.tiny import tiny
 from treegraft.core.errors import DataError
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
-from treegraft.traces.run_buffer import RunBuffer, buffer_use
+from treegraft.traces.rollout_buffer import buffer_use
+from treegraft.traces.run_buffer import RunBuffer
 
 GRAFT = {"explore": {"explorers": ["graft"]}}
 OWN = {"explore": {"explorers": ["my_package:Mine"]}}

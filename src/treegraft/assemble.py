@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +55,7 @@ from treegraft.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
     from treegraft.policy.engine.vllm.engine import VllmEngine
+    from treegraft.policy.learn.learner import Learner
     from treegraft.policy.learn.ranks import Ranks
 
 
@@ -73,6 +74,8 @@ class Setup:
     """Of the tasks' environments; None without."""
     rewards: Sequence[WeightedReward]
     scorer: TreeScorer
+    load_model: Callable[[], Any]
+    """Loads the model of model.path, another one at each call."""
 
     @cached_property
     def train_tasks(self) -> Sequence[Task]:
@@ -321,7 +324,6 @@ async def assemble_training(
         with ctrl_c_ends_at_once():
             # Imported here, so that `treegraft --help` and config checks start without torch.
             from treegraft.policy.learn.credit import find_credit_rule
-            from treegraft.policy.load import with_adapters
 
             credit_rule = find_credit_rule(config)
             scenario = _Scenario(config, source)
@@ -334,13 +336,7 @@ async def assemble_training(
             # has its own.
             has_copy = config.engine.kind == "native" and placement is None
             own = copy.deepcopy(model).requires_grad_(False) if has_copy else None
-            try:
-                trained = with_adapters(model, config.model, seed=config.run.seed)
-            except ValueError as error:
-                raise SettingError(
-                    f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the"
-                    f" model: {error}"
-                ) from error
+            trained = _adapted(config, model)
             opening: AbstractAsyncContextManager[Engine]
             if placement is None:
                 opening = opened_engine(config, own or trained, tokenizer, source_path)
@@ -359,6 +355,31 @@ async def assemble_training(
             learner=learner,
             credit_rule=credit_rule,
         )
+
+
+def build_own_learner(parts: Setup) -> Learner:
+    """Returns a learner as a training's at its beginning, with weights of its own.
+
+    Raises:
+        ModelError, SettingError: a model that cannot be loaded or learned.
+    """
+    learner = _build_learner(
+        parts.config, _adapted(parts.config, parts.load_model()), None, None, None
+    )
+    return cast("Learner", learner)
+
+
+def _adapted(config: Config, model: Any) -> Any:
+    """The model with the recipe's adapters."""
+    from treegraft.policy.load import with_adapters
+
+    try:
+        return with_adapters(model, config.model, seed=config.run.seed)
+    except ValueError as error:
+        raise SettingError(
+            f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model:"
+            f" {error}"
+        ) from error
 
 
 def _weight_files(config: Config, model_path: Path | str) -> Sequence[Path] | None:
@@ -497,6 +518,7 @@ class _Scenario:
             toolbox=toolbox,
             kind=self.kind,
             rewards=self.rewards,
+            load_model=lambda: self.load_model(None, has_weights=True)[0],
             scorer=RewardScorer(
                 self.rewards,
                 written_text=form.written_text,

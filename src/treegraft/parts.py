@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 from treegraft.core.lazy import homes, loader
 
 if TYPE_CHECKING:
+    from treegraft.algo import (
+        losses,
+        objectives,
+    )
     from treegraft.assemble import (
         assemble_engine,
         assemble_training,
@@ -90,8 +94,19 @@ if TYPE_CHECKING:
     from treegraft.explore.independent import (
         Independent,
     )
+    from treegraft.launch.grove import (
+        Grove,
+        grove,
+    )
     from treegraft.policy.learn.credit import (
         credit_trees,
+    )
+    from treegraft.policy.learn.learner import (
+        Learner,
+    )
+    from treegraft.policy.learn.rows import (
+        LeafRow,
+        leaf_rows,
     )
     from treegraft.policy.publish import (
         Publisher,
@@ -180,8 +195,11 @@ __all__ = [
     "ExplorerKind",
     "Finding",
     "GraftCause",
+    "Grove",
     "Independent",
     "Leaf",
+    "LeafRow",
+    "Learner",
     "LineFile",
     "Machine",
     "ModelShape",
@@ -220,13 +238,17 @@ __all__ = [
     "credit_trees",
     "errors",
     "flatten",
+    "grove",
     "has",
     "ids_to",
     "interrupt",
     "keyed_choice",
     "keyed_int",
     "keyed_unit",
+    "leaf_rows",
+    "losses",
     "merged",
+    "objectives",
     "plain",
     "read_based",
     "refuse_idle",
@@ -243,6 +265,7 @@ __all__ = [
 
 _HOMES = homes(
     {
+        "algo": "losses objectives",
         "assemble": "assemble_engine assemble_training",
         "cli.doctor": "Machine",
         "cli.options": "Overrides refuse_idle",
@@ -262,7 +285,10 @@ _HOMES = homes(
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
+        "launch.grove": "Grove grove",
         "policy.learn.credit": "credit_trees",
+        "policy.learn.learner": "Learner",
+        "policy.learn.rows": "LeafRow leaf_rows",
         "policy.publish": "Publisher",
         "policy.shapes": "ModelShape",
         "runs.display": "NoDisplay",

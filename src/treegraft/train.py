@@ -17,7 +17,7 @@ from treegraft.core.interfaces import Display
 from treegraft.core.spans import span
 from treegraft.core.types import Tree
 from treegraft.evals.during import evaluate_and_keep
-from treegraft.launch import LaunchOptions, Training, launched, prepared
+from treegraft.launch.training import LaunchOptions, Training, launched, prepared
 from treegraft.policy.learn.credit import credit_by_entropy
 from treegraft.policy.learn.lessons import Given
 from treegraft.policy.learn.symptoms import symptoms

@@ -66,7 +66,7 @@ from treegraft.settings.policy import LossSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
 from treegraft.traces.retrieve import BufferRetriever, unusable
-from treegraft.traces.run_buffer import own_traces
+from treegraft.traces.rollout_buffer import own_traces
 
 
 def path_of(*words: str, answer: str | None = "w9", reward: float = 1.0) -> tuple[Trace, ...]:

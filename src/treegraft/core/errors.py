@@ -90,6 +90,21 @@ class DriftError(TreegraftError, RuntimeError):
 
 
 @contextlib.contextmanager
+def first_cause() -> Iterator[None]:
+    """Raises, in place of a group of tasks that failed together, the first error of ours in it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        # The reader wants the cause.
+        cause: BaseException | None = group.split(TreegraftError)[0]
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if cause is None:
+            raise
+        raise cause from group
+
+
+@contextlib.contextmanager
 def about(*settings: str) -> Iterator[None]:
     """Lets errors from inside that know no setting be about these."""
     try:

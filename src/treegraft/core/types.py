@@ -384,20 +384,10 @@ class RetryCause:
     """The finished step whose thought is kept, by its id; retries of one step share it."""
 
 
-Cause = (
-    StartCause
-    | ContinuationCause
-    | BranchCause
-    | GraftCause
-    | StoredCause
-    | RestartCause
-    | RetryCause
-)
+_Sampled = StartCause | ContinuationCause | BranchCause | RestartCause | RetryCause
+Cause = _Sampled | GraftCause | StoredCause
 
-_PER_TOKEN = (
-    *("origins", "loss_mask", "sampling_logprobs", "entropies"),
-    *("old_logprobs", "ratios", "credit_factors"),
-)
+_PER_TOKEN = "origins loss_mask sampling_logprobs entropies old_logprobs ratios credit_factors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,7 +450,7 @@ class Step:
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
-        for name in _PER_TOKEN:
+        for name in _PER_TOKEN.split():
             column = getattr(self, name)
             if column is not None and len(column) != num_tokens:
                 raise ValueError(
@@ -492,6 +482,11 @@ class Step:
         """[tokens] those that the policy sampled, with the forced opening before them."""
         own = zip(self.token_ids, self.origins, strict=True)
         return tuple(token for token, by in own if by in (Origin.POLICY, Origin.FORCED))
+
+    def advantage_below(self, leaf: Leaf) -> float:
+        """Returns the advantage of its tokens on the trajectory that ends in `leaf`, without
+        `credit_factors`; 0 before credit."""
+        return (leaf.advantage or 0.0) if self.advantage is None else self.advantage
 
     @property
     def is_graft(self) -> bool:
@@ -756,14 +751,24 @@ class Trajectory:
         """0.0 where the token was not sampled."""
         return [value for step in self.steps for value in step.sampling_logprobs]
 
-    @property
-    def logprobs(self) -> list[float]:
-        """Alias of `sampling_logprobs`."""
-        return self.sampling_logprobs
+    logprobs = sampling_logprobs
+    """Alias of `sampling_logprobs`."""
 
     @property
     def entropies(self) -> list[float]:
         return [value for step in self.steps for value in step.entropies]
+
+    @property
+    def token_advantages(self) -> list[float]:
+        """What each token learns with: its step's advantage where attribution is hard, else the
+        leaf's, times the token's credit factor; 0.0 where not sampled, and before credit."""
+        advantages: list[float] = []
+        for step in self.steps:
+            own, factors = step.advantage_below(self.leaf), step.credit_factors
+            for place, is_sampled in enumerate(step.sampled_mask):
+                factor = 1.0 if factors is None else factors[place]
+                advantages.append(own * factor if is_sampled else 0.0)
+        return advantages
 
     @property
     def reward(self) -> float | None:
@@ -771,6 +776,8 @@ class Trajectory:
 
     @property
     def advantage(self) -> float | None:
+        """The leaf's. Under hard attribution and with credit by token or step no token learns with
+        it; `token_advantages` is right always."""
         return self.leaf.advantage
 
     @property

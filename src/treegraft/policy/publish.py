@@ -5,9 +5,29 @@ from __future__ import annotations
 from typing import Any, cast
 
 from treegraft.core.errors import DriftError
-from treegraft.core.interfaces import Engine, LearnerLike
+from treegraft.core.interfaces import Engine, LearnerLike, WeightSource
 from treegraft.policy.canary import MAX_BREACHES, Canaries, Checkable, limit_for
 from treegraft.runs.checkpoint import TrainState
+
+
+async def hand_over(engine: Engine, weights: WeightSource, version: int) -> None:
+    """Publishes weights as a version of the policy.
+
+    Raises:
+        DriftError: the engine holds another version or other weights afterwards.
+    """
+    await engine.publish(weights, version)
+    if engine.policy_version != version:
+        raise DriftError(
+            f"publish: the engine reports policy version {engine.policy_version},"
+            f" expected {version}; its samples would come from an old policy"
+        )
+    # Engines whose weights are out of reach (a server) report no checksum.
+    if engine.fingerprint and engine.fingerprint != weights.fingerprint:
+        raise DriftError(
+            f"publish: the engine's weights have checksum {engine.fingerprint}, the"
+            f" learner's {weights.fingerprint}; its samples would come from another policy"
+        )
 
 
 class Publisher:
@@ -42,20 +62,7 @@ class Publisher:
             DriftError: the engine holds another version or other weights afterwards, or a part of
                 it for the third time in a row.
         """
-        weights = self._learner.weights()
-        await self._engine.publish(weights, version)
-        if self._engine.policy_version != version:
-            raise DriftError(
-                f"publish: the engine reports policy version {self._engine.policy_version},"
-                f" expected {version}; its samples would come from an old policy"
-            )
-        held = self._engine.fingerprint
-        # Engines whose weights are out of reach (a server) report no checksum.
-        if held and held != weights.fingerprint:
-            raise DriftError(
-                f"publish: the engine's weights have checksum {held}, the"
-                f" learner's {weights.fingerprint}; its samples would come from another policy"
-            )
+        await hand_over(self._engine, self._learner.weights(), version)
         # Engines of one part have none: `check` compares all that they sample.
         if hasattr(self._engine, "canaries"):
             engine = cast(Checkable, self._engine)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treegraft.core.errors import EngineError, StorageError, TreegraftError
+from treegraft.core.errors import EngineError, StorageError, first_cause
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
@@ -68,15 +68,8 @@ class Run:
             KeyboardInterrupt: after Ctrl-C.
         """
         try:
-            return run_to_end(work, on_interrupt=self.stop.ask)
-        except BaseExceptionGroup as group:
-            # Tasks that fail together arrive as a group; the reader wants the cause.
-            cause: BaseException | None = group.split(TreegraftError)[0]
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cause.exceptions[0]
-            if cause is None:
-                raise
-            raise cause from group
+            with first_cause():
+                return run_to_end(work, on_interrupt=self.stop.ask)
         finally:
             if not self._is_opened:
                 self.start.give_up(self.start.folder)

@@ -30,7 +30,7 @@ from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
 from treegraft.tools.search.nearest import FLAT_LIMIT, QUERIES, Hits
 from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import RowTable
-from treegraft.traces.store import COLUMNS, TraceFile, trace_row
+from treegraft.traces.store import COLUMNS, IN_MEMORY, TraceFile, trace_row
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
@@ -85,6 +85,7 @@ class TraceBuffer:
         """Opens the buffer, or makes an empty one where there is no file.
 
         Args:
+            path: its file; ":memory:" for a buffer of this process alone, gone once it is closed.
             encoder: a name for `build_encoder`, or an object; None means the one that the buffer
                 was built with.
 
@@ -499,6 +500,13 @@ class TraceBuffer:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+    def in_memory(self) -> TraceBuffer:
+        """Returns a copy that lives in this process alone, as of `copy_to`."""
+        copy = TraceBuffer(IN_MEMORY, self.load_encoder())
+        self._file.back_up_into(copy._file)
+        copy._catch_up(copy._table)
+        return copy
 
     def close(self) -> None:
         """Closes the file."""

@@ -23,7 +23,8 @@ from treegraft.settings.config import Config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import OTHER_TASKS, read_trajectory
-from treegraft.traces.run_buffer import OWN, RunBuffer, place_of_own
+from treegraft.traces.rollout_buffer import OWN, place_of_own
+from treegraft.traces.run_buffer import RunBuffer
 
 SQLITE = b"SQLite format 3\x00"
 """The first bytes of a Step-Trace Buffer."""

@@ -34,7 +34,7 @@ from treegraft.tools.search.encoders import Encoder
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever, question_of
-from treegraft.traces.run_buffer import may_retrieve
+from treegraft.traces.rollout_buffer import may_retrieve
 from treegraft.traces.store import TraceFile
 
 Ask = Callable[[dict[str, Any], str], Awaitable[Mapping[str, Any]]]

@@ -64,6 +64,8 @@ CREATE TABLE IF NOT EXISTS prunings (
 """Of a pruned buffer alone: what became of each trajectory, as JSON."""
 COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
 """Of a trace, in the order of its fields."""
+IN_MEMORY = Path(":memory:")
+"""A path that SQLite takes for no file: the buffer lives in this process, as long as it is open."""
 Place = tuple[str, str, str]
 """Of a trajectory: its source, task and name."""
 
@@ -278,7 +280,16 @@ class TraceFile:
 
     def back_up(self, path: Path) -> None:
         """Copies the file without the marks of updates, also while others read and write it."""
-        with self._lock, self._translated_errors(), closing(sqlite3.connect(path)) as copy:
+        with closing(sqlite3.connect(path)) as copy:
+            self._back_up(copy)
+
+    def back_up_into(self, other: TraceFile) -> None:
+        """Puts such a copy in the place of what another open buffer holds."""
+        with other._lock:
+            self._back_up(other._connection)
+
+    def _back_up(self, copy: sqlite3.Connection) -> None:
+        with self._lock, self._translated_errors():
             self._connection.backup(copy)
             with copy:
                 copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")

@@ -25,15 +25,13 @@ from treegraft.policy.checkpoint import read_optimiser, write_model, write_optim
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
 from treegraft.policy.learn.metrics import MetricSums
-from treegraft.policy.learn.objective import surrogate
+from treegraft.policy.learn.objective import find_surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
     blank_batch,
-    credit,
     newest_of_several,
     num_imitated_tokens,
-    num_loss_tokens,
     num_tree_tokens,
     pack_trees,
     without_branches,
@@ -55,6 +53,7 @@ from treegraft.policy.learn.plan import (
     with_steps,
 )
 from treegraft.policy.learn.reference import Reference
+from treegraft.policy.learn.rows import num_loss_tokens
 from treegraft.policy.learn.scores import (
     Scores,
     ScoringModel,
@@ -135,7 +134,7 @@ class Learner:
         """
         self.model = model
         self.settings = learn
-        self._loss = loss
+        self._loss, self._surrogate = loss, find_surrogate(loss)
         self._length_constant = float(loss.length_constant or length_constant)
         check_head(model)
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
@@ -163,8 +162,7 @@ class Learner:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = base_model(self.model).device
-        return device
+        return torch.device(base_model(self.model).device)
 
     # ------------------------------------------------------------------ scores
 
@@ -369,7 +367,7 @@ class Learner:
 
     def _is_learned(self, tree: Tree) -> bool:
         has_signal = any(
-            credit(step, path.leaf) != 0.0
+            step.advantage_below(path.leaf) != 0.0
             for path in tree.trajectories()
             if path.leaf.has_loss
             for step in path.steps
@@ -459,8 +457,7 @@ class Learner:
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
-        terms = surrogate(
-            settings,
+        terms = self._surrogate(
             new,
             old.index_select(0, tokens),
             batch.advantages[rows],
@@ -522,6 +519,10 @@ class Learner:
         """Returns the plain model's weights, adapters merged into them, detached."""
         adapted = None if base_model(self.model) is self.model else self.model
         return ModelWeights(plain_weights(self.model), adapted)
+
+    def freeze_reference(self) -> None:
+        """Makes the present weights the reference of the KL term."""
+        self._reference = Reference(self.model)
 
     def keep_reference(self, folder: Path, *, is_new: bool) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the

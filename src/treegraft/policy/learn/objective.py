@@ -16,32 +16,33 @@ from treegraft.algo.objectives import (
 from treegraft.core.plugin import loaded, offered
 from treegraft.settings.policy import LossSettings
 
+Objective = Callable[..., SurrogateTerms]
+"""Called with the table [loss], [C] log-probabilities, old ones and advantages, and by name owners
+and shaping."""
 
-def surrogate(
-    settings: LossSettings,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    owners: Tensor,
-    shaping: Tensor,
-) -> SurrogateTerms:
-    """Returns the loss of loss.objective per contribution.
 
-    Args:
-        logprobs, old_logprobs, advantages: [C] loss tokens of whole trajectories.
-        owners: [C] the trajectory of each.
-        shaping: [C] RAPO's 1 + m F.
+def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
+    """Returns the loss per contribution that `settings` ask for: a function of [C] log-probabilities,
+    old ones and advantages of whole trajectories' loss tokens, and by name of `owners`, [C] the
+    trajectory of each, and `shaping`, [C] RAPO's 1 + m F.
+
+    Raises:
+        SettingError: loss.objective is an import path to nothing.
     """
-    for name, find in offered("factors").items():
-        if getattr(settings, name, 0.0):
-            log_ratios = logprobs.detach() - old_logprobs
-            advantages = advantages * loaded(find)(settings, log_ratios, owners, advantages)
     known = {**OBJECTIVES, **offered("objectives")}
-    terms: SurrogateTerms = loaded(known.get(settings.objective, settings.objective))(
-        settings, logprobs, old_logprobs, advantages, owners=owners, shaping=shaping
-    )
-    return terms
+    objective: Objective = loaded(known.get(settings.objective, settings.objective))
+    factors = [
+        loaded(found) for name, found in offered("factors").items() if getattr(settings, name, 0.0)
+    ]
+
+    def surrogate(
+        logprobs: Tensor, old: Tensor, advantages: Tensor, *, owners: Tensor, shaping: Tensor
+    ) -> SurrogateTerms:
+        for factor in factors:
+            advantages = advantages * factor(settings, logprobs.detach() - old, owners, advantages)
+        return objective(settings, logprobs, old, advantages, owners=owners, shaping=shaping)
+
+    return surrogate
 
 
 def _clip(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
@@ -76,7 +77,7 @@ def _gppo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Ten
     )
 
 
-OBJECTIVES: Mapping[str, Callable[..., SurrogateTerms]] = {
+OBJECTIVES: Mapping[str, Objective] = {
     "clip": _clip,
     "gspo": _gspo,
     "cispo": _cispo,

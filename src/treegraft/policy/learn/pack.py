@@ -39,6 +39,7 @@ from treegraft.core.types import (
     Tree,
     ids_to,
 )
+from treegraft.policy.learn.rows import num_loss_tokens
 
 
 class Node(NamedTuple):
@@ -326,7 +327,7 @@ class _Packer:
             number, leaf = len(self.paths), path.leaf
             for step in path.steps:
                 # Also tokens without loss: diagnostics and the record go over every sampled token.
-                rows.append((*unique[step.id], number, credit(step, leaf), leaf.has_loss))
+                rows.append((*unique[step.id], number, step.advantage_below(leaf), leaf.has_loss))
                 if step.id in imitated and imitates(path, step):
                     chosen.append((*unique[imitated[step.id].id], number))
             self.paths.append(path)
@@ -354,12 +355,6 @@ def _factors(steps: Sequence[Step]) -> np.ndarray:
     return _flat(map(compress, filled, masks), np.float64, sum(map(sum, masks)))
 
 
-def credit(step: Step, leaf: Leaf) -> float:
-    """Returns the advantage that a step's tokens carry on the trajectory that ends in `leaf`,
-    without `Step.credit_factors`; 0 before credit."""
-    return (leaf.advantage or 0.0) if step.advantage is None else step.advantage
-
-
 def is_worth_imitating(leaf: Leaf) -> bool:
     """Whether the grafts of this leaf's trajectory are worth imitating: it carries loss and did
     better than its group."""
@@ -371,14 +366,6 @@ def imitates(path: Trajectory, step: Step) -> bool:
     or of the stored trajectory that it is; never those of stored steps that it began below."""
     is_own = step.is_graft or path.is_stored or isinstance(step.cause, RetryCause)
     return bool(step.lesson_ids) and is_worth_imitating(path.leaf) and is_own
-
-
-def num_loss_tokens(path: Trajectory) -> int:
-    """Returns |y|, the loss tokens of a whole path; of a stored trajectory, those that its agent
-    wrote."""
-    if path.is_stored:
-        return sum(len(step.lesson_ids) for step in path.steps)
-    return sum(sum(step.loss_mask) for step in path.steps)
 
 
 def imitated_steps(tree: Tree) -> dict[str, Step]:

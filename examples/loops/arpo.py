@@ -1,0 +1,48 @@
+"""ARPO in a loop of your own: trees branch where the agent is unsure, and a step learns with the
+mean advantage of the leaves below it. Weights and metrics are those of `train` with the same
+settings, bit for bit.
+
+python examples/loops/arpo.py
+
+`Learner.learn` makes the optimiser steps, here two of them: it packs the trees, so that each of U
+unique tokens is scored once, and sums the loss over the C tokens of all trajectories.
+"""
+
+import tempfile
+from pathlib import Path
+
+from treegraft import Config, load_config, sft
+from treegraft.parts import Epochs, LeafRow, grove, leaf_rows
+
+SETTINGS = ["run.num_updates=3", "warmup.num_steps=0", 'explore.explorers=["entropy"]']
+SETTINGS += ["credit.attribution=hard", "learn.num_minibatches=2"]
+
+
+def loop(config: Config, folder: Path) -> list[dict[str, float]]:
+    """Makes all updates, writes a checkpoint to `folder` and returns the metrics of each."""
+    metrics, size = [], config.run.tasks_per_update
+    with grove(config) as trees_of:
+        dealt, learner = Epochs(trees_of.tasks, config.run.seed), trees_of.learner
+        for number in range(1, config.run.num_updates + 1):
+            trees = trees_of.grow(dealt.draw(number, (number - 1) * size, size=size), number)
+            trees, learned = learner.learn(trees)
+            trees_of.publish(learner.weights(), number)
+            metrics.append(trees_of.take_metrics(trees) | learned)
+            # What another trainer would get: a row for each leaf, with the advantage of each token.
+            rows = leaf_rows(trees, config)
+            print(f"update {number}: {len(trees)} trees, {len(rows)} rows, {show(rows[0])}")
+        trees_of.save(folder, number)
+    return metrics
+
+
+def show(row: LeafRow) -> str:
+    """The different advantages on one row: more than one where its tree has branched."""
+    own = [a for a, has_loss in zip(row.advantages, row.loss_mask, strict=True) if has_loss]
+    return f"the first with advantages {sorted({round(one, 3) for one in own})}"
+
+
+if __name__ == "__main__":
+    place = Path(tempfile.mkdtemp())
+    start = sft(load_config("demo", [f"run.dir={place}", "warmup.num_steps=100"])).checkpoint_dir
+    for line in loop(load_config("demo", [*SETTINGS, f"model.path={start}"]), place / "agent"):
+        print(f"reward {line['reward/mean']:.3f}, {line['branch/num_branches']:.0f} branches")

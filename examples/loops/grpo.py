@@ -1,0 +1,56 @@
+"""GRPO in a loop of your own, down to its loss; weights and metrics are those of `train` with the
+same settings, bit for bit.
+
+python examples/loops/grpo.py
+
+Shapes: U sampled tokens of all trees, each once; C contributions, one for each trajectory that
+holds such a token; N trajectories.
+"""
+
+import tempfile
+from pathlib import Path
+
+from treegraft import Config, Tree, load_config, pack_trees, sft
+from treegraft.parts import Epochs, Learner, grove, losses
+
+SETTINGS = ["run.num_updates=3", "warmup.num_steps=0", "learn.num_minibatches=1"]
+
+
+def learn(learner: Learner, trees: list[Tree], config: Config) -> dict[str, float]:
+    """One optimiser step on the trees of an update; returns its metrics."""
+    # Groups without variance teach nothing, and count in the denominator all the same.
+    batch = pack_trees([tree for tree in trees if any(leaf.advantage for leaf in tree.leaves)])
+    rows = batch.carries_loss.nonzero()[:, 0]  # [C] contributions with loss
+    tokens, owners = batch.tokens[rows], batch.trajectories[rows]  # [C] of U, [C] of N
+    logprobs = learner.scores(batch)[0]  # [U]
+    new = logprobs.index_select(0, tokens)
+    columns = (new, new.detach(), batch.advantages[rows])  # [C] each
+    low, high = config.loss.clip_low, config.loss.clip_high
+    terms = losses.clipped_surrogate(*columns, clip_low=low, clip_high=high)
+    weights = batch.lengths.new_tensor([path.leaf.weight for path in batch.paths])  # [N]
+    whole = losses.Denominators(num_groups=len(trees), weighted_tokens=0.0, length_constant=1.0)
+    factors = losses.contribution_weights(weights, batch.lengths, whole, "sequence-mean").float()
+    loss = (factors[owners] * terms.losses).sum()
+    loss.backward()
+    return {"learn/loss": float(loss.detach()), "learn/grad_norm": learner.optimiser.step()}
+
+
+def loop(config: Config, folder: Path) -> list[dict[str, float]]:
+    """Makes all updates, writes a checkpoint to `folder` and returns the metrics of each."""
+    metrics, size = [], config.run.tasks_per_update
+    with grove(config) as trees_of:
+        dealt, learner = Epochs(trees_of.tasks, config.run.seed), trees_of.learner
+        for number in range(1, config.run.num_updates + 1):
+            trees = trees_of.grow(dealt.draw(number, (number - 1) * size, size=size), number)
+            learned = learn(learner, trees, config)
+            trees_of.publish(learner.weights(), number)
+            metrics.append(trees_of.take_metrics(trees) | learned)
+        trees_of.save(folder, number)
+    return metrics
+
+
+if __name__ == "__main__":
+    place = Path(tempfile.mkdtemp())
+    start = sft(load_config("demo", [f"run.dir={place}", "warmup.num_steps=100"])).checkpoint_dir
+    for line in loop(load_config("demo", [*SETTINGS, f"model.path={start}"]), place / "agent"):
+        print(f"reward {line['reward/mean']:.3f}, gradient {line['learn/grad_norm']:.3f}")

@@ -1,0 +1,1 @@
+"""How runs and loops of one's own begin."""

@@ -1,0 +1,378 @@
+"""Trees for a loop of one's own: all of a recipe that grows, scores and credits them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
+
+from treegraft.assemble import Parts, assemble, build_own_learner
+from treegraft.core.errors import SettingError, first_cause
+from treegraft.core.given import GivenObjects, giving
+from treegraft.core.interfaces import CreditRule, Engine, Explorer, WeightSource
+from treegraft.core.types import Task, Tree
+from treegraft.explore.build import build_explorer
+from treegraft.rollout.loop import Grower
+from treegraft.rollout.measure import rollout_metrics, unused_metrics
+from treegraft.runs.checkpoint import TrainState
+from treegraft.settings.config import Config
+from treegraft.settings.load import config_json
+from treegraft.settings.objects import Objects, with_objects
+from treegraft.settings.packages import missing_packages
+from treegraft.settings.table import with_value
+from treegraft.tools.build import with_backend
+from treegraft.traces.rollout_buffer import RolloutBuffer
+
+if TYPE_CHECKING:
+    from treegraft.policy.learn.learner import Learner
+
+Result = TypeVar("Result")
+
+
+def grove(
+    recipe_or_config: Config | Mapping[str, Any] | str | Path,
+    *,
+    engine: Engine | None = None,
+    **objects: Unpack[Objects],
+) -> Grove:
+    """Returns what grows trees by a recipe, for `with` or `async with`.
+
+        with grove("demo") as trees_of:
+            for number in range(1, 11):
+                trees = trees_of.grow(trees_of.tasks[:4], number)
+
+    Args:
+        recipe_or_config: a recipe's path or name, tables of settings, or a `Config`. [run] gives
+            the seed alone; [warmup], [replay], [sampler], [eval] and [checkpoint] are `train`'s.
+        engine: one of your own, which stays yours to close; None makes the recipe's, and closes it.
+        objects: Python objects in place of settings, as of `train`.
+
+    Raises:
+        SettingError: a wrong setting or object, a package that the recipe needs and is missing, or
+            an engine without the methods of `Engine`.
+    """
+    config, given = with_objects(recipe_or_config, objects)
+    if engine is not None and not isinstance(engine, Engine):
+        raise SettingError(
+            f"engine: got a {type(engine).__name__}, expected an object with the methods of"
+            " treegraft.parts.Engine, or None for the engine of the recipe."
+        )
+    if missing := missing_packages(config):
+        raise SettingError("\n".join(missing.values()))
+    return Grove(with_value(config, "tools", with_backend(config.tools)), engine, given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What lives as long as a grove is open."""
+
+    parts: Parts
+    buffer: RolloutBuffer
+    explorer: Explorer
+    grower: Grower
+    rule: CreditRule | None
+    loop: asyncio.AbstractEventLoop
+
+
+@asynccontextmanager
+async def _held(config: Config, engine: Engine | None) -> AsyncIterator[_Held]:
+    """Holds the parts that a recipe asks for."""
+    from treegraft.policy.learn.credit import find_credit_rule
+
+    rule = find_credit_rule(config)
+    async with assemble(config, engine=engine) as parts:
+        parts.check_tasks(parts.train_tasks)
+        await parts.try_environment()
+        buffer = RolloutBuffer(config, parts.source)
+        await buffer.check_expert(parts.environments)
+        explorer = build_explorer(
+            config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty
+        )
+        async with buffer.opened(0, parts.scorer, parts.format, parts.environments):
+            yield _Held(
+                parts=parts,
+                buffer=buffer,
+                explorer=explorer,
+                grower=parts.grower(explorer, retriever=buffer.retriever),
+                rule=rule,
+                loop=asyncio.get_running_loop(),
+            )
+
+
+class Grove:
+    """Trees for tasks, as `train` grows, scores and credits them; made by `grove`.
+
+    Opened with `async with` it lives on the running event loop. Opened with `with` it has a thread
+    with an event loop of its own, so it works in notebooks too. It writes nothing unless told to:
+    a Step-Trace Buffer that is made or grown lives in memory.
+    """
+
+    def __init__(self, config: Config, engine: Engine | None, given: GivenObjects) -> None:
+        """Keeps the settings and the objects that they lead to; the parts are made at the beginning
+        of the block."""
+        self.config, self._engine, self._given = config, engine, given
+        self._now: _Held | None = None
+        self._closing: Future[None] = Future()
+        self._ended: Future[None] = Future()
+
+    # ------------------------------------------------------------------ begin and end
+
+    def _refuse_open(self) -> None:
+        if self._now is not None:
+            raise SettingError("grove: it is open already; make another one with grove(...).")
+
+    async def __aenter__(self) -> Self:
+        self._refuse_open()
+        self._holding = _held(self.config, self._engine)
+        with first_cause(), giving(self._given):
+            self._now = await self._holding.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._now = None
+        # Another block begins with an engine of the first weights.
+        vars(self).pop("learner", None)
+        await self._holding.__aexit__(*error)
+
+    def __enter__(self) -> Self:
+        self._refuse_open()
+        opened: Future[None] = Future()
+        self._closing, self._ended = Future(), Future()
+
+        async def live() -> None:
+            async with self:
+                opened.set_result(None)
+                await asyncio.wrap_future(self._closing)
+
+        def run() -> None:
+            try:
+                asyncio.run(live())
+                self._ended.set_result(None)
+            except BaseException as error:  # handed over to the caller, whatever it is
+                (self._ended if opened.done() else opened).set_exception(error)
+
+        threading.Thread(target=run, name="treegraft-grove", daemon=True).start()
+        try:
+            opened.result()
+        except BaseException:
+            # After Ctrl-C the thread closes what it is about to open.
+            self._closing.set_result(None)
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._closing.set_result(None)
+        self._ended.result()
+
+    def _open(self) -> _Held:
+        if self._now is None:
+            raise SettingError(
+                "grove: it is not open; use it inside `with grove(...) as trees_of:`, or"
+                " `async with`."
+            )
+        return self._now
+
+    def _wait(self, work: Coroutine[Any, Any, Result], other: str) -> Result:
+        """The result of work on the grove's loop, waited for in another thread."""
+        try:
+            loop = self._open().loop
+            if _running_loop() is loop:
+                raise SettingError(
+                    f"grove: this one lives on the event loop that runs here; await its {other},"
+                    " or open it with `with`."
+                )
+        except SettingError:
+            work.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _there(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The same, awaited, on whatever loop."""
+        loop = self._open().loop
+        if asyncio.get_running_loop() is loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+    # ------------------------------------------------------------------ trees
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The training tasks."""
+        return self._open().parts.train_tasks
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of the model, with the recipe's template."""
+        return self._open().parts.tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        """What samples."""
+        return self._open().parts.engine
+
+    def grow(self, tasks: Sequence[Task], number: int) -> list[Tree]:
+        """Returns one tree for each task, in their order: scored, with advantages and weights.
+
+        A tree is a function of the settings, the weights, the task and `number` (and of a buffer
+        that grows), equal to that of `train` in its update of this number.
+
+        Args:
+            tasks: of `tasks`, or of your own; each once.
+            number: of the update, from 0 on.
+
+        Raises:
+            SettingError: a task twice, or no number.
+            DataError: a task whose prompt cannot be made.
+            EngineError: the engine has died, or every trajectory failed for a reason of ours.
+        """
+        return self._wait(self._grown(tasks, number), "agrow")
+
+    async def agrow(self, tasks: Sequence[Task], number: int) -> list[Tree]:
+        """Returns the same as `grow`, awaited."""
+        return await self._there(self._grown(tasks, number))
+
+    async def _grown(self, tasks: Sequence[Task], number: int) -> list[Tree]:
+        from treegraft.policy.learn.credit import credit_by_entropy, credit_trees
+
+        now, config = self._open(), self.config
+        _check_order(tasks, number)
+        known = {id(task) for task in now.parts.train_tasks}
+        now.parts.check_tasks([task for task in tasks if id(task) not in known])
+        with first_cause():
+            trees = await now.grower.grow_all(
+                tasks,
+                noise_key=(config.run.seed, "train", number),
+                group_prefix=str(number),
+                max_live_trees=min(
+                    config.rollout.max_live_trees,
+                    now.parts.num_trees_at_once(config.explore.num_leaves),
+                ),
+            )
+        with giving(self._given):
+            if "learner" in vars(self):
+                return credit_by_entropy(self.learner, trees, config, now.rule)
+            return credit_trees(trees, config, now.rule)
+
+    def remember(self, trees: Sequence[Tree], number: int) -> None:
+        """Adds the best trajectories of an update to the buffer, as [buffer.grow] says; nothing
+        where buffer.grow.num_best is 0. After learning, so that no tree finds its own steps."""
+        self._open().buffer.grow(trees, number)
+
+    def take_metrics(self, trees: Sequence[Tree]) -> dict[str, float]:
+        """Returns the metrics of an update's trees, and those of tools, engine and retrieval since
+        the last call, by the names of metrics.jsonl."""
+        now = self._open()
+        found = rollout_metrics(trees)
+        found |= unused_metrics(trees, now.explorer, self.config.explore.num_leaves)
+        for part in (now.parts, now.grower, now.buffer):
+            found |= part.take_metrics()
+        return found
+
+    # ------------------------------------------------------------------ weights
+
+    @cached_property
+    def learner(self) -> Learner:
+        """A `Learner` as a training's at its beginning, made when first asked for; its weights are
+        its own, so publish them after learning. Once there is one, `grow` has it score the
+        entropies around grafts where the engine knows its top-k ones alone.
+
+        Raises:
+            SettingError: loss.lesson_coef is above 0: a loop of one's own has no lessons.
+        """
+        if self.config.loss.lesson_coef:
+            raise SettingError(
+                f"loss.lesson_coef: got {self.config.loss.lesson_coef:g}, expected 0: only `train`"
+                " chooses stored successes to learn beside trees."
+            )
+        with giving(self._given):
+            learner = build_own_learner(self._open().parts)
+        if self.config.loss.kl_coef:
+            learner.freeze_reference()
+        return learner
+
+    def publish(
+        self, weights: WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]], version: int
+    ) -> None:
+        """Gives the engine weights, which later trees are sampled with.
+
+        Args:
+            weights: `Learner.weights()`, or tensors by name, as of a transformers model's
+                `state_dict()`: all of the plain model's, adapters merged.
+            version: noted in each step that they sample; 0 is the engine's first.
+
+        Raises:
+            EngineError: names are missing or unknown; the engine then keeps its weights.
+            DriftError: the engine holds other weights afterwards.
+        """
+        self._wait(self._published(weights, version), "apublish")
+
+    async def apublish(
+        self, weights: WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]], version: int
+    ) -> None:
+        """Does the same as `publish`, awaited."""
+        await self._there(self._published(weights, version))
+
+    async def _published(self, weights: Any, version: int) -> None:
+        from treegraft.policy.publish import hand_over
+        from treegraft.policy.weights import ModelWeights
+
+        if not hasattr(weights, "fingerprint"):
+            named = dict(weights)
+            weights = ModelWeights({name: tensor.detach() for name, tensor in named.items()})
+        await hand_over(self.engine, cast(WeightSource, weights), version)
+
+    def save(self, folder: Path | str, number: int) -> None:
+        """Writes a checkpoint of `learner`, all of it or nothing: a folder that transformers loads
+        and the commands and `evaluate_checkpoint` take. `Learner.load` goes on from its optimiser,
+        in a grove whose model.path is this folder.
+
+        Args:
+            number: of the update.
+        """
+        from treegraft.policy.checkpoint import save_checkpoint
+
+        save_checkpoint(
+            Path(folder),
+            learner=self.learner,
+            tokenizer=self.tokenizer,
+            state=replace(TrainState.fresh(), update=number, is_closed=True),
+            config_json=config_json(self.config),
+            keep_adapter=not self.config.model.lora.merge,
+        )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _check_order(tasks: Sequence[Any], number: Any) -> None:
+    """Refuses what no trees can be grown for."""
+    if not isinstance(number, int) or number < 0:
+        raise SettingError(
+            f"grow: got number {number!r}, expected the number of the update, 0 or more."
+        )
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise SettingError(
+                f"grow: got a {type(task).__name__} among the tasks, expected treegraft.Task."
+            )
+    ids = [task.id for task in tasks]
+    if twice := next((one for one in ids if ids.count(one) > 1), None):
+        raise SettingError(
+            f"grow: task '{twice}' is given twice and would have the same tree twice; grow it again"
+            " with another number."
+        )

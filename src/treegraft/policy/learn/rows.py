@@ -1,0 +1,129 @@
+"""Trees as rows, one for each trajectory, for the loss of any trainer. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treegraft.algo.rapo import shaping_factor
+from treegraft.core.errors import SettingError
+from treegraft.core.types import LEARNING_RULES, Origin, Trajectory, Tree
+from treegraft.settings.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafRow:
+    """One trajectory as a trainer on rows wants it. T tokens after the prompt; every list [T] has
+    one entry for each of them.
+
+    A search, its result and an answer (s sampled, t tool):
+
+        completion_ids   s     s     t     t     s
+        loss_mask        True  True  False False True
+        advantages       0.7   0.7   0.0   0.0   0.9
+    """
+
+    prompt_ids: list[int]
+    """The root's tokens."""
+    completion_ids: list[int]
+    """[T] what engine and tools wrote, never tokenised again; may be empty."""
+    loss_mask: list[bool]
+    """[T] True where the token carries loss; False for tools, grafts and forced text."""
+    advantages: list[float]
+    """[T] `Trajectory.token_advantages`; 0.0 where the policy did not sample."""
+    sampling_logprobs: list[float]
+    """[T] natural logarithms, of the engine; 0.0 where the policy did not sample."""
+    temperatures: list[float]
+    """[T] T of softmax(logits / T), 1.0 where a token was greedy."""
+    origins: list[Origin]
+    """[T] who wrote the token."""
+    shaping: float
+    """RAPO's 1 + m F (eq. 8), by which ratios are multiplied before clipping: not its logarithm. 1
+    without grafts. A trainer that knows ratios alone subtracts log(shaping) from the old
+    log-probabilities."""
+    weight: float
+    """w_i, 0..1; those of a group sum to 1."""
+    num_denominator: int
+    """|y_i| in tokens, for denominators: also of a truncated path whose loss mask is empty because
+    the recipe says so."""
+    reward: float | None
+    is_correct: bool | None
+    """None without a reference."""
+    group_id: str
+    """Of its tree: rows that are compared with each other."""
+    leaf_id: str
+    """Its last step within the tree, as "0.1.0"."""
+    policy_version: int
+    """The newest that sampled one of its steps; 0 where none was sampled."""
+
+
+def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
+    """Returns one row for each leaf that counts in the loss, in the order of trees and leaves; none
+    for leaves that failed, whose weight the others of their group share.
+
+    With ρ = π(y_t) / π_old(y_t), l(r, A) = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) and
+    |G| the number of different `group_id`, the loss of an optimiser step over rows i is
+
+        L = Σ_i c_i Σ_t loss_mask_it · l(shaping_i · ρ_it, advantages_it)
+
+        token-mean      c_i = w_i / Σ_j w_j |y_j|
+        sequence-mean   c_i = w_i / (|y_i| |G|)
+        sequence-sum    c_i = w_i / (constant |G|)        constant: loss.length_constant, else
+                                                          rollout.max_completion_tokens
+
+    This is the loss of `Learner.learn` on the trees of that step, and its gradient (float32,
+    relative: 1e-5). Terms per token, such as KL, are added to l. Sources: RAPO (arXiv 2603.03078,
+    eq. 8 and 11); token-mean of DAPO (2503.14476), sequence-mean of GRPO (2402.03300, eq. 3),
+    sequence-sum of Dr.GRPO (2503.20783).
+
+    Args:
+        trees: with credit, as `credit_trees` and `Grove.grow` return them.
+        config: for loss.shaping_weight.
+
+    Raises:
+        SettingError: loss.graft_coef is above 0 and there are grafts to imitate: rows hold what the
+            policy sampled alone.
+    """
+    coef = config.loss.graft_coef
+    if coef and any(step.lesson_ids for tree in trees for step in tree.steps):
+        raise SettingError(
+            f"leaf_rows: loss.graft_coef is {coef:g} and these trees have grafts to imitate, which"
+            " rows cannot say; expected 0. Set it to 0, or learn from the trees with"
+            " Learner.learn."
+        )
+    paths = (path for tree in trees for path in tree.trajectories())
+    groups = (tree.group_id for tree in trees for _ in tree.leaves)
+    return [
+        _row(path, group, config.loss.shaping_weight)
+        for path, group in zip(paths, groups, strict=True)
+        if LEARNING_RULES[path.status].in_denominator
+    ]
+
+
+def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
+    leaf, steps, start = path.leaf, path.steps[1:], len(path.prompt_ids)
+    return LeafRow(
+        prompt_ids=path.prompt_ids,
+        completion_ids=path.completion_ids,
+        loss_mask=path.loss_mask[start:],
+        advantages=path.token_advantages[start:],
+        sampling_logprobs=path.sampling_logprobs[start:],
+        temperatures=[step.temperature or 1.0 for step in steps for _ in step.token_ids],
+        origins=path.origins[start:],
+        shaping=float(shaping_factor(leaf.retrieved_frac, shaping_weight)),
+        weight=leaf.weight,
+        num_denominator=num_loss_tokens(path),
+        reward=leaf.reward,
+        is_correct=leaf.is_correct,
+        group_id=group_id,
+        leaf_id=leaf.step_id,
+        policy_version=max((s.policy_version for s in steps if any(s.sampled_mask)), default=0),
+    )
+
+
+def num_loss_tokens(path: Trajectory) -> int:
+    """Returns |y|, the loss tokens of a whole path; of a stored trajectory, those that its agent
+    wrote."""
+    if path.is_stored:
+        return sum(len(step.lesson_ids) for step in path.steps)
+    return sum(sum(step.loss_mask) for step in path.steps)

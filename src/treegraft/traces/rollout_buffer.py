@@ -1,0 +1,328 @@
+"""The Step-Trace Buffer that rollouts retrieve from: a file that is read where it lies, or one that
+is made or grown, in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import compress
+from pathlib import Path
+from typing import Literal
+
+from treegraft.core.demonstration import solution
+from treegraft.core.errors import DataError, about
+from treegraft.core.interfaces import Format, TaskSource, TreeScorer
+from treegraft.core.sessions import SessionOpener
+from treegraft.core.spans import span
+from treegraft.core.types import Origin, Status, Trace, Tree
+from treegraft.settings.config import Config
+from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_of_buffer
+from treegraft.tools.environments.rehearsal import show
+from treegraft.tools.search.encoders import Encoder, build_encoder
+from treegraft.traces.agents import ScriptedAgent
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.collect import ScoredAgent, build_traces
+from treegraft.traces.imports import check_lines, import_files
+from treegraft.traces.keys import split_steps
+from treegraft.traces.retrieve import BufferRetriever
+from treegraft.traces.store import IN_MEMORY
+
+BufferOrigin = Literal["none", "file", "import", "expert", "self"]
+"""Where a run's buffer comes from: a buffer's file, a .jsonl file of trajectories, the tasks'
+scripted expert, or the agent's own trajectories alone."""
+BufferReader = Literal["explorer", "lessons", "warmup"]
+"""What reads it: an explorer that retrieves, the loss on stored successes, the warm-up."""
+OWN = "self"
+"""Source of the agent's own traces."""
+NUM_CHECKED = 8
+"""Tasks whose expert is tried in their environments before the run."""
+
+
+def may_retrieve(config: Config) -> bool:
+    """Returns whether the explorers of a recipe retrieve, as far as that is known without them."""
+    explorers = config.explore.explorers
+    # A user's own explorer may; it cannot be asked before it is built.
+    is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
+    return bool(retrieving(explorers)) or is_asked
+
+
+def buffer_use(config: Config) -> tuple[BufferOrigin, frozenset[BufferReader]]:
+    """Returns where a run's buffer comes from, and what reads it."""
+    without_file: dict[str, BufferOrigin] = {"": "none", "expert": "expert", "self": "self"}
+    by_suffix: BufferOrigin = "import" if named_file(config).suffix == ".jsonl" else "file"
+    reads: dict[BufferReader, bool] = {
+        "explorer": may_retrieve(config),
+        "lessons": config.loss.lesson_coef > 0,
+        "warmup": takes_warmup_of_buffer(config),
+    }
+    readers = frozenset(reader for reader, does_read in reads.items() if does_read)
+    return without_file.get(config.buffer.path, by_suffix), readers
+
+
+def named_file(config: Config) -> Path:
+    """Returns what buffer.path names."""
+    return Path(os.path.expandvars(config.buffer.path)).expanduser()
+
+
+class RolloutBuffer:
+    """The buffer that rollouts retrieve from; none where the recipe's explorers do not retrieve. It
+    writes no file: what it makes or grows lives in memory."""
+
+    def __init__(self, config: Config, source: TaskSource) -> None:
+        """Checks the buffer and loads its encoder.
+
+        Args:
+            source: the tasks, whose expert can fill the buffer.
+
+        Raises:
+            DataError: no such file, an empty buffer, another encoder, no expert, nothing from the
+                sources named.
+            SettingError, ModelError: no such encoder, or one that cannot be loaded.
+        """
+        self._config, self._source = config, source
+        self.buffer: TraceBuffer | None = None
+        self.retriever: BufferRetriever | None = None
+        """None, like `buffer`, unless the buffer is used and open."""
+        self.origin, self.readers = buffer_use(config)
+        # Loaded before any work: an encoder that cannot be loaded is bad input.
+        # Lessons are read by task, without a search.
+        is_only_read = not ("explorer" in self.readers or config.buffer.grow.num_best)
+        self._encoder = self._checked_encoder(is_only_read) if self.is_due else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is opened or made: a warm-up reads a finished file by itself."""
+        return self._is_open or ("warmup" in self.readers and self._is_made)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether it is held while trees grow."""
+        return bool(self.readers - {"warmup"})
+
+    @property
+    def _is_made(self) -> bool:
+        """Whether it is made here, not read from a buffer's file."""
+        return self.origin in ("expert", "import", "self")
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether it is written to: made here, or a copy that grows."""
+        return self._is_made or self._config.buffer.grow.num_best > 0
+
+    @property
+    def _is_to_make(self) -> bool:
+        """Whether it has yet to be made."""
+        return self.is_due and self._is_made
+
+    def _checked_encoder(self, is_only_read: bool) -> Encoder | None:
+        settings = self._config.buffer
+        if self.origin in ("expert", "self"):
+            with about("buffer.encoder"):
+                encoder = build_encoder(settings.encoder)
+            if self.origin == "self":
+                return encoder
+            # One task is enough: a source has an expert for all of its tasks or for none.
+            if not any(solution(self._source, task, 0) for task in self._source.train_tasks()[:1]):
+                raise DataError(
+                    'buffer.path is "expert", but these tasks have no scripted expert; make a'
+                    " buffer with `treegraft buffer build` or `treegraft buffer import` and name"
+                    " its file"
+                )
+            return encoder
+        path = named_file(self._config)
+        if not path.is_file():
+            raise DataError(
+                f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer, or .jsonl"
+                " of trajectories. Make a buffer with: treegraft buffer build RECIPE"
+                f" {path.with_suffix('.sqlite')}"
+            )
+        if self.origin == "import":
+            with about("buffer.path"):
+                check_lines(path)
+            with about("buffer.encoder"):
+                return build_encoder(settings.encoder)
+        return self._encoder_of(path, is_only_read)
+
+    def _encoder_of(self, path: Path, is_only_read: bool) -> Encoder | None:
+        """The encoder of a buffer's file, which is checked; None where nothing is searched."""
+        with TraceBuffer(path, self._config.buffer.encoder) as buffer:
+            self._refuse_unfit(buffer)
+            return None if is_only_read else buffer.load_encoder()
+
+    async def check_expert(self, environments: SessionOpener | None) -> None:
+        """Makes the expert's calls at the first tasks in their environments, where the buffer will
+        be built of them.
+
+        Raises:
+            DataError: results that differ, by task and call.
+        """
+        if environments is None or self.origin != "expert" or not self._is_to_make:
+            return
+        agent = ScriptedAgent(self._source, seed=self._config.run.seed)
+        tasks = self._source.train_tasks()[:NUM_CHECKED]
+        solved = [(task, steps) for task in tasks if (steps := agent.steps(task, 0))]
+        await show(environments, solved)
+
+    @asynccontextmanager
+    async def opened(
+        self,
+        update: int,
+        scorer: TreeScorer,
+        format: Format,
+        environments: SessionOpener | None = None,
+    ) -> AsyncIterator[None]:
+        """Holds the buffer as it was after `update` (0: at the beginning), built first where there
+        is none yet.
+
+        Args:
+            scorer, format: of an expert's traces.
+            environments: where an expert's calls are made; None where the tasks have none.
+
+        Raises:
+            CheckpointError: somebody has changed the buffer since the run began.
+        """
+        if not self._is_open:
+            yield
+            return
+        with await self._taken(update, scorer, format, environments) as buffer:
+            self._begin(buffer)
+            has_world = bool(self._config.environment.kind)
+            self.buffer = buffer
+            self.retriever = BufferRetriever(buffer, self._config.buffer, is_tried=has_world)
+            try:
+                yield
+            finally:
+                self._end()
+                self.buffer = None
+                self.retriever.close()
+
+    async def _taken(
+        self,
+        update: int,
+        scorer: TreeScorer,
+        format: Format,
+        environments: SessionOpener | None,
+    ) -> TraceBuffer:
+        """The buffer, open; arguments as of `opened`."""
+        if not self._is_own:
+            return TraceBuffer(named_file(self._config), self._encoder)
+        if not self._is_made:
+            with TraceBuffer(named_file(self._config), self._encoder) as buffer:
+                return buffer.in_memory()
+        buffer = TraceBuffer(IN_MEMORY, self._encoder)
+        try:
+            await self._fill(buffer, scorer, format, environments)
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
+
+    def _begin(self, buffer: TraceBuffer) -> None:
+        """Takes note of the buffer that the rollouts are to retrieve from."""
+        self._refuse_empty(buffer)
+
+    def _end(self) -> None:
+        """Takes note of the buffer before it is closed."""
+
+    async def _fill(
+        self,
+        buffer: TraceBuffer,
+        scorer: TreeScorer,
+        format: Format,
+        environments: SessionOpener | None,
+    ) -> None:
+        """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
+        alone begins empty."""
+        seed, of = self._config.run.seed, self._config.buffer.build
+        if self.origin == "import":
+            place, best = named_file(self._config), of.num_best
+            import_files([place], buffer, num_best=best, min_reward=of.min_reward, seed=seed)
+        elif self.origin == "expert":
+            agent = ScriptedAgent(self._source, seed=seed, environments=environments)
+            asked = ScoredAgent(agent=agent, format=format, scorer=scorer)
+            once = BuildSettings(num_samples=1, num_best=1)
+            await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
+
+    def _refuse_unfit(self, buffer: TraceBuffer) -> None:
+        """Refuses a buffer's file before any work."""
+        self._refuse_empty(buffer)
+
+    def _refuse_empty(self, buffer: TraceBuffer) -> None:
+        settings, counts = self._config.buffer, buffer.stats().sources
+        if not counts and self.origin != "self":
+            raise DataError(
+                f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill"
+                " it with `treegraft buffer build` or `treegraft buffer import`."
+            )
+        # The agent's own traces come with its first updates.
+        known = {*counts, OWN} if settings.grow.num_best else {*counts}
+        if missing := [name for name in settings.sources if name not in known]:
+            raise DataError(
+                f"buffer.sources names {missing}, which the buffer '{buffer.path}' has nothing of;"
+                f" it has {sorted(counts)}."
+            )
+
+    def grow(self, trees: Sequence[Tree], update: int) -> list[tuple[Trace, ...]]:
+        """Adds the update's best trajectories where the recipe says so, evicts what exceeds the
+        capacity, and returns the traces of each."""
+        settings = self._config.buffer.grow
+        if self.buffer is None or not settings.num_best:
+            return []
+        found = own_traces(
+            trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
+        )
+        with span("record"):
+            self.buffer.add([trace for traces in found for trace in traces], update=update)
+            self.buffer.evict(settings.capacity, source=OWN, update=update)
+        return found
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the buffer/* metrics, and those of the retrievals since the last call."""
+        if self.buffer is None or self.retriever is None:
+            return {}
+        stats = self.buffer.stats()
+        num_own = stats.sources[OWN].num_traces if OWN in stats.sources else 0
+        return self.retriever.take_metrics() | {
+            "buffer/num_traces": float(stats.num_traces),
+            "buffer/num_own": float(num_own),
+        }
+
+
+def own_traces(
+    trees: Sequence[Tree], *, num_best: int, min_reward: float, update: int
+) -> list[tuple[Trace, ...]]:
+    """Returns the traces of each tree's best completed trajectories, those steps that the policy
+    itself sampled; none of one without such a step.
+
+    Ties go to the one that stands first in the tree.
+    """
+    found: list[tuple[Trace, ...]] = []
+    for tree in trees:
+        paths = [
+            path
+            for path in tree.trajectories()
+            if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
+            if not path.is_stored
+        ]
+        for path in sorted(paths, key=lambda path: -(path.reward or 0.0))[:num_best]:
+            steps = path.steps[1:]
+            split = split_steps(
+                path.task.id,
+                path.task.question,
+                [step.content for step in steps],
+                reward=path.reward or 0.0,
+                source=OWN,
+                trajectory=f"{update}/{path.leaf.step_id}",
+                policy_version=steps[-1].policy_version,
+            )
+            # Grafted steps are in the buffer already, under their own agent's name.
+            sampled = [step.origin is Origin.POLICY for step in steps]
+            if own := tuple(compress(split, sampled)):
+                found.append(own)
+    return found
+
+
+def place_of_own(traces: Sequence[Trace]) -> list[int]:
+    """Returns update and leaf of one of the agent's own trajectories, as numbers that sort."""
+    return [int(part) for part in traces[0].trajectory.replace("/", ".").split(".")]
