@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from treegraft.core import (
         errors,
         interrupt,
+        packages,
         spans,
     )
     from treegraft.core.files import (
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         Expand,
         GraftCause,
         Leaf,
+        Observation,
         PathView,
         RestartCause,
         Retry,
@@ -187,6 +189,7 @@ __all__ = [
     "ModelShape",
     "NoDisplay",
     "NoiseKey",
+    "Observation",
     "OpenTasks",
     "OutcomeKind",
     "Overrides",
@@ -227,6 +230,7 @@ __all__ = [
     "keyed_int",
     "keyed_unit",
     "merged",
+    "packages",
     "plain",
     "read_based",
     "refuse_idle",
@@ -247,7 +251,7 @@ _HOMES = homes(
         "cli.doctor": "Machine",
         "cli.options": "Overrides refuse_idle",
         "cli.train": "RunAsked run_command",
-        "core": "errors interrupt spans",
+        "core": "errors interrupt packages spans",
         "core.files": "LineFile code_checksum write_atomically",
         "core.finding": "Finding",
         "core.interfaces": "Engine NoiseKey Request Signature Tool WeightSource",
@@ -257,8 +261,9 @@ _HOMES = homes(
         ),
         "core.text": "plain",
         "core.types": (
-            "LEARNING_RULES Below Branch BranchCause Completion Expand GraftCause Leaf PathView "
-            "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
+            "LEARNING_RULES Below Branch BranchCause Completion Expand GraftCause Leaf "
+            "Observation PathView RestartCause Retry RetryCause Sampling Start Stored StoredCause "
+            "ToolCall ids_to"
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",

@@ -37,6 +37,10 @@ def _never(config: Any) -> bool:
     return False
 
 
+def _nothing(config: Any) -> Iterable[Any]:
+    return ()
+
+
 def _unmade(explore: Any, facts: ExplorerFacts) -> Any:
     raise NotImplementedError("ExplorerKind.make: got none; expected a maker of an explorer.")
 
@@ -177,6 +181,11 @@ class Plugin:
     """Makers of task sources, called with the table [tasks] and the seed; or import paths."""
     generated: tuple[str, ...] = ()
     """Kinds of tasks that are made one by one, so that their number is limited."""
+    toolless: tuple[str, ...] = ()
+    """Kinds of tasks that bring no tools."""
+    needs: Callable[[Any], Iterable[tuple[str, str]]] = _nothing
+    """A function of the configuration that yields, for each thing that needs packages which a
+    plain installation lacks, its name in messages and the modules with spaces between them."""
     samplers: Mapping[str, Any] = field(default_factory=dict)
     """Makers of samplers, called with tasks, seed and the table [sampler]; or import paths."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
@@ -205,7 +214,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "outcomes": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"),
     "attributions": ("soft", "hard"),
     "objectives": ("clip", "gspo", "cispo", "gppo"),
-    "tasks": ("search_world", "arithmetic", "dataset"),
+    "tasks": ("search_world", "dataset"),
     "samplers": ("epochs",),
     "trackers": ("tensorboard", "wandb"),
     "engines": ("native", "vllm"),

@@ -15,6 +15,7 @@ BUILT_IN = (
     "treegraft.extras.environments.scienceworld.plugin",
     "treegraft.extras.environments.sokoban.plugin",
     "treegraft.extras.environments.verifiers.plugin",
+    "treegraft.extras.tasks.plugin",
     "treegraft.extras.trackers.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treegraft.core.packages import lacking
+from treegraft.core.plugin import plugins
 from treegraft.settings.config import Config
 from treegraft.settings.explore import retrieving
 
@@ -13,7 +14,6 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Whether a recipe asks for something that needs packages, what, and the modules it needs."""
     tools, search, data = config.tools, config.tools.search, config.tasks.dataset
     searches, kind, buffer = "search" in tools.use, config.tasks.kind, config.buffer
-    yield kind == "arithmetic", "tasks.kind = 'arithmetic'", "reasoning_gym"
     for spec in (*data.train, *data.eval) if kind == "dataset" else ():
         yield spec.startswith("hub:"), f"the data set '{spec}'", "datasets"
         yield spec.lower().endswith(".parquet"), f"reading '{spec}'", "pyarrow"
@@ -30,6 +30,9 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
         is_model = is_used and encoder != "hashing"
         yield is_model, f"{table}.encoder = '{encoder}'", "sentence_transformers"
     yield bool(tools.mcp), "tools.mcp", "mcp"
+    for plugin in plugins().members:
+        for what, modules in plugin.needs(config):
+            yield True, what, modules
 
 
 def missing_packages(config: Config) -> dict[str, str]:

@@ -16,13 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from treegraft.core.errors import SettingError, nearest
-from treegraft.core.keyed import keyed_choice, keyed_int
-from treegraft.core.packages import require
-from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.settings.tasks import ReasoningGymSettings
-from treegraft.tasks.open import OpenTasks
-from treegraft.tasks.scoring import math_equal
+from treegraft import SettingError, StepContent, Task, math_equal
+from treegraft.extras.tasks.plugin import ReasoningGymSettings
+from treegraft.parts import (
+    Observation,
+    OpenTasks,
+    ToolCall,
+    errors,
+    keyed_choice,
+    keyed_int,
+    packages,
+)
 
 _RANGE_SIZE = 1 << 29
 """Item seeds of one purpose; all three ranges stay below 2^31, which every generator accepts."""
@@ -255,14 +259,14 @@ def _create(settings: ReasoningGymSettings, *, seed: int, size: int) -> Any:
 
 
 def _check_generator(settings: ReasoningGymSettings) -> None:
-    require("tasks.kind = 'arithmetic'", "reasoning_gym")
+    packages.require("tasks.kind = 'arithmetic'", "reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
     name = settings.generator
     if name not in DATASETS:
         raise SettingError(
             f"tasks.arithmetic.generator is '{name}', which reasoning-gym does not"
-            f" have.{nearest(name, DATASETS)} It has {len(DATASETS)}, e.g. chain_sum,"
+            f" have.{errors.nearest(name, DATASETS)} It has {len(DATASETS)}, e.g. chain_sum,"
             " basic_arithmetic, products"
         )
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
@@ -275,7 +279,7 @@ def _check_generator(settings: ReasoningGymSettings) -> None:
         if param not in known:
             raise SettingError(
                 f"tasks.arithmetic.params has '{param}', which the generator '{name}' does not"
-                f" have.{nearest(param, known)} It has {', '.join(sorted(known))}"
+                f" have.{errors.nearest(param, known)} It has {', '.join(sorted(known))}"
             )
     try:
         with decimal.localcontext():
@@ -285,3 +289,10 @@ def _check_generator(settings: ReasoningGymSettings) -> None:
         raise SettingError(
             f"the generator '{name}' refuses tasks.arithmetic.params {settings.params}: {error}"
         ) from error
+
+
+def arithmetic_tasks(settings: Any, seed: int) -> ReasoningGym:
+    """Returns the tasks of the table [tasks]."""
+    return ReasoningGym(
+        settings.arithmetic, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
+    )
