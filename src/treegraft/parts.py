@@ -15,27 +15,19 @@ if TYPE_CHECKING:
         assemble_engine,
         assemble_training,
     )
+    from treegraft.cli import (
+        commands,
+    )
     from treegraft.cli.doctor import (
         Machine,
     )
-    from treegraft.cli.options import (
-        Overrides,
-        refuse_idle,
-    )
-    from treegraft.cli.train import (
-        RunAsked,
-        run_command,
-    )
     from treegraft.core import (
         errors,
+        files,
         interrupt,
+        keyed,
         packages,
         spans,
-    )
-    from treegraft.core.files import (
-        LineFile,
-        code_checksum,
-        write_atomically,
     )
     from treegraft.core.finding import (
         Finding,
@@ -47,11 +39,6 @@ if TYPE_CHECKING:
         Signature,
         Tool,
         WeightSource,
-    )
-    from treegraft.core.keyed import (
-        keyed_choice,
-        keyed_int,
-        keyed_unit,
     )
     from treegraft.core.plugin import (
         Command,
@@ -66,7 +53,6 @@ if TYPE_CHECKING:
         plain,
     )
     from treegraft.core.types import (
-        LEARNING_RULES,
         Below,
         Branch,
         BranchCause,
@@ -107,17 +93,15 @@ if TYPE_CHECKING:
     from treegraft.runs.tracked import (
         Tracked,
     )
+    from treegraft.settings import (
+        recipe,
+    )
     from treegraft.settings.load import (
         setting_rows,
-    )
-    from treegraft.settings.recipe import (
-        merged,
-        read_based,
     )
     from treegraft.settings.table import (
         Contradiction,
         Settings,
-        flatten,
         has,
         setting,
         value_of,
@@ -143,15 +127,14 @@ if TYPE_CHECKING:
     from treegraft.tools.search.encoders import (
         build_encoder,
     )
+    from treegraft.traces import (
+        remote,
+    )
     from treegraft.traces.fill import (
         BufferBuild,
     )
     from treegraft.traces.prune_buffer import (
         BufferPruning,
-    )
-    from treegraft.traces.remote import (
-        RemoteTrees,
-        TreeHost,
     )
     from treegraft.view.bundle import (
         standalone_page,
@@ -161,7 +144,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "LEARNING_RULES",
     "OVER",
     "Below",
     "Branch",
@@ -184,7 +166,6 @@ __all__ = [
     "GraftCause",
     "Independent",
     "Leaf",
-    "LineFile",
     "Machine",
     "ModelShape",
     "NoDisplay",
@@ -192,17 +173,14 @@ __all__ = [
     "Observation",
     "OpenTasks",
     "OutcomeKind",
-    "Overrides",
     "PathView",
     "PlacementKind",
     "Plugin",
     "Publisher",
-    "RemoteTrees",
     "Request",
     "RestartCause",
     "Retry",
     "RetryCause",
-    "RunAsked",
     "RunReader",
     "Sampling",
     "Settings",
@@ -214,27 +192,22 @@ __all__ = [
     "ToolCall",
     "Tracked",
     "TrackerKind",
-    "TreeHost",
     "WeightSource",
     "assemble_engine",
     "assemble_training",
     "build_encoder",
-    "code_checksum",
+    "commands",
     "credit_trees",
     "errors",
-    "flatten",
+    "files",
     "has",
     "ids_to",
     "interrupt",
-    "keyed_choice",
-    "keyed_int",
-    "keyed_unit",
-    "merged",
+    "keyed",
     "packages",
     "plain",
-    "read_based",
-    "refuse_idle",
-    "run_command",
+    "recipe",
+    "remote",
     "setting",
     "setting_rows",
     "spans",
@@ -242,28 +215,23 @@ __all__ = [
     "tag_of",
     "value_of",
     "when",
-    "write_atomically",
 ]
 
 _HOMES = homes(
     {
         "assemble": "assemble_engine assemble_training",
+        "cli": "commands",
         "cli.doctor": "Machine",
-        "cli.options": "Overrides refuse_idle",
-        "cli.train": "RunAsked run_command",
-        "core": "errors interrupt packages spans",
-        "core.files": "LineFile code_checksum write_atomically",
+        "core": "errors files interrupt keyed packages spans",
         "core.finding": "Finding",
         "core.interfaces": "Engine NoiseKey Request Signature Tool WeightSource",
-        "core.keyed": "keyed_choice keyed_int keyed_unit",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
         ),
         "core.text": "plain",
         "core.types": (
-            "LEARNING_RULES Below Branch BranchCause Completion Expand GraftCause Leaf "
-            "Observation PathView RestartCause Retry RetryCause Sampling Start Stored StoredCause "
-            "ToolCall ids_to"
+            "Below Branch BranchCause Completion Expand GraftCause Leaf Observation PathView "
+            "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
         ),
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
@@ -272,18 +240,18 @@ _HOMES = homes(
         "policy.shapes": "ModelShape",
         "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
+        "settings": "recipe",
         "settings.load": "setting_rows",
-        "settings.recipe": "merged read_based",
-        "settings.table": "Contradiction Settings flatten has setting value_of when",
+        "settings.table": "Contradiction Settings has setting value_of when",
         "settings.tools": "EnvironmentSettings",
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
         "tools.environments.own": "OVER ClassEnvironments EnvironmentTool",
         "tools.json_tools": "tag_of",
         "tools.search.encoders": "build_encoder",
+        "traces": "remote",
         "traces.fill": "BufferBuild",
         "traces.prune_buffer": "BufferPruning",
-        "traces.remote": "RemoteTrees TreeHost",
         "view.bundle": "standalone_page",
         "view.runs": "RunReader",
     }

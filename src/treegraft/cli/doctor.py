@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from treegraft.cli.commands import table
 from treegraft.cli.memory import gigabytes, gpus, memory_room, model_shape, recipe_memory
-from treegraft.cli.options import table
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding

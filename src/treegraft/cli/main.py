@@ -24,11 +24,7 @@ from typer.core import TyperGroup
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.build import RETIRED, build
-from treegraft.cli.config import show_config
-from treegraft.cli.data import data_app
-from treegraft.cli.eval import compare_suites, eval_app
-from treegraft.cli.init import init
-from treegraft.cli.options import (
+from treegraft.cli.commands import (
     AsJson,
     Overrides,
     Smoke,
@@ -39,6 +35,10 @@ from treegraft.cli.options import (
     say,
     table,
 )
+from treegraft.cli.config import show_config
+from treegraft.cli.data import data_app
+from treegraft.cli.eval import compare_suites, eval_app
+from treegraft.cli.init import init
 from treegraft.cli.prune import PRUNED_BEFORE, prune, show
 from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app

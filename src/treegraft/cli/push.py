@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treegraft.cli.options import say
+from treegraft.cli.commands import say
 from treegraft.core.errors import CheckpointError, DataError, HubError, SettingError
 from treegraft.core.files import write_atomically
 from treegraft.core.text import plain

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from treegraft import Tree
 from treegraft.extras.methods.leaves import half_the_leaves
 from treegraft.parts import (
-    LEARNING_RULES,
     Below,
     Contradiction,
     ExplorerKind,
@@ -21,7 +20,7 @@ from treegraft.parts import (
     Start,
     Stored,
     has,
-    keyed_int,
+    keyed,
     setting,
     value_of,
     when,
@@ -96,7 +95,7 @@ class UniformPrefix(Independent):
             return [Start(max_leaves - len(tree.leaves))]
         own, counts = self.starts(max_leaves), dict[int, int]()
         for leaf in range(max_leaves - own.num):
-            place = keyed_int(*noise_key, "prefix", leaf % self._settings.num_places)
+            place = keyed.keyed_int(*noise_key, "prefix", leaf % self._settings.num_places)
             num_steps = 1 + place % stored[best].num_steps
             counts[num_steps] = counts.get(num_steps, 0) + 1
         below = [Start(num, Below(best, num_steps, self.rule)) for num_steps, num in counts.items()]
@@ -146,7 +145,7 @@ class ShortestPrefix(UniformPrefix):
         rollouts all failed for a reason of ours are left out."""
         found: dict[int, bool] = {}
         for path in tree.trajectories():
-            if not LEARNING_RULES[path.status].in_group:
+            if not path.status.rule.in_group:
                 continue
             causes = [step.cause for step in path.steps]
             above = [one.num_steps for one in causes if isinstance(one, RestartCause)]

@@ -19,13 +19,7 @@ from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.ray import connected
 from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
 from treegraft.extras.ray.supervisor import Keeper, Member
-from treegraft.parts import (
-    Completion,
-    Engine,
-    RemoteTrees,
-    WeightSource,
-    code_checksum,
-)
+from treegraft.parts import Completion, Engine, WeightSource, files, remote
 
 
 def needs_of(config: Config) -> Mapping[str, float]:
@@ -74,7 +68,7 @@ class RayPlacement:
 
     def __init__(self) -> None:
         self._keeper: Keeper | None = None
-        self._trees: RemoteTrees | None = None
+        self._trees: remote.RemoteTrees | None = None
 
     @asynccontextmanager
     async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
@@ -89,7 +83,7 @@ class RayPlacement:
         count = settings.num_engines
         engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
         keeper = self._keeper = engine.keeper
-        trees = self._trees = RemoteTrees(config, keeper.grown)
+        trees = self._trees = remote.RemoteTrees(config, keeper.grown)
         gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
         engines = [
             Member("engine", one, partial(start, EngineActor, "engine", one, place, gpus))
@@ -191,7 +185,7 @@ def place_of(config: Config, model_path: Path | str | None) -> Place:
     return Place(
         cwd=os.getcwd(),
         path=tuple(sys.path),
-        code=code_checksum(),
+        code=files.code_checksum(),
         config=config.model_dump_json(),
         model_path=None if model_path is None else str(model_path),
     )

@@ -18,15 +18,7 @@ from typing import Any
 
 from treegraft import SettingError, StepContent, Task, math_equal
 from treegraft.extras.tasks.plugin import ReasoningGymSettings
-from treegraft.parts import (
-    Observation,
-    OpenTasks,
-    ToolCall,
-    errors,
-    keyed_choice,
-    keyed_int,
-    packages,
-)
+from treegraft.parts import Observation, OpenTasks, ToolCall, errors, keyed, packages
 
 _RANGE_SIZE = 1 << 29
 """Item seeds of one purpose; all three ranges stay below 2^31, which every generator accepts."""
@@ -112,8 +104,8 @@ class ReasoningGym(OpenTasks):
         code, result = program
         if not task.reference or not math_equal(result, task.reference):
             return None
-        plan = keyed_choice(_PLANS, "plan", seed, task.id)
-        conclusion = keyed_choice(_CONCLUSIONS, "conclusion", seed, task.id).format(result)
+        plan = keyed.keyed_choice(_PLANS, "plan", seed, task.id)
+        conclusion = keyed.keyed_choice(_CONCLUSIONS, "conclusion", seed, task.id).format(result)
         call = ToolCall("python", code)
         return (
             StepContent(thought=plan, calls=(call,), observations=(Observation(text=result),)),
@@ -131,7 +123,7 @@ class ReasoningGym(OpenTasks):
         if all(self.expert(task, seed) is None for task in self._train[:_DRAWS_PER_TASK]):
             return ()
         seen = {task.question for task in (*self._eval, *self._train)}
-        tasks = self._draw("warmup", num, keyed_int("warmup", seed), seen)
+        tasks = self._draw("warmup", num, keyed.keyed_int("warmup", seed), seen)
         return tuple(task for task in tasks if self.expert(task, seed) is not None)
 
     def report(self) -> Sequence[str]:
@@ -167,7 +159,7 @@ class ReasoningGym(OpenTasks):
         generator, size = self._settings.generator, _DRAWS_PER_TASK * num + 100
         # Item i of a reasoning-gym data set has seed base + i: the bases must lie apart, or parts
         # share items.
-        offset = keyed_int("items", self._seed, purpose, key) % (_RANGE_SIZE - size)
+        offset = keyed.keyed_int("items", self._seed, purpose, key) % (_RANGE_SIZE - size)
         base = _PURPOSES.index(purpose) * _RANGE_SIZE + offset
         data = _create(self._settings, seed=base, size=size)
         tasks: list[Task] = []
