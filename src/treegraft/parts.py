@@ -142,6 +142,9 @@ if TYPE_CHECKING:
     from treegraft.view.runs import (
         RunReader,
     )
+    from treegraft.view.trained import (
+        Trained,
+    )
 
 __all__ = [
     "OVER",
@@ -192,6 +195,7 @@ __all__ = [
     "ToolCall",
     "Tracked",
     "TrackerKind",
+    "Trained",
     "WeightSource",
     "assemble_engine",
     "assemble_training",
@@ -254,6 +258,7 @@ _HOMES = homes(
         "traces.prune_buffer": "BufferPruning",
         "view.bundle": "standalone_page",
         "view.runs": "RunReader",
+        "view.trained": "Trained",
     }
 )
 __getattr__ = loader("treegraft.parts", _HOMES)

@@ -1,5 +1,5 @@
 """The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
-serve | push | config | doctor`, and what plugins bring.
+serve | config | doctor`, and what plugins bring.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -40,7 +40,6 @@ from treegraft.cli.data import data_app
 from treegraft.cli.eval import compare_suites, eval_app
 from treegraft.cli.init import init
 from treegraft.cli.prune import PRUNED_BEFORE, prune, show
-from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.cli.train import sft, train
 from treegraft.core.errors import (
@@ -169,7 +168,6 @@ app.command()(init)
 app.command()(train)
 app.command()(sft)
 app.add_typer(eval_app)
-app.command()(push)
 
 
 @app.command()

@@ -222,7 +222,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "rewards": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "commands": (
         *("init", "train", "sft", "eval", "run", "compare", "buffer", "view", "doctor", "config"),
-        *("data", "serve", "push"),
+        *("data", "serve"),
     ),
 }
 """Names of the core, which no plugin may take."""

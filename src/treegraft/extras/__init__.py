@@ -17,6 +17,7 @@ BUILT_IN = (
     "treegraft.extras.environments.verifiers.plugin",
     "treegraft.extras.tasks.plugin",
     "treegraft.extras.trackers.plugin",
+    "treegraft.extras.hub.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
 )
