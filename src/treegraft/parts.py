@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from treegraft.core import (
         errors,
         files,
+        interfaces,
         interrupt,
         keyed,
         packages,
@@ -31,14 +32,6 @@ if TYPE_CHECKING:
     )
     from treegraft.core.finding import (
         Finding,
-    )
-    from treegraft.core.interfaces import (
-        Engine,
-        NoiseKey,
-        Request,
-        Signature,
-        Tool,
-        WeightSource,
     )
     from treegraft.core.plugin import (
         Command,
@@ -117,7 +110,6 @@ if TYPE_CHECKING:
         Epochs,
     )
     from treegraft.tools.environments.own import (
-        OVER,
         ClassEnvironments,
         EnvironmentTool,
     )
@@ -147,7 +139,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "OVER",
     "Below",
     "Branch",
     "BranchCause",
@@ -157,7 +148,6 @@ __all__ = [
     "Command",
     "Completion",
     "Contradiction",
-    "Engine",
     "EntropyBranching",
     "EnvironmentSettings",
     "EnvironmentTool",
@@ -172,7 +162,6 @@ __all__ = [
     "Machine",
     "ModelShape",
     "NoDisplay",
-    "NoiseKey",
     "Observation",
     "OpenTasks",
     "OutcomeKind",
@@ -180,23 +169,19 @@ __all__ = [
     "PlacementKind",
     "Plugin",
     "Publisher",
-    "Request",
     "RestartCause",
     "Retry",
     "RetryCause",
     "RunReader",
     "Sampling",
     "Settings",
-    "Signature",
     "Start",
     "Stored",
     "StoredCause",
-    "Tool",
     "ToolCall",
     "Tracked",
     "TrackerKind",
     "Trained",
-    "WeightSource",
     "assemble_engine",
     "assemble_training",
     "build_encoder",
@@ -206,6 +191,7 @@ __all__ = [
     "files",
     "has",
     "ids_to",
+    "interfaces",
     "interrupt",
     "keyed",
     "packages",
@@ -226,9 +212,8 @@ _HOMES = homes(
         "assemble": "assemble_engine assemble_training",
         "cli": "commands",
         "cli.doctor": "Machine",
-        "core": "errors files interrupt keyed packages spans",
+        "core": "errors files interfaces interrupt keyed packages spans",
         "core.finding": "Finding",
-        "core.interfaces": "Engine NoiseKey Request Signature Tool WeightSource",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
         ),
@@ -250,7 +235,7 @@ _HOMES = homes(
         "settings.tools": "EnvironmentSettings",
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
-        "tools.environments.own": "OVER ClassEnvironments EnvironmentTool",
+        "tools.environments.own": "ClassEnvironments EnvironmentTool",
         "tools.json_tools": "tag_of",
         "tools.search.encoders": "build_encoder",
         "traces": "remote",

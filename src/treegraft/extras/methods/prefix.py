@@ -13,13 +13,13 @@ from treegraft.parts import (
     Contradiction,
     ExplorerKind,
     Independent,
-    NoiseKey,
     Plugin,
     RestartCause,
     Settings,
     Start,
     Stored,
     has,
+    interfaces,
     keyed,
     setting,
     value_of,
@@ -87,7 +87,7 @@ class UniformPrefix(Independent):
         return next((n for n in self.usable(stored) if stored[n].num_steps), None)
 
     def restarts(
-        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: interfaces.NoiseKey
     ) -> Sequence[Start]:
         """Returns all leaves at once; later those that are missing, at the prompt."""
         best = self.best(stored)
@@ -117,7 +117,7 @@ class ShortestPrefix(UniformPrefix):
     wants_rewards = True
 
     def restarts(
-        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: interfaces.NoiseKey
     ) -> Sequence[Start]:
         """Returns the own rollouts; then, one at a time, the places that the search tries; then
         what is left, at the place it found, or at the prompt where an own rollout succeeded or no
@@ -164,7 +164,7 @@ class WholeTrajectory(UniformPrefix):
     """
 
     def restarts(
-        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: interfaces.NoiseKey
     ) -> Sequence[Start]:
         """Returns all leaves at once; later those that are missing, at the prompt."""
         if tree.leaves:

@@ -19,7 +19,7 @@ from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.ray import connected
 from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
 from treegraft.extras.ray.supervisor import Keeper, Member
-from treegraft.parts import Completion, Engine, WeightSource, files, remote
+from treegraft.parts import Completion, files, interfaces, remote
 
 
 def needs_of(config: Config) -> Mapping[str, float]:
@@ -71,14 +71,18 @@ class RayPlacement:
         self._trees: remote.RemoteTrees | None = None
 
     @asynccontextmanager
-    async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
+    async def engine(
+        self, config: Config, model_path: Path | str | None
+    ) -> AsyncIterator[interfaces.Engine]:
         """Holds the engines, and the growers beside them; see `Placement`."""
         with nullcontext() if model_path is None else lasting(Path(model_path)) as path:
             async with self._actors(config, path) as engine:
                 yield engine
 
     @asynccontextmanager
-    async def _actors(self, config: Config, model_path: Path | None) -> AsyncIterator[Engine]:
+    async def _actors(
+        self, config: Config, model_path: Path | None
+    ) -> AsyncIterator[interfaces.Engine]:
         place, settings = place_of(config, model_path), cluster_settings(config)
         count = settings.num_engines
         engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
@@ -130,7 +134,7 @@ class KeptEngine(ClusterEngine):
         """Why no completion can come any more; None while an engine is there or may come back."""
         return self.keeper.death
 
-    async def publish(self, source: WeightSource, version: int) -> None:
+    async def publish(self, source: interfaces.WeightSource, version: int) -> None:
         """Gives all engines new weights; see `interfaces.Engine`."""
         await self.keeper.publish(source, version)
         due = self.keeper.due

@@ -24,7 +24,7 @@ from treegraft.extras.environments.scienceworld.environment import (
 )
 from treegraft.extras.environments.scienceworld.plugin import ScienceWorldSettings
 from treegraft.extras.environments.scienceworld.words import WORDS
-from treegraft.parts import Tool, ToolCall, errors, keyed
+from treegraft.parts import ToolCall, errors, interfaces, keyed
 
 DONE: Final = "done"
 """The expert's answer, which the reward takes no notice of."""
@@ -74,7 +74,7 @@ class ScienceWorldTasks:
         """Returns the held-out worlds, the games taking turns."""
         return self._eval
 
-    def tools(self) -> Sequence[Tool]:
+    def tools(self) -> Sequence[interfaces.Tool]:
         """Returns none: the environment brings the action."""
         return ()
 

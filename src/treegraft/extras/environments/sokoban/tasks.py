@@ -23,7 +23,7 @@ from treegraft.extras.environments.sokoban.environment import (
     read_question,
 )
 from treegraft.extras.environments.sokoban.plugin import SokobanSettings
-from treegraft.parts import Tool, ToolCall, keyed
+from treegraft.parts import ToolCall, interfaces, keyed
 
 GIVEN_UP: Final = "stuck"
 """The answer of an expert that has lost a board."""
@@ -140,7 +140,7 @@ class SokobanTasks:
         """Returns the held-out boards."""
         return self._eval
 
-    def tools(self) -> Sequence[Tool]:
+    def tools(self) -> Sequence[interfaces.Tool]:
         """Returns none: the environment brings the move."""
         return ()
 
