@@ -65,6 +65,12 @@ if TYPE_CHECKING:
         ToolCall,
         ids_to,
     )
+    from treegraft.core.workers import (
+        WorkerPool,
+    )
+    from treegraft.evals import (
+        suites,
+    )
     from treegraft.explore.entropy import (
         EntropyBranching,
     )
@@ -103,6 +109,10 @@ if TYPE_CHECKING:
     from treegraft.settings.tools import (
         EnvironmentSettings,
     )
+    from treegraft.tasks import (
+        fields,
+        readers,
+    )
     from treegraft.tasks.open import (
         OpenTasks,
     )
@@ -116,8 +126,14 @@ if TYPE_CHECKING:
     from treegraft.tools.json_tools import (
         tag_of,
     )
+    from treegraft.tools.own_thread import (
+        run_in_thread,
+    )
     from treegraft.tools.search.encoders import (
         build_encoder,
+    )
+    from treegraft.tools.search.lexical import (
+        best_texts,
     )
     from treegraft.traces import (
         remote,
@@ -182,12 +198,15 @@ __all__ = [
     "Tracked",
     "TrackerKind",
     "Trained",
+    "WorkerPool",
     "assemble_engine",
     "assemble_training",
+    "best_texts",
     "build_encoder",
     "commands",
     "credit_trees",
     "errors",
+    "fields",
     "files",
     "has",
     "ids_to",
@@ -196,12 +215,15 @@ __all__ = [
     "keyed",
     "packages",
     "plain",
+    "readers",
     "recipe",
     "remote",
+    "run_in_thread",
     "setting",
     "setting_rows",
     "spans",
     "standalone_page",
+    "suites",
     "tag_of",
     "value_of",
     "when",
@@ -222,6 +244,8 @@ _HOMES = homes(
             "Below Branch BranchCause Completion Expand GraftCause Leaf Observation PathView "
             "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
         ),
+        "core.workers": "WorkerPool",
+        "evals": "suites",
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
         "policy.learn.credit": "credit_trees",
@@ -233,11 +257,14 @@ _HOMES = homes(
         "settings.load": "setting_rows",
         "settings.table": "Contradiction Settings has setting value_of when",
         "settings.tools": "EnvironmentSettings",
+        "tasks": "fields readers",
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
         "tools.environments.own": "ClassEnvironments EnvironmentTool",
         "tools.json_tools": "tag_of",
+        "tools.own_thread": "run_in_thread",
         "tools.search.encoders": "build_encoder",
+        "tools.search.lexical": "best_texts",
         "traces": "remote",
         "traces.fill": "BufferBuild",
         "traces.prune_buffer": "BufferPruning",

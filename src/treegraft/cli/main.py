@@ -1,4 +1,4 @@
-"""The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
+"""The command line: `treegraft init | train | sft | eval | run | view | compare | buffer |
 serve | config | doctor`, and what plugins bring.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
@@ -36,7 +36,6 @@ from treegraft.cli.commands import (
     table,
 )
 from treegraft.cli.config import show_config
-from treegraft.cli.data import data_app
 from treegraft.cli.eval import compare_suites, eval_app
 from treegraft.cli.init import init
 from treegraft.cli.prune import PRUNED_BEFORE, prune, show
@@ -123,7 +122,6 @@ buffer_app.command(cls=command_without(RETIRED))(build)
 app.add_typer(buffer_app)
 buffer_app.command(cls=command_without(PRUNED_BEFORE))(prune)
 buffer_app.command()(show)
-app.add_typer(data_app)
 app.add_typer(serve_app)
 
 Recipe = Annotated[

@@ -186,6 +186,9 @@ class Plugin:
     needs: Callable[[Any], Iterable[tuple[str, str]]] = _nothing
     """A function of the configuration that yields, for each thing that needs packages which a
     plain installation lacks, its name in messages and the modules with spaces between them."""
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of tools by their names in `tools.use`, called with the table [tools]; or import
+    paths."""
     samplers: Mapping[str, Any] = field(default_factory=dict)
     """Makers of samplers, called with tasks, seed and the table [sampler]; or import paths."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
@@ -215,6 +218,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "attributions": ("soft", "hard"),
     "objectives": ("clip", "gspo", "cispo", "gppo"),
     "tasks": ("search_world", "dataset"),
+    "tools": ("python", "search"),
     "samplers": ("epochs",),
     "trackers": ("tensorboard", "wandb"),
     "engines": ("native", "vllm"),
@@ -222,7 +226,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "rewards": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "commands": (
         *("init", "train", "sft", "eval", "run", "compare", "buffer", "view", "doctor", "config"),
-        *("data", "serve"),
+        "serve",
     ),
 }
 """Names of the core, which no plugin may take."""

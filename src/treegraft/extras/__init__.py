@@ -11,6 +11,8 @@ BUILT_IN = (
     "treegraft.extras.methods.gigpo",
     "treegraft.extras.methods.prefix",
     "treegraft.extras.methods.tree_search",
+    "treegraft.extras.browse.plugin",
+    "treegraft.extras.data.plugin",
     "treegraft.extras.environments.openenv.plugin",
     "treegraft.extras.environments.scienceworld.plugin",
     "treegraft.extras.environments.sokoban.plugin",
