@@ -220,7 +220,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "tasks": ("search_world", "dataset"),
     "tools": ("python", "search"),
     "samplers": ("epochs",),
-    "trackers": ("tensorboard", "wandb"),
+    "trackers": ("tensorboard",),
     "engines": ("native", "vllm"),
     "formats": ("tags", "chat"),
     "rewards": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),

@@ -25,9 +25,6 @@ TRACKERS: Mapping[str, TrackerKind] = {
         module="tensorboard",
         install="treegraft[trackers]",
     ),
-    "wandb": TrackerKind(
-        path="treegraft.runs.wandb:WandbTracker", module="wandb", install="treegraft[trackers]"
-    ),
 }
 """The core's trackers."""
 Maker = Callable[[Path], Tracker]
