@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
-from treegraft.core.plugin import offered, plugins
-from treegraft.core.plugins import unknown_name
+from treegraft.core.plugin import offered, plugins, unknown_name
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown

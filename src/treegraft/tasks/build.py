@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.plugin import chosen
-from treegraft.core.plugins import make
+from treegraft.core.plugin import chosen, make
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.datasets import DatasetSource
 from treegraft.tasks.search_world import SearchWorld

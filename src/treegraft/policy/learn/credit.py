@@ -13,8 +13,7 @@ from treegraft.algo.advantages import assign_credit, batch_outcomes, scale_of
 from treegraft.algo.groups import Floats
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import CreditRule, LearnerLike
-from treegraft.core.plugin import OutcomeKind, loaded, offered
-from treegraft.core.plugins import load_object
+from treegraft.core.plugin import OutcomeKind, load_object, loaded, offered
 from treegraft.core.types import Step, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.policy import CreditSettings
