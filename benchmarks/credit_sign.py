@@ -47,7 +47,7 @@ from statistics import fmean
 
 import numpy as np
 
-from treegraft.assemble import Parts, assemble
+from treegraft.assemble import Parts, assemble, training_limits
 from treegraft.core.interfaces import Explorer, Retriever
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import (
@@ -68,7 +68,6 @@ from treegraft.explore.budget import Allocation, Budget
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.extras.environments.sokoban.tasks import Solver
 from treegraft.policy.learn.credit import credit_trees
-from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config

@@ -23,13 +23,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from treegraft.core.listener import listen
-from treegraft.policy.engine.sampling import sample_tokens
+from treegraft.policy.engine.sampling import draws_of_sampling, sample_tokens
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.protocol import (
     DRAW,
     PLUGIN_VERSION,
-    draws_of_sampling,
     marked_rows,
 )
 from treegraft.policy.weights import weights_fingerprint

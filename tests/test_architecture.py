@@ -71,9 +71,8 @@ NEVER = {
     "policy.engine": ("policy.learn",),
     "policy.learn": ("policy.engine",),
     "policy.kernels": ("policy.engine", "policy.learn"),
-    "tools.python": ("tools.search", "tools.browse", "tools.environments"),
-    "tools.search": ("tools.python", "tools.browse", "tools.environments"),
-    "tools.browse": ("tools.python", "tools.environments"),
+    "tools.python": ("tools.search", "tools.environments"),
+    "tools.search": ("tools.python", "tools.environments"),
 }
 """What a folder must not import of its neighbours."""
 

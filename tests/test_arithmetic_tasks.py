@@ -9,8 +9,9 @@ import pytest
 
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Task
-from treegraft.settings.tasks import ReasoningGymSettings, TasksSettings
-from treegraft.tasks.arithmetic import ReasoningGym, find_expression
+from treegraft.extras.tasks.arithmetic import ReasoningGym, find_expression
+from treegraft.extras.tasks.plugin import ReasoningGymSettings
+from treegraft.settings.config import table_class
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import is_correct
 
@@ -140,5 +141,5 @@ def test_bad_settings(generator: str, params: dict[str, object], message: str) -
 
 
 def test_source_by_name() -> None:
-    source = build_tasks(TasksSettings(kind="arithmetic", num_train=2, num_eval=1), seed=0)
+    source = build_tasks(table_class("tasks")(kind="arithmetic", num_train=2, num_eval=1), seed=0)
     assert [task.id for task in source.train_tasks()] == ["chain_sum/train/0", "chain_sum/train/1"]

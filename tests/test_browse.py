@@ -18,11 +18,12 @@ from tests.test_remote_search import Answer, web_server
 
 from treegraft.core.errors import ToolError
 from treegraft.core.types import Task
-from treegraft.settings.tools import BrowseToolSettings, ToolsSettings
-from treegraft.tools.browse.extract import ExtractPool
-from treegraft.tools.browse.fetch import Fetcher, NotFetched, Page, is_public, read_robots
-from treegraft.tools.browse.passages import GAP, choose, cut, most_relevant
-from treegraft.tools.browse.tool import BrowseTool, read_call
+from treegraft.extras.browse.extract import ExtractPool
+from treegraft.extras.browse.fetch import Fetcher, NotFetched, Page, is_public, read_robots
+from treegraft.extras.browse.passages import GAP, choose, cut, most_relevant
+from treegraft.extras.browse.plugin import BrowseToolSettings
+from treegraft.extras.browse.tool import BrowseTool, read_call
+from treegraft.settings.config import table_class
 from treegraft.tools.build import build_tools
 
 pytest.importorskip("protego", reason="the extra 'web' is not installed")
@@ -180,7 +181,7 @@ def test_a_redirect_into_the_private_net_is_refused(monkeypatch: pytest.MonkeyPa
         }
         with web_server(site(pages)) as outer:
             monkeypatch.setattr(
-                "treegraft.tools.browse.fetch.is_public", lambda address: address == "127.0.0.1"
+                "treegraft.extras.browse.fetch.is_public", lambda address: address == "127.0.0.1"
             )
             refused(
                 outer + "/",
@@ -525,7 +526,9 @@ def test_the_passages_that_matter_are_shown_in_the_pages_order() -> None:
         "num_workers": 1,
         "timeout_s": 60,
     }
-    (tool,) = build_tools(ToolsSettings.model_validate({"use": ["browse"], "browse": own}), ())
+    (tool,) = build_tools(
+        table_class("tools").model_validate({"use": ["browse"], "browse": own}), ()
+    )
     assert isinstance(tool, BrowseTool)
     with web_server(site(pages)) as url:
 

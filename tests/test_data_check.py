@@ -13,7 +13,7 @@ from tests.corpus import DATA
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import DataError
-from treegraft.evals.check import check_data, jaccard, normalised, shingles, view_file, words
+from treegraft.extras.data.check import check_data, jaccard, normalised, shingles, view_file, words
 
 needs_data = pytest.mark.skipif(not (DATA / "rl").is_dir(), reason=f"no training data in {DATA}")
 

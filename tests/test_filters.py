@@ -15,11 +15,11 @@ from tests.families import build_model
 from tests.test_engine import complete_one, ids_of, make_engine
 from transformers.generation import logits_process as hf
 
+from treegraft.assemble import eval_limits, training_limits
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Filters, Sampling
 from treegraft.policy.engine.filters import EXCLUDED, filtered
 from treegraft.policy.engine.sampling import sample_tokens
-from treegraft.rollout.limits import eval_limits, training_limits
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 

@@ -20,14 +20,13 @@ from tests.trees import Part, build_tree
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import Task
-from treegraft.evals.check import check_data, view_file
+from treegraft.extras.data.check import check_data, view_file
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.record import read_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
-from treegraft.tasks.fields import find_value
-from treegraft.tasks.messages import read_messages
+from treegraft.tasks.fields import find_value, read_messages
 from treegraft.train import train
 
 SYSTEM = {"role": "system", "content": "You teach sums."}

@@ -21,7 +21,7 @@ from tests.tiny import contents, is_timing, tiny
 
 from treegraft import SettingError, Task, Tree, evaluate_checkpoint, load_config, read_trees, train
 from treegraft.core.given import GivenObjects, giving, import_path
-from treegraft.core.plugins import load_object
+from treegraft.core.plugin import load_object
 from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start
 
 ROWS = [{"question": f"{a} + {b} ?", "answer": str(a + b)} for a in range(4) for b in range(4)]

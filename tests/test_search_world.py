@@ -170,7 +170,7 @@ class EmptySource:
 
 def test_a_source_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "treegraft.core.plugins.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get
+        "treegraft.core.plugin.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get
     )
     with pytest.raises(SettingError, match="without early_answer, eval_tasks"):
         build_tasks(TasksSettings(kind="mine:Empty"), seed=0)

@@ -17,7 +17,7 @@ import pytest
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
-from treegraft.core.plugins import load_object
+from treegraft.core.plugin import load_object
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.settings.tools import PythonToolSettings, ToolsSettings

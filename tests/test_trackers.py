@@ -24,7 +24,7 @@ from treegraft.core.types import Tree
 from treegraft.runs.record import read_metrics
 from treegraft.runs.tracked import Tracked
 from treegraft.runs.trackers import TRACKERS, Trackers
-from treegraft.settings.table import flatten
+from treegraft.settings.recipe import flatten
 from treegraft.train import RunResult, train
 
 SECRET = "local-0123456789abcdef0123456789abcdef01234567"

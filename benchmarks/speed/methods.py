@@ -24,13 +24,12 @@ from typing import Any, TypeVar
 
 from benchmarks.speed.measure import Case, Row, time_row
 from benchmarks.speed.stage import Stage
-from treegraft.assemble import TrainingParts, assemble_training
+from treegraft.assemble import TrainingParts, assemble_training, training_limits
 from treegraft.core.errors import DataError
 from treegraft.core.types import Tree
 from treegraft.explore.build import build_explorer
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import num_tree_tokens
-from treegraft.rollout.limits import training_limits
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.tasks.sampler import draw_tasks

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,12 +27,12 @@ from treegraft.core.interfaces import (
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.sessions import SessionOpener
-from treegraft.core.types import Task
+from treegraft.core.types import Filters, Task
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
-from treegraft.rollout.limits import Limits, training_limits
+from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
 from treegraft.settings.config import Config
@@ -503,7 +503,7 @@ class _Scenario:
             tokenizer,
             self.tools,
             max_context=max_prompt,
-            end_ids=output_head.end_token_ids(model, tokenizer),
+            end_ids=output_head.end_token_ids(model, tokenizer.eos_token_id),
             mentions_retrieval="graft" in config.explore.explorers,
         )
         environments = None if self.kind is None else Environments(self.kind, config.environment)
@@ -526,3 +526,28 @@ class _Scenario:
                 success_reward=config.environment.success_reward,
             ),
         )
+
+
+def training_limits(config: Config) -> Limits:
+    """Returns the limits of a trajectory in training."""
+    rollout = config.rollout
+    return Limits(
+        num_leaves=config.explore.num_leaves,
+        temperature=rollout.temperature,
+        max_completion_tokens=rollout.max_completion_tokens,
+        max_agent_steps=rollout.max_agent_steps,
+        max_tool_calls=rollout.max_tool_calls,
+        deadline_s=rollout.deadline_s,
+    )
+
+
+def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limits:
+    """Returns the limits of a trajectory in an evaluation, which samples as its own table says."""
+    limits, own = training_limits(config), config.eval
+    filters = Filters(repetition_penalty=own.repetition_penalty)
+    # The most likely token stays whatever else is left out.
+    if temperature > 0:
+        filters = replace(filters, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
+    names = ("max_completion_tokens", "max_agent_steps", "max_tool_calls")
+    given = {name: value for name in names if (value := getattr(own, name)) is not None}
+    return replace(limits, num_leaves=num_leaves, temperature=temperature, filters=filters, **given)

@@ -19,42 +19,23 @@ if TYPE_CHECKING:
         assemble_engine,
         assemble_training,
     )
+    from treegraft.cli import (
+        commands,
+    )
     from treegraft.cli.doctor import (
         Machine,
     )
-    from treegraft.cli.options import (
-        Overrides,
-        refuse_idle,
-    )
-    from treegraft.cli.train import (
-        RunAsked,
-        run_command,
-    )
     from treegraft.core import (
         errors,
+        files,
+        interfaces,
         interrupt,
+        keyed,
+        packages,
         spans,
-    )
-    from treegraft.core.files import (
-        LineFile,
-        code_checksum,
-        write_atomically,
     )
     from treegraft.core.finding import (
         Finding,
-    )
-    from treegraft.core.interfaces import (
-        Engine,
-        NoiseKey,
-        Request,
-        Signature,
-        Tool,
-        WeightSource,
-    )
-    from treegraft.core.keyed import (
-        keyed_choice,
-        keyed_int,
-        keyed_unit,
     )
     from treegraft.core.plugin import (
         Command,
@@ -69,7 +50,6 @@ if TYPE_CHECKING:
         plain,
     )
     from treegraft.core.types import (
-        LEARNING_RULES,
         Below,
         Branch,
         BranchCause,
@@ -77,6 +57,7 @@ if TYPE_CHECKING:
         Expand,
         GraftCause,
         Leaf,
+        Observation,
         PathView,
         RestartCause,
         Retry,
@@ -87,6 +68,12 @@ if TYPE_CHECKING:
         StoredCause,
         ToolCall,
         ids_to,
+    )
+    from treegraft.core.workers import (
+        WorkerPool,
+    )
+    from treegraft.evals import (
+        suites,
     )
     from treegraft.explore.entropy import (
         EntropyBranching,
@@ -120,17 +107,15 @@ if TYPE_CHECKING:
     from treegraft.runs.tracked import (
         Tracked,
     )
+    from treegraft.settings import (
+        recipe,
+    )
     from treegraft.settings.load import (
         setting_rows,
-    )
-    from treegraft.settings.recipe import (
-        merged,
-        read_based,
     )
     from treegraft.settings.table import (
         Contradiction,
         Settings,
-        flatten,
         has,
         setting,
         value_of,
@@ -139,6 +124,10 @@ if TYPE_CHECKING:
     from treegraft.settings.tools import (
         EnvironmentSettings,
     )
+    from treegraft.tasks import (
+        fields,
+        readers,
+    )
     from treegraft.tasks.open import (
         OpenTasks,
     )
@@ -146,15 +135,23 @@ if TYPE_CHECKING:
         Epochs,
     )
     from treegraft.tools.environments.own import (
-        OVER,
         ClassEnvironments,
         EnvironmentTool,
     )
     from treegraft.tools.json_tools import (
         tag_of,
     )
+    from treegraft.tools.own_thread import (
+        run_in_thread,
+    )
     from treegraft.tools.search.encoders import (
         build_encoder,
+    )
+    from treegraft.tools.search.lexical import (
+        best_texts,
+    )
+    from treegraft.traces import (
+        remote,
     )
     from treegraft.traces.fill import (
         BufferBuild,
@@ -162,20 +159,17 @@ if TYPE_CHECKING:
     from treegraft.traces.prune_buffer import (
         BufferPruning,
     )
-    from treegraft.traces.remote import (
-        RemoteTrees,
-        TreeHost,
-    )
     from treegraft.view.bundle import (
         standalone_page,
     )
     from treegraft.view.runs import (
         RunReader,
     )
+    from treegraft.view.trained import (
+        Trained,
+    )
 
 __all__ = [
-    "LEARNING_RULES",
-    "OVER",
     "Below",
     "Branch",
     "BranchCause",
@@ -185,7 +179,6 @@ __all__ = [
     "Command",
     "Completion",
     "Contradiction",
-    "Engine",
     "EntropyBranching",
     "EnvironmentSettings",
     "EnvironmentTool",
@@ -200,89 +193,82 @@ __all__ = [
     "Leaf",
     "LeafRow",
     "Learner",
-    "LineFile",
     "Machine",
     "ModelShape",
     "NoDisplay",
-    "NoiseKey",
+    "Observation",
     "OpenTasks",
     "OutcomeKind",
-    "Overrides",
     "PathView",
     "PlacementKind",
     "Plugin",
     "Publisher",
-    "RemoteTrees",
-    "Request",
     "RestartCause",
     "Retry",
     "RetryCause",
-    "RunAsked",
     "RunReader",
     "Sampling",
     "Settings",
-    "Signature",
     "Start",
     "Stored",
     "StoredCause",
-    "Tool",
     "ToolCall",
     "Tracked",
     "TrackerKind",
-    "TreeHost",
-    "WeightSource",
+    "Trained",
+    "WorkerPool",
     "assemble_engine",
     "assemble_training",
+    "best_texts",
     "build_encoder",
-    "code_checksum",
+    "commands",
     "credit_trees",
     "errors",
-    "flatten",
+    "fields",
+    "files",
     "grove",
     "has",
     "ids_to",
+    "interfaces",
     "interrupt",
-    "keyed_choice",
-    "keyed_int",
-    "keyed_unit",
+    "keyed",
     "leaf_rows",
     "losses",
-    "merged",
     "objectives",
+    "packages",
     "plain",
-    "read_based",
-    "refuse_idle",
-    "run_command",
+    "readers",
+    "recipe",
+    "remote",
+    "run_in_thread",
     "setting",
     "setting_rows",
     "spans",
     "standalone_page",
+    "suites",
     "tag_of",
     "value_of",
     "when",
-    "write_atomically",
 ]
 
 _HOMES = homes(
     {
         "algo": "losses objectives",
         "assemble": "assemble_engine assemble_training",
+        "cli": "commands",
         "cli.doctor": "Machine",
-        "cli.options": "Overrides refuse_idle",
-        "cli.train": "RunAsked run_command",
-        "core": "errors interrupt spans",
-        "core.files": "LineFile code_checksum write_atomically",
+        "core": "errors files interfaces interrupt keyed packages spans",
         "core.finding": "Finding",
-        "core.interfaces": "Engine NoiseKey Request Signature Tool WeightSource",
-        "core.keyed": "keyed_choice keyed_int keyed_unit",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
         ),
         "core.text": "plain",
         "core.types": (
-            "LEARNING_RULES Below Branch BranchCause Completion Expand GraftCause Leaf PathView "
+            "Below Branch BranchCause Completion Expand GraftCause Leaf Observation PathView "
             "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
         ),
+        "core.workers": "WorkerPool",
+        "evals": "suites",
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
         "launch.grove": "Grove grove",
@@ -293,20 +279,24 @@ _HOMES = homes(
         "policy.shapes": "ModelShape",
         "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
+        "settings": "recipe",
         "settings.load": "setting_rows",
-        "settings.recipe": "merged read_based",
-        "settings.table": "Contradiction Settings flatten has setting value_of when",
+        "settings.table": "Contradiction Settings has setting value_of when",
         "settings.tools": "EnvironmentSettings",
+        "tasks": "fields readers",
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
-        "tools.environments.own": "OVER ClassEnvironments EnvironmentTool",
+        "tools.environments.own": "ClassEnvironments EnvironmentTool",
         "tools.json_tools": "tag_of",
+        "tools.own_thread": "run_in_thread",
         "tools.search.encoders": "build_encoder",
+        "tools.search.lexical": "best_texts",
+        "traces": "remote",
         "traces.fill": "BufferBuild",
         "traces.prune_buffer": "BufferPruning",
-        "traces.remote": "RemoteTrees TreeHost",
         "view.bundle": "standalone_page",
         "view.runs": "RunReader",
+        "view.trained": "Trained",
     }
 )
 __getattr__ = loader("treegraft.parts", _HOMES)

@@ -28,7 +28,6 @@ from treegraft.algo.rapo import (
 )
 from treegraft.core.plugin import OutcomeKind, loaded
 from treegraft.core.types import (
-    LEARNING_RULES,
     ROOT_ID,
     Leaf,
     Origin,
@@ -134,7 +133,7 @@ def assign_credit(
             retrieval_reward=reward,
             retrieved_frac=path_retrieved_frac(path),
             weight=float(weight),
-            has_loss=is_taught and LEARNING_RULES[path.status].has_loss,
+            has_loss=is_taught and path.status.rule.has_loss,
         )
     steps = [
         step if step.advantage == value else replace(step, advantage=value)
@@ -187,7 +186,7 @@ def group_members(tree: Tree) -> list[Trajectory]:
     Raises:
         ValueError: one of them has no reward.
     """
-    members = [path for path in tree.trajectories() if LEARNING_RULES[path.status].in_group]
+    members = [path for path in tree.trajectories() if path.status.rule.in_group]
     if unscored := [path.leaf.step_id for path in members if path.reward is None]:
         raise ValueError(
             f"tree '{tree.group_id}': leaves {unscored} have no reward; score the tree first"

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import (
+from treegraft.cli.commands import (
     AsJson,
     Overrides,
     command_without,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from treegraft.cli.buffer import Recipe, kept_rows, no_empty_file, print_rows
-from treegraft.cli.options import AsJson, Overrides, say, split_overrides
+from treegraft.cli.commands import AsJson, Overrides, say, split_overrides
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import AsJson, complete_recipe, complete_setting, refuse_idle
+from treegraft.cli.commands import AsJson, complete_recipe, complete_setting, refuse_idle
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
 

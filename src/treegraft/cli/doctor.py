@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from treegraft.cli.commands import table
 from treegraft.cli.memory import gigabytes, gpus, memory_room, model_shape, recipe_memory
-from treegraft.cli.options import table
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding
@@ -226,8 +226,8 @@ def placement(config: Config, planned: str = "") -> Iterator[Finding]:
             yield Finding("tool python", value, problem is None, problem or "")
             continue
         where = "in this process"
-        if tool in ("python", "browse"):
-            where = f"{getattr(config.tools, tool).num_workers} worker processes"
+        if num := getattr(getattr(config.tools, tool, None), "num_workers", 0):
+            where = f"{num} worker processes"
         elif tool == "search" and search.kind in ("http", "web"):
             where = search.url if search.kind == "http" else search.provider
         yield Finding(f"tool {tool}", where)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from treegraft.cli.options import (
+from treegraft.cli.commands import (
     AsJson,
     CommandWithout,
     Overrides,

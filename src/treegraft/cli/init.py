@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from treegraft.cli.options import say
+from treegraft.cli.commands import say
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped
 

@@ -1,5 +1,5 @@
-"""The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
-serve | push | config | doctor`, and what plugins bring.
+"""The command line: `treegraft init | train | sft | eval | run | view | compare | buffer |
+serve | config | doctor`, and what plugins bring.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -24,25 +24,24 @@ from typer.core import TyperGroup
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.build import RETIRED, build
-from treegraft.cli.config import show_config
-from treegraft.cli.data import data_app
-from treegraft.cli.eval import compare_suites, eval_app
-from treegraft.cli.init import init
-from treegraft.cli.options import (
+from treegraft.cli.commands import (
     AsJson,
     Overrides,
+    RunAsked,
     Smoke,
     command_without,
     complete_recipe,
     complete_run,
     refuse_idle,
+    run_command,
     say,
     table,
 )
+from treegraft.cli.config import show_config
+from treegraft.cli.eval import compare_suites, eval_app
+from treegraft.cli.init import init
 from treegraft.cli.prune import PRUNED_BEFORE, prune, show
-from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
-from treegraft.cli.train import sft, train
 from treegraft.core.errors import (
     CheckpointError,
     DataError,
@@ -53,8 +52,7 @@ from treegraft.core.errors import (
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
-from treegraft.core.plugin import Command, offered
-from treegraft.core.plugins import load_object
+from treegraft.core.plugin import Command, load_object, offered
 from treegraft.core.text import plain
 from treegraft.core.types import Status
 
@@ -124,7 +122,6 @@ buffer_app.command(cls=command_without(RETIRED))(build)
 app.add_typer(buffer_app)
 buffer_app.command(cls=command_without(PRUNED_BEFORE))(prune)
 buffer_app.command()(show)
-app.add_typer(data_app)
 app.add_typer(serve_app)
 
 Recipe = Annotated[
@@ -166,10 +163,39 @@ def options(
 app.command()(init)
 
 
-app.command()(train)
-app.command()(sft)
+@app.command()
+@run_command
+def train(asked: RunAsked) -> None:
+    """Train an agent with a recipe.
+
+    Writes a run folder with metrics, trees and checkpoints.
+    """
+    # After the settings are checked: it loads torch, which takes seconds.
+    from treegraft.train import train as run_training
+
+    with asked.carried_out() as arguments:
+        run_training(asked.config, **arguments)
+
+
+@app.command()
+@run_command
+def sft(asked: RunAsked) -> None:
+    """Run only the supervised warm-up of a recipe, its table [warmup].
+
+    It imitates the tasks' expert, or with warmup.traces=FILE a buffer or a JSONL file.
+    """
+    if asked.config.warmup.num_steps == 0:
+        raise SettingError(
+            f"{asked.recipe or asked.resume}: warmup.num_steps is 0, so there is nothing to"
+            " fine-tune; add warmup.num_steps=300."
+        )
+    from treegraft.train import sft as run_fine_tuning
+
+    with asked.carried_out() as arguments:
+        run_fine_tuning(asked.config, **arguments)
+
+
 app.add_typer(eval_app)
-app.command()(push)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from treegraft.cli.buffer import BufferOrRun, Recipe, print_rows
-from treegraft.cli.options import AsJson, Overrides, say, table
+from treegraft.cli.commands import AsJson, Overrides, say, table
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from treegraft.cli.options import Overrides, command_without, settings_alone
+from treegraft.cli.commands import Overrides, command_without, settings_alone
 from treegraft.core.errors import SettingError
 from treegraft.core.listener import address_of, listen
 from treegraft.core.listener import serve as answer

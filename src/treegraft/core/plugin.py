@@ -1,4 +1,5 @@
-"""Plugins: what extends the package without changing a line of it.
+"""Plugins: what extends the package without changing a line of it; and from names in recipes to
+objects: built-in names, those of plugins, and import paths "package.module:name".
 
 A plugin is a module with an object `plugin`. Treegraft's own are listed in `treegraft.extras`;
 those of other packages are found by the entry point group `treegraft.plugins`:
@@ -14,14 +15,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from importlib import metadata
+from inspect import get_annotations
+from pathlib import Path
 from typing import Any, Final
 
-from treegraft.core.errors import SettingError
-from treegraft.core.plugins import load_object, pick
+from treegraft.core.errors import SettingError, TreegraftError, about, nearest
+from treegraft.core.given import GIVEN, find_given
 
 INTERFACE: Final = 1
 """Version of the plugin interface; it grows when plugins have to be rewritten."""
@@ -35,6 +42,10 @@ EXTRAS: Final = "treegraft.extras"
 
 def _never(config: Any) -> bool:
     return False
+
+
+def _nothing(config: Any) -> Iterable[Any]:
+    return ()
 
 
 def _unmade(explore: Any, facts: ExplorerFacts) -> Any:
@@ -177,6 +188,14 @@ class Plugin:
     """Makers of task sources, called with the table [tasks] and the seed; or import paths."""
     generated: tuple[str, ...] = ()
     """Kinds of tasks that are made one by one, so that their number is limited."""
+    toolless: tuple[str, ...] = ()
+    """Kinds of tasks that bring no tools."""
+    needs: Callable[[Any], Iterable[tuple[str, str]]] = _nothing
+    """A function of the configuration that yields, for each thing that needs packages which a
+    plain installation lacks, its name in messages and the modules with spaces between them."""
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of tools by their names in `tools.use`, called with the table [tools]; or import
+    paths."""
     samplers: Mapping[str, Any] = field(default_factory=dict)
     """Makers of samplers, called with tasks, seed and the table [sampler]; or import paths."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
@@ -205,15 +224,16 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "outcomes": ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"),
     "attributions": ("soft", "hard"),
     "objectives": ("clip", "gspo", "cispo", "gppo"),
-    "tasks": ("search_world", "arithmetic", "dataset"),
+    "tasks": ("search_world", "dataset"),
+    "tools": ("python", "search"),
     "samplers": ("epochs",),
-    "trackers": ("tensorboard", "wandb"),
+    "trackers": ("tensorboard",),
     "engines": ("native", "vllm"),
     "formats": ("tags", "chat"),
     "rewards": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "commands": (
         *("init", "train", "sft", "eval", "run", "compare", "buffer", "view", "doctor", "config"),
-        *("data", "serve", "push"),
+        "serve",
     ),
 }
 """Names of the core, which no plugin may take."""
@@ -339,3 +359,137 @@ def _refuse_twice(where: str, plugin: Plugin, others: Iterable[Plugin]) -> None:
                     f"{where}: it brings '{name}' as one of its {kind}, a name that '{owner}' has"
                     " taken; expected a name of its own. Rename it, or uninstall one of the two."
                 )
+
+
+# --- names and import paths ----------------------------------------------------------------------
+
+
+def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
+    """Returns the sentence that refuses `name` as the value of a setting, "" where it is known or
+    has the shape of an import path."""
+    known = list(known)
+    module, _, attribute = name.partition(":")
+    if name in known or (module and attribute):
+        return ""
+    return (
+        f"{setting}: got '{name}', expected one of {', '.join(known)}, or an import path"
+        f" 'package.module:name'.{nearest(name, known)}"
+    )
+
+
+def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
+    """Returns the entry of that name in `table`, or else the object at an import path.
+
+    Args:
+        setting: dotted name of the setting, for errors.
+
+    Raises:
+        SettingError: an unknown name, with the nearest known one; an import path to nothing.
+    """
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        raise SettingError(unknown_name(name, table, setting), settings=[setting])
+    with about(setting):
+        return load_object(name)
+
+
+@contextmanager
+def blaming(path: str, setting: str) -> Iterator[None]:
+    """Turns an error of the user's code at `path` that the block runs into a `SettingError` that
+    says where it was raised; the package's own errors pass."""
+    try:
+        yield
+    except TreegraftError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise SettingError(
+            f"{setting}: '{path}' raised {type(error).__name__}: {error} ({last.filename}, line"
+            f" {last.lineno}); mend it there.",
+            settings=[setting],
+        ) from error
+
+
+def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) -> Any:
+    """Returns the object that the user's class or function at `path` makes of the arguments.
+
+    Args:
+        protocol: whose members it has to have.
+        setting: dotted name of the setting, for errors.
+
+    Raises:
+        SettingError: it cannot be called so, it raises, or members are missing.
+    """
+    try:
+        # Bound first, so that a TypeError of the user's own code is told as such.
+        with suppress(ValueError):  # some built-in callables have no signature
+            inspect.signature(maker).bind(**arguments)
+    except TypeError as error:
+        raise SettingError(
+            f"{setting}: '{path}' could not be called with"
+            f" {', '.join(arguments) or 'no arguments'}: {error}",
+            settings=[setting],
+        ) from error
+    with blaming(path, setting):
+        found = maker(**arguments)
+    members = {name for base in protocol.__mro__ for name in (*vars(base), *get_annotations(base))}
+    missing = sorted(
+        name for name in members if not name.startswith("_") and not hasattr(found, name)
+    )
+    if missing:
+        raise SettingError(
+            f"{setting}: '{path}' gives a {type(found).__name__} without {', '.join(missing)};"
+            f" expected every member of {protocol.__module__}.{protocol.__qualname__}.",
+            settings=[setting],
+        )
+    return found
+
+
+def load_object(path: str) -> Any:
+    """Returns the object at "package.module:name" (dots after the colon go into attributes), or the
+    one that was given as "given:name".
+
+    Modules in the working directory are found. Raises `SettingError` when the path has another
+    shape, the module does not exist or fails to import, or the module has no such name.
+    """
+    if path.startswith(GIVEN):
+        return find_given(path)
+    module_name, colon, attributes = path.partition(":")
+    if colon and module_name.endswith(".py"):
+        raise SettingError(
+            f"'{path}' names a file; write '{Path(module_name).stem}:{attributes}', and start from"
+            " the folder that holds it."
+        )
+    if not colon or not all(
+        part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
+    ):
+        raise SettingError(f"'{path}' is no import path; write 'package.module:name'.")
+    directory = os.getcwd()
+    if directory not in sys.path and "" not in sys.path:
+        # A console script does not see its working directory. Appended, it cannot shadow an
+        # installed module.
+        sys.path.append(directory)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # The module itself or a package around it, or one that it imports?
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise SettingError(
+                f"'{path}': there is no module '{error.name}'; install it, or start from the folder"
+                " that holds it."
+            ) from error
+        raise SettingError(
+            f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed."
+        ) from error
+    except Exception as error:
+        raise SettingError(
+            f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}"
+        ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise SettingError(
+                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
+            )
+        found = getattr(found, attribute)
+    return found

@@ -46,7 +46,7 @@ class Origin(IntEnum):
 
 
 class Status(StrEnum):
-    """The end of a trajectory; `LEARNING_RULES` gives its effect on learning."""
+    """The end of a trajectory."""
 
     COMPLETED = "completed"
     """An answer in the expected format."""
@@ -56,6 +56,11 @@ class Status(StrEnum):
     """The agent broke a rule of the format."""
     FAILED = "failed"
     """Our fault: engine, tool service or deadline. No reward, out of the group."""
+
+    @property
+    def rule(self) -> LearningRule:
+        """The status's effect on learning."""
+        return LEARNING_RULES[self]
 
 
 class StopReason(StrEnum):

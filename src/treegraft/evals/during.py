@@ -7,7 +7,6 @@ import time
 from treegraft.assemble import Parts
 from treegraft.core.spans import span
 from treegraft.evals.evaluate import Evaluation, evaluate
-from treegraft.evals.warmup import is_warmup_evaluation_due
 from treegraft.rollout.measure import paired_gain
 from treegraft.rollout.watch import Watch
 from treegraft.runs.record import read_trees
@@ -53,7 +52,7 @@ async def evaluate_update(run: Run, parts: Parts, watch: Watch) -> dict[str, flo
     for kind, trees in evaluation.passes.items():
         run.reporter.trees(number, trees, kind)
     metrics = evaluation.metrics
-    if is_warmup_evaluation_due(run, parts):
+    if run.is_warmup_evaluation_due():
         run.log_warmup(metrics)
     if number == run.config.run.num_updates:
         metrics |= gain_since_start(run, evaluation)

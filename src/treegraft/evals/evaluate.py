@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from treegraft.assemble import Parts, assemble
+from treegraft.assemble import Parts, assemble, eval_limits
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.given import GivenObjects, giving
 from treegraft.core.interfaces import Display, Tokenizer
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Trajectory, Tree
 from treegraft.explore.independent import Independent
-from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.measure import eval_metrics
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown

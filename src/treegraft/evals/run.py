@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from treegraft.assemble import Parts, assemble
+from treegraft.assemble import Parts, assemble, eval_limits
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Interrupted, Stop, run_to_end
@@ -19,7 +19,6 @@ from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
 from treegraft.evals.scores import suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
-from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import NoDisplay
 from treegraft.runs.start import open_agent

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from treegraft.assemble import Parts, TrainingParts
+from treegraft.assemble import TrainingParts
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError
 from treegraft.evals.evaluate import evaluate
@@ -102,7 +102,7 @@ async def held_out_skill(run: Run, parts: TrainingParts) -> dict[str, float]:
 
 async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) -> None:
     """Evaluates after a warm-up step where that is due and not done; the trees are not kept."""
-    if not is_warmup_evaluation_due(run, parts):
+    if not (parts.eval_tasks and run.is_warmup_evaluation_due()):
         return
     await publisher.publish(0)
     watch = Watch()
@@ -115,12 +115,3 @@ async def evaluate_warmup(run: Run, parts: TrainingParts, publisher: Publisher) 
     parts.take_metrics()
     run.display.evaluated(f"warm-up step {run.state.warmup_steps}", metrics)
     run.log_warmup(metrics)
-
-
-def is_warmup_evaluation_due(run: Run, parts: Parts) -> bool:
-    """Returns whether the present warm-up step is to be evaluated and is not yet."""
-    settings, done = run.config.warmup, run.state.warmup_steps
-    if run.state.update or run.state.is_closed or not (settings.eval_every and parts.eval_tasks):
-        return False
-    is_due = done == settings.num_steps or done % settings.eval_every == 0
-    return is_due and (done > 0 or run.config.eval.at_start) and not run.is_warmup_evaluated()

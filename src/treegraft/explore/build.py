@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import Explorer
-from treegraft.core.plugin import ExplorerFacts, loaded
-from treegraft.core.plugins import make, pick
+from treegraft.core.plugin import ExplorerFacts, loaded, make, pick
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching

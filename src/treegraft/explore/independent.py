@@ -7,7 +7,6 @@ from statistics import fmean
 from typing import Self
 
 from treegraft.core.types import (
-    LEARNING_RULES,
     Branch,
     Expand,
     Generate,
@@ -33,7 +32,7 @@ def rewards_vary(tree: Tree, *, penalty: float = 0.0) -> bool:
     first: dict[str, float] = {}
     for path in tree.trajectories():
         leaf = path.leaf
-        if LEARNING_RULES[leaf.status].in_group:
+        if leaf.status.rule.in_group:
             outcome = (leaf.reward or 0.0) - penalty * leaf.reward_parts.get("overlong", 0.0)
             # Each place where rollouts began is a group of its own; the difference leaves rounding
             # errors of the penalty behind.
@@ -100,7 +99,7 @@ class Independent:
     def _is_worth_more(self, tree: Tree) -> bool:
         if not rewards_vary(tree, penalty=self._penalty):
             return False
-        in_group = (leaf for leaf in tree.leaves if LEARNING_RULES[leaf.status].in_group)
+        in_group = (leaf for leaf in tree.leaves if leaf.status.rule.in_group)
         return (
             self._fill_from is None
             or fmean(leaf.reward or 0.0 for leaf in in_group) >= self._fill_from

@@ -13,8 +13,7 @@ from treegraft.assemble import TrainingParts, assemble_training
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.given import GivenObjects, giving, refuse_local
 from treegraft.core.interfaces import Display, TaskSampler
-from treegraft.core.plugin import PlacementKind, offered
-from treegraft.core.plugins import load_object
+from treegraft.core.plugin import PlacementKind, load_object, offered
 from treegraft.core.types import Tree
 from treegraft.evals.during import is_evaluation_due
 from treegraft.evals.preflight import Preflight

@@ -17,7 +17,7 @@ from treegraft.core.errors import ModelError
 from treegraft.core.given import GIVEN
 from treegraft.core.locate import at_hand, locate
 from treegraft.core.packages import require
-from treegraft.core.plugins import load_object
+from treegraft.core.plugin import load_object
 from treegraft.policy.output_head import first_line
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.tiny import (

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treegraft.core.interfaces import Tokenizer
-
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, its type's name where it has none."""
@@ -68,14 +66,14 @@ def head_problem(model: nn.Module) -> str | None:
     return f"logits differ by up to {gap:.3g} from hidden states times output embeddings"
 
 
-def end_token_ids(model: nn.Module, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns every token that ends a completion: the tokenizer's and those of the model's
-    generation settings."""
+def end_token_ids(model: nn.Module, eos_token_id: int | None) -> tuple[int, ...]:
+    """Returns every token that ends a completion: the tokenizer's `eos_token_id` and those of the
+    model's generation settings."""
     # Chat models end a turn with a token of their own, which only these settings name.
     generation = getattr(base_model(model), "generation_config", None)
     listed = getattr(generation, "eos_token_id", None)
     more = listed if isinstance(listed, list) else [listed]
-    return tuple(sorted({token for token in (tokenizer.eos_token_id, *more) if token is not None}))
+    return tuple(sorted({token for token in (eos_token_id, *more) if token is not None}))
 
 
 def head_width(config: Any) -> int | None:

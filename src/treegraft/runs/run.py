@@ -193,12 +193,19 @@ class Run:
         own = {"warmup/num_steps": float(num_steps), **metrics, **sums}
         self.state = replace(self.state, warmup_steps=num_steps, pending={**before, **own})
 
-    def is_warmup_evaluated(self) -> bool:
-        """Returns whether the evaluation after the present warm-up step is in warmup.jsonl."""
-        if not self.folder.warmup_path.exists():
+    def is_warmup_evaluation_due(self) -> bool:
+        """Returns whether the held-out tasks are to be evaluated after the present warm-up step and
+        are not yet: warmup.jsonl has no line of it."""
+        settings, done = self.config.warmup, self.state.warmup_steps
+        if self.state.update or self.state.is_closed or not settings.eval_every:
             return False
+        is_due = done == settings.num_steps or done % settings.eval_every == 0
+        if not is_due or (done == 0 and not self.config.eval.at_start):
+            return False
+        if not self.folder.warmup_path.exists():
+            return True
         lines = read_metrics(self.path, self.folder.warmup_path.name)
-        return any(line.get("warmup/num_steps", 0) == self.state.warmup_steps for line in lines)
+        return all(line.get("warmup/num_steps", 0) != done for line in lines)
 
     def log_warmup(self, evaluated: Mapping[str, float]) -> None:
         """Writes the evaluation after a warm-up step, with what has been spent so far."""

@@ -12,8 +12,7 @@ from typing import Any
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Tracker
 from treegraft.core.packages import is_installed, not_installed
-from treegraft.core.plugin import TrackerKind, offered
-from treegraft.core.plugins import load_object, make, pick
+from treegraft.core.plugin import TrackerKind, load_object, make, offered, pick
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
 from treegraft.runs.health import HealthWarning, explained
@@ -24,9 +23,6 @@ TRACKERS: Mapping[str, TrackerKind] = {
         path="treegraft.runs.tensorboard:TensorBoardTracker",
         module="tensorboard",
         install="treegraft[trackers]",
-    ),
-    "wandb": TrackerKind(
-        path="treegraft.runs.wandb:WandbTracker", module="wandb", install="treegraft[trackers]"
     ),
 }
 """The core's trackers."""

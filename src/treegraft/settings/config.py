@@ -138,16 +138,13 @@ class CheckpointSettings(Settings):
 class TrackSettings(Settings):
     trackers: list[str] = setting(
         [],
-        built_in=("tensorboard", "wandb"),
+        built_in=("tensorboard",),
         plugins="trackers",
         resumable=True,
         ignored_by_eval=True,
     )
     """Any of "tensorboard", "trackio", "wandb" and "mlflow", or import paths
     "package.module:Tracker"; metrics.jsonl is always written."""
-    project: str | None = setting(None, resumable=True, ignored_by_eval=True)
-    """Project of trackio and Weights & Biases, experiment of MLflow; None takes their environment
-    variables, else "treegraft"."""
     record_trees: bool = True
     """Write whole trees to trees/."""
     prometheus: str | None = setting(None, resumable=True, ignored_by_eval=True)

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
-from treegraft.core.plugin import offered, plugins
-from treegraft.core.plugins import unknown_name
+from treegraft.core.plugin import offered, plugins, unknown_name
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
@@ -153,8 +152,8 @@ def _engine_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
-    plugged = {name for one in plugins().members for name in one.generated}
-    if config.tasks.kind in {"search_world", "arithmetic"} | plugged:
+    members = plugins().members
+    if config.tasks.kind in {"search_world", *(kind for one in members for kind in one.generated)}:
         for name in ("num_train", "num_eval"):
             if (num := getattr(config.tasks, name)) > MAX_GENERATED:
                 yield Contradiction(
@@ -166,7 +165,8 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
         whole = ": the penalty would act from the first token on"
         yield from _above(config, "reward.overlong_tokens", "rollout.max_completion_tokens", whole)
     # Only for kinds that are known to bring no tools; another source may.
-    brings_none = config.tasks.kind in ("arithmetic", "dataset")
+    toolless = {"dataset", *(kind for one in members for kind in one.toolless)}
+    brings_none = config.tasks.kind in toolless
     has_any = config.tools.use or config.tools.mcp or config.environment.kind
     if brings_none and not has_any and config.rollout.max_tool_calls > 0:
         yield Contradiction(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treegraft.core.packages import lacking
+from treegraft.core.plugin import plugins
 from treegraft.settings.config import Config
 from treegraft.settings.explore import retrieving
 
@@ -13,14 +14,12 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Whether a recipe asks for something that needs packages, what, and the modules it needs."""
     tools, search, data = config.tools, config.tools.search, config.tasks.dataset
     searches, kind, buffer = "search" in tools.use, config.tasks.kind, config.buffer
-    yield kind == "arithmetic", "tasks.kind = 'arithmetic'", "reasoning_gym"
     for spec in (*data.train, *data.eval) if kind == "dataset" else ():
         yield spec.startswith("hub:"), f"the data set '{spec}'", "datasets"
         yield spec.lower().endswith(".parquet"), f"reading '{spec}'", "pyarrow"
     yield "math" in (config.reward.accuracy, *config.reward.funcs), "reward 'math'", "math_verify"
     is_monty = "python" in tools.use and tools.python.backend == "monty"
     yield is_monty, "the python tool without bubblewrap", "pydantic_monty"
-    yield "browse" in tools.use, "tools.use: 'browse'", "protego pypdf trafilatura bm25s"
     yield searches and search.kind == "bm25", "tools.search.kind = 'bm25'", "bm25s"
     is_dense = searches and search.kind == "dense"
     yield is_dense, "tools.search.kind = 'dense'", "faiss"
@@ -30,6 +29,9 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
         is_model = is_used and encoder != "hashing"
         yield is_model, f"{table}.encoder = '{encoder}'", "sentence_transformers"
     yield bool(tools.mcp), "tools.mcp", "mcp"
+    for plugin in plugins().members:
+        for what, modules in plugin.needs(config):
+            yield True, what, modules
 
 
 def missing_packages(config: Config) -> dict[str, str]:

@@ -95,3 +95,14 @@ def _located(value: Any, folder: str) -> Any:
         return [_located(one, folder) for one in value]
     is_path = isinstance(value, str) and value.startswith(FOLDER)
     return folder + value.removeprefix(FOLDER) if is_path else value
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested tables by dotted names; lists are values, and so are empty tables."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

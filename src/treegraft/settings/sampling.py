@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from treegraft.core.errors import nearest
 from treegraft.settings.table import Contradiction
 
-if TYPE_CHECKING:
-    from treegraft.settings.config import Config
 
-
-def sampling_wrong(config: Config) -> Iterator[Contradiction]:
+def sampling_wrong(config: Any) -> Iterator[Contradiction]:
     """Yields the faults of [replay]."""
     yield from _replay_wrong(config)
 
@@ -28,7 +25,7 @@ def unknown_encoder(name: str, encoder: str) -> Iterator[Contradiction]:
         )
 
 
-def _replay_wrong(config: Config) -> Iterator[Contradiction]:
+def _replay_wrong(config: Any) -> Iterator[Contradiction]:
     if config.replay.fresh_frac == 1:
         return
     size = config.run.tasks_per_update

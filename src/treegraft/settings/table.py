@@ -276,14 +276,3 @@ def joined(
         table.__name__, __base__=table, __module__=home, __doc__=table.__doc__, **fields
     )
     return made
-
-
-def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested tables by dotted names; lists are values, and so are empty tables."""
-    found: dict[str, Any] = {}
-    for name, value in tables.items():
-        if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

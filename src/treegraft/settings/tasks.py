@@ -31,13 +31,6 @@ class SearchWorldSettings(Settings):
     alone: of longer questions it makes no right trace."""
 
 
-class ReasoningGymSettings(Settings):
-    generator: str = "chain_sum"
-    """Name of a reasoning-gym generator, e.g. "chain_sum", "products", "basic_arithmetic"."""
-    params: dict[str, Any] = {}
-    """The generator's own parameters."""
-
-
 class DatasetSettings(Settings):
     train: list[str] = []
     """Files (.jsonl, .json, .csv, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
@@ -60,7 +53,7 @@ class DatasetSettings(Settings):
 class TasksSettings(Settings):
     kind: str = setting(
         "search_world",
-        built_in=("search_world", "arithmetic", "dataset"),
+        built_in=("search_world", "dataset"),
         plugins="tasks",
     )
     """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that a plugin
@@ -72,9 +65,6 @@ class TasksSettings(Settings):
     """Held-out tasks."""
     search_world: SearchWorldSettings = setting(
         SearchWorldSettings(), idle_unless=when("tasks.kind", "search_world")
-    )
-    arithmetic: ReasoningGymSettings = setting(
-        ReasoningGymSettings(), idle_unless=when("tasks.kind", "arithmetic")
     )
     dataset: DatasetSettings = setting(DatasetSettings(), idle_unless=when("tasks.kind", "dataset"))
     options: dict[str, Any] = setting({}, idle_unless=takes_path("tasks.kind"))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.plugin import chosen
-from treegraft.core.plugins import make
+from treegraft.core.plugin import chosen, make
 from treegraft.settings.tasks import TasksSettings
-from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
 from treegraft.tasks.search_world import SearchWorld
 
@@ -44,9 +42,6 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
 TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
     "search_world": lambda settings, seed: SearchWorld(
         settings.search_world, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
-    ),
-    "arithmetic": lambda settings, seed: ReasoningGym(
-        settings.arithmetic, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
     ),
     "dataset": lambda settings, seed: DatasetSource(
         settings.dataset, num_train=settings.num_train, num_eval=settings.num_eval

@@ -22,13 +22,15 @@ from treegraft.tasks.fields import (
     Defects,
     accepted_answers,
     after_mark,
+    are_messages,
     control_places,
     find_value,
     is_nested,
+    last_question,
     nested_columns,
     places_within,
+    read_messages,
 )
-from treegraft.tasks.messages import are_messages, last_question, read_messages
 from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.readers import HUB, BadRow, Row, read_rows, source_names
 

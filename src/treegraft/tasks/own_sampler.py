@@ -9,7 +9,7 @@ from typing import Any
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import TaskSampler
-from treegraft.core.plugins import blaming
+from treegraft.core.plugin import blaming
 from treegraft.core.types import Task, Tree
 
 SETTING = "sampler.kind"

@@ -7,8 +7,7 @@ from typing import Any
 
 from treegraft.core.interfaces import TaskSampler
 from treegraft.core.keyed import keyed_int
-from treegraft.core.plugin import chosen
-from treegraft.core.plugins import make
+from treegraft.core.plugin import chosen, make
 from treegraft.core.types import Task, Tree
 from treegraft.settings.tasks import SamplerSettings
 from treegraft.tasks.own_sampler import OwnSampler

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import EnvironmentKind, Tool
 from treegraft.core.packages import require
-from treegraft.core.plugin import chosen
-from treegraft.core.plugins import blaming, pick
+from treegraft.core.plugin import blaming, chosen
 from treegraft.settings.table import with_value
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
@@ -29,8 +28,8 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     tools = list(own)
     origins = dict.fromkeys((tool.name for tool in own), "the tasks bring a tool of that name")
     for entry in settings.use:
-        found = pick(entry, TOOLS, "tools.use")
-        tool = found(settings) if entry in TOOLS else _as_tool(found, entry)
+        found = chosen(entry, TOOLS, "tools", "tools.use")
+        tool: Tool = _as_tool(found, entry) if ":" in entry else found(settings)
         if tool.name in origins:
             raise SettingError(
                 f"tools.use: '{entry}' gives a tool named '{tool.name}', but {origins[tool.name]}."
@@ -84,12 +83,6 @@ def _search(settings: ToolsSettings) -> Tool:
     return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
 
 
-def _browse(settings: ToolsSettings) -> Tool:
-    from treegraft.tools.browse.tool import BrowseTool
-
-    return BrowseTool(settings.browse)
-
-
 def with_backend(settings: ToolsSettings) -> ToolsSettings:
     """Returns the settings with the python tool's backend by name, where that tool is used and its
     backend is "auto": bubblewrap where a first sandbox works, else Monty."""
@@ -115,7 +108,6 @@ def _python(settings: ToolsSettings) -> Tool:
 TOOLS: Mapping[str, Callable[[ToolsSettings], Tool]] = {
     "python": _python,
     "search": _search,
-    "browse": _browse,
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from treegraft.assemble import assemble
+from treegraft.assemble import assemble, training_limits
 from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import about
 from treegraft.core.given import giving
@@ -21,7 +21,6 @@ from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.limits import training_limits
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects

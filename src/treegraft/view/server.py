@@ -27,7 +27,7 @@ from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.load import setting_rows
-from treegraft.settings.table import flatten
+from treegraft.settings.recipe import flatten
 from treegraft.view.buffer import BufferView
 from treegraft.view.metrics import MAX_COUNT
 from treegraft.view.pages import explanations, page_warnings, path_tokens

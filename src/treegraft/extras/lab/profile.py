@@ -29,7 +29,7 @@ from rich.console import Console
 
 from treegraft import Config, train
 from treegraft.extras.lab.machine import load_average, machine, number
-from treegraft.parts import RunReader, spans, write_atomically
+from treegraft.parts import RunReader, files, spans
 
 INTERVAL_S = 0.002
 """Between two looks."""
@@ -316,4 +316,4 @@ def print_profile(config: Config, num_updates: int, json_file: Path | None) -> N
             "rows": [asdict(line) for line in found.lines],
             "beside": found.beside,
         }
-        write_atomically(json_file, json.dumps(content, indent=1) + "\n")
+        files.write_atomically(json_file, json.dumps(content, indent=1) + "\n")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from treegraft import SettingError, load_config
-from treegraft.parts import Overrides, refuse_idle
+from treegraft.parts import commands
 
 
 def profile(
@@ -17,7 +17,7 @@ def profile(
         str,
         typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run folder that holds spans."),
     ],
-    overrides: Overrides = None,
+    overrides: commands.Overrides = None,
     updates: Annotated[
         int,
         typer.Option(
@@ -38,7 +38,9 @@ def profile(
     if Path(recipe).is_dir():
         from treegraft.extras.lab.profile_spans import print_spent
 
-        refuse_idle(context, "with a run folder, whose updates are measured already", "--updates")
+        commands.refuse_idle(
+            context, "with a run folder, whose updates are measured already", "--updates"
+        )
         if overrides:
             raise SettingError(
                 f"command line: got {' '.join(overrides)} beside the run folder '{recipe}', whose"

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from treegraft import DataError
-from treegraft.parts import write_atomically
+from treegraft.parts import files
 
 Interval = tuple[float, float]
 """Begin and end in seconds."""
@@ -173,4 +173,4 @@ def print_spent(folder: Path, json_file: Path | None) -> None:
     console.print(f"no completion was under way for {found.idle:.0%} of the rollouts' time")
     if json_file is not None:
         content: Mapping[str, Any] = asdict(found)
-        write_atomically(json_file, json.dumps(content, indent=1) + "\n")
+        files.write_atomically(json_file, json.dumps(content, indent=1) + "\n")

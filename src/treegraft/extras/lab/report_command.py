@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from treegraft.parts import plain, refuse_idle
+from treegraft.parts import commands, plain
 
 
 def report(
@@ -58,7 +58,7 @@ def report(
     from treegraft.extras.lab.report.records import split_label
 
     if cases is None:
-        refuse_idle(context, "without --cases", "--at", "--sampled")
+        commands.refuse_idle(context, "without --cases", "--at", "--sampled")
         found, beside = None, {}
     else:
         from treegraft.extras.lab.report.cases import EVALUATIONS, PAGE, compare, write_cases

@@ -26,7 +26,7 @@ from treegraft.extras.lab.study.results import (
 )
 from treegraft.extras.lab.study.runner import RESULTS, run_study
 from treegraft.extras.lab.text import counted, quoted
-from treegraft.parts import errors, interrupt, refuse_idle
+from treegraft.parts import commands, errors, interrupt
 
 File = Annotated[
     Path,
@@ -100,13 +100,15 @@ def study(
     The same command goes on where an earlier one was stopped. Results are one line a run.
     """
     if not table:
-        refuse_idle(context, "without --table", "--json", "--brief", "--baseline")
+        commands.refuse_idle(context, "without --table", "--json", "--brief", "--baseline")
     if as_json:
-        refuse_idle(context, "with --json", "--brief")
+        commands.refuse_idle(context, "with --json", "--brief")
     _refuse_second_mode(context, as_lines, table, check)
     if file.suffix == ".jsonl":
         _refuse_no_results(file, with_table=table)
-        refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
+        commands.refuse_idle(
+            context, "with a file of results", "--smoke", "--only", "--pairs", "--out"
+        )
         _print_tables(read_results(file), None, baseline, is_brief=is_brief, as_json=as_json)
         return
     file = file if file.is_file() else _shipped(file)
@@ -139,7 +141,7 @@ def _refuse_second_mode(context: typer.Context, as_lines: bool, table: bool, che
     chosen = [name for name, is_on in modes.items() if is_on]
     if chosen:
         others = [name for name in modes if name != chosen[0]]
-        refuse_idle(context, f"with {chosen[0]}", "--minutes", "--workers", *others)
+        commands.refuse_idle(context, f"with {chosen[0]}", "--minutes", "--workers", *others)
 
 
 def _lines_of(plan: Plan, failed: Mapping[Key, Line], results: Path) -> list[Line]:

@@ -17,7 +17,7 @@ from treegraft.parts import (
     ExplorerFacts,
     PathView,
     Start,
-    keyed_unit,
+    keyed,
 )
 
 
@@ -75,7 +75,7 @@ class BalancedBranching(EntropyBranching):
         own, damped = self._settings, damping(in_a_row, self._balance.penalty)
         change = entropy_change(current, self._first_entropies(first), self._normaliser)
         if own.rule == "bernoulli":
-            coin = keyed_unit(*key[:-1], step_id, "branch")
+            coin = keyed.keyed_unit(*key[:-1], step_id, "branch")
             probability = coin_probability(change, own.entropy_weight, own.threshold, damped)
             bar, branches = coin, coin < probability
         else:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from treegraft import Origin, Step, Trajectory, Tree
 from treegraft.extras.methods.leaves import half_the_leaves
 from treegraft.parts import (
-    LEARNING_RULES,
     Contradiction,
     ExplorerKind,
     Independent,
@@ -89,7 +88,7 @@ class Axpo(Independent):
         own, paths = self._settings, tree.trajectories()
         if any(path.is_retry for path in paths):
             return Start(0)
-        members = [path for path in paths if LEARNING_RULES[path.status].in_group]
+        members = [path for path in paths if path.status.rule.in_group]
         tried = [path for path in members if own.places == "answers" or path.num_tool_calls]
         if any((path.reward or 0.0) >= own.min_reward for path in tried):
             return Start(0)

@@ -12,7 +12,6 @@ from treegraft import Origin, Step, Trajectory, Tree
 from treegraft.extras.methods.axpo import names_tools
 from treegraft.extras.methods.leaves import quarter_of_the_leaves
 from treegraft.parts import (
-    LEARNING_RULES,
     ExplorerKind,
     Independent,
     Plugin,
@@ -89,7 +88,7 @@ class CommitBranching(Independent):
         """Returns the next round where every rollout has failed; `num_more` leaves at the prompt,
         once, where only some of the first ones have; nothing after a success otherwise."""
         own, paths = self._settings, tree.trajectories()
-        members = [path for path in paths if LEARNING_RULES[path.status].in_group]
+        members = [path for path in paths if path.status.rule.in_group]
         succeeded = [(path.reward or 0.0) >= own.min_reward for path in members]
         num_left = max_leaves - len(tree.leaves)
         if any(succeeded):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from treegraft import Origin, Step, Tree
 from treegraft.extras.methods.leaves import half_the_leaves
 from treegraft.parts import (
-    LEARNING_RULES,
     ExplorerKind,
     Independent,
     Plugin,
@@ -60,7 +59,7 @@ class AnswerLeaves(Independent):
         """Returns the answers, once, as far as leaves are left."""
         if any(isinstance(step.cause, RetryCause) for step in tree.steps):
             return Start(0)
-        paths = [path for path in tree.trajectories() if LEARNING_RULES[path.status].in_group]
+        paths = [path for path in tree.trajectories() if path.status.rule.in_group]
         # Below the prompt nothing is known yet.
         calls = [
             [one.id for one in path.steps[2:] if one.content.calls and _is_own(one)][::-1]

@@ -9,19 +9,18 @@ from typing import Any, Literal
 from treegraft import Tree
 from treegraft.extras.methods.leaves import half_the_leaves
 from treegraft.parts import (
-    LEARNING_RULES,
     Below,
     Contradiction,
     ExplorerKind,
     Independent,
-    NoiseKey,
     Plugin,
     RestartCause,
     Settings,
     Start,
     Stored,
     has,
-    keyed_int,
+    interfaces,
+    keyed,
     setting,
     value_of,
     when,
@@ -88,7 +87,7 @@ class UniformPrefix(Independent):
         return next((n for n in self.usable(stored) if stored[n].num_steps), None)
 
     def restarts(
-        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: interfaces.NoiseKey
     ) -> Sequence[Start]:
         """Returns all leaves at once; later those that are missing, at the prompt."""
         best = self.best(stored)
@@ -96,7 +95,7 @@ class UniformPrefix(Independent):
             return [Start(max_leaves - len(tree.leaves))]
         own, counts = self.starts(max_leaves), dict[int, int]()
         for leaf in range(max_leaves - own.num):
-            place = keyed_int(*noise_key, "prefix", leaf % self._settings.num_places)
+            place = keyed.keyed_int(*noise_key, "prefix", leaf % self._settings.num_places)
             num_steps = 1 + place % stored[best].num_steps
             counts[num_steps] = counts.get(num_steps, 0) + 1
         below = [Start(num, Below(best, num_steps, self.rule)) for num_steps, num in counts.items()]
@@ -118,7 +117,7 @@ class ShortestPrefix(UniformPrefix):
     wants_rewards = True
 
     def restarts(
-        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: interfaces.NoiseKey
     ) -> Sequence[Start]:
         """Returns the own rollouts; then, one at a time, the places that the search tries; then
         what is left, at the place it found, or at the prompt where an own rollout succeeded or no
@@ -146,7 +145,7 @@ class ShortestPrefix(UniformPrefix):
         rollouts all failed for a reason of ours are left out."""
         found: dict[int, bool] = {}
         for path in tree.trajectories():
-            if not LEARNING_RULES[path.status].in_group:
+            if not path.status.rule.in_group:
                 continue
             causes = [step.cause for step in path.steps]
             above = [one.num_steps for one in causes if isinstance(one, RestartCause)]
@@ -165,7 +164,7 @@ class WholeTrajectory(UniformPrefix):
     """
 
     def restarts(
-        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: NoiseKey
+        self, tree: Tree, stored: Sequence[Stored], max_leaves: int, noise_key: interfaces.NoiseKey
     ) -> Sequence[Start]:
         """Returns all leaves at once; later those that are missing, at the prompt."""
         if tree.leaves:

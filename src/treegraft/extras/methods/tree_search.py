@@ -16,7 +16,7 @@ from treegraft.parts import (
     Settings,
     Start,
     has,
-    keyed_choice,
+    keyed,
     setting,
     value_of,
 )
@@ -75,7 +75,7 @@ class TreeSearch(Independent):
         key: tuple[int | str, ...] = (tree.group_id, len(tree.leaves), *tokens)
         cause = BranchCause(entropy_change=0.0, probability=1.0, rule="random")
         return [
-            Expand(keyed_choice(steps, start, number, *key), 1, cause)
+            Expand(keyed.keyed_choice(steps, start, number, *key), 1, cause)
             # Round by round over the rollouts, so that a short budget is shared evenly.
             for number in range(self._settings.num_nodes)
             for start, steps in sorted(places.items())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import TreegraftError
-from treegraft.parts import code_checksum, errors, plain, spans
+from treegraft.parts import errors, files, plain, spans
 
 MAX_LOGGED = 100
 """Warnings that an actor keeps until it is asked for them; later ones are left out."""
@@ -58,7 +58,7 @@ class Actor:
 
     def _refuse_other_code(self) -> None:
         where = f"{self.name} on {socket.gethostname()}"
-        if (own := code_checksum()) != self.place.code:
+        if (own := files.code_checksum()) != self.place.code:
             raise RuntimeError(
                 f"{where}: its treegraft package differs from that of the run (checksum {own},"
                 f" expected {self.place.code}). Install the same on every machine."

@@ -13,11 +13,11 @@ from treegraft.extras.ray.job import Job
 from treegraft.extras.ray.placement import needs_of, place_of
 from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.ray import ADDRESS, connected
-from treegraft.parts import RunAsked, run_command
+from treegraft.parts import commands
 
 
-@run_command
-def cluster(asked: RunAsked) -> None:
+@commands.run_command
+def cluster(asked: commands.RunAsked) -> None:
     """Train an agent with a recipe on a Ray cluster, as its table [cluster] says.
 
     The run folder, and the trees in it, are those of `treegraft train`.
@@ -33,7 +33,7 @@ def cluster(asked: RunAsked) -> None:
         raise typer.Exit(code)
 
 
-def _job_of(asked: RunAsked) -> int:
+def _job_of(asked: commands.RunAsked) -> int:
     """Runs the learner's ranks to their end, and returns rank 0's exit code."""
     config, settings = asked.config, cluster_settings(asked.config)
     # Ranks that start again have to find the folder.

@@ -15,16 +15,7 @@ from pydantic import TypeAdapter
 
 from treegraft import Config, TreegraftError
 from treegraft.extras.ray.actors import Actor, error_reply, replying
-from treegraft.parts import (
-    Completion,
-    Engine,
-    Request,
-    Sampling,
-    WeightSource,
-    assemble_engine,
-    errors,
-    spans,
-)
+from treegraft.parts import Completion, Sampling, assemble_engine, errors, interfaces, spans
 
 PIECE_BYTES = 1 << 26
 """Size from which a piece of published weights is complete, in bytes."""
@@ -35,7 +26,7 @@ PATIENCE_S = 5.0
 # ------------------------------------------------------------------ what travels
 
 
-def request_to_json(request: Request, edition: int) -> str:
+def request_to_json(request: interfaces.Request, edition: int) -> str:
     """Returns a request for a completion by this edition of the weights or a later one."""
     return json.dumps(
         {
@@ -83,7 +74,7 @@ class Weights:
         )
 
 
-def pieces_of(source: WeightSource) -> Iterator[bytes]:
+def pieces_of(source: interfaces.WeightSource) -> Iterator[bytes]:
     """Yields weights as safetensors files of about `PIECE_BYTES`; a tensor is in one piece."""
     from safetensors.torch import save
 
@@ -130,7 +121,7 @@ class EngineActor(Actor):
     def __init__(self, role: str, number: int, place: str) -> None:
         super().__init__(role, number, place)
         self._stack = AsyncExitStack()
-        self._engine: Engine | None = None
+        self._engine: interfaces.Engine | None = None
         self._edition = 0
         """Of the weights that it holds; 0 before the first publish, and while they change."""
         self._is_whole = True
@@ -232,7 +223,7 @@ class EngineActor(Actor):
     ) -> Completion:
         with spans.joined(asked["trace"], self.name), spans.span("completion"):
             sampling = _SAMPLING.validate_python(asked["sampling"])
-            request = Request(
+            request = interfaces.Request(
                 asked["prefix"], sampling, tuple(asked["key"]), asked["probe"], on_probe
             )
             return await self._opened().complete(request)
@@ -256,7 +247,7 @@ class EngineActor(Actor):
         """Ends the engine and its servers."""
         await self._stack.aclose()
 
-    def _opened(self) -> Engine:
+    def _opened(self) -> interfaces.Engine:
         if self._engine is None:
             raise errors.EngineError("engine: it is not open yet")
         return self._engine

@@ -11,7 +11,7 @@ from treegraft import Config
 from treegraft.extras.ray.actors import Actor, replying
 from treegraft.extras.ray.remote_engine import ClusterEngine
 from treegraft.extras.ray.supervisor import START_S
-from treegraft.parts import TreeHost, errors, spans
+from treegraft.parts import errors, remote, spans
 
 
 class GrowerActor(Actor):
@@ -21,7 +21,7 @@ class GrowerActor(Actor):
         super().__init__(role, number, place)
         self.config = Config.model_validate_json(self.place.config)
         self._stack = AsyncExitStack()
-        self._host: TreeHost | None = None
+        self._host: remote.TreeHost | None = None
         self._engine: ClusterEngine | None = None
         self._told = asyncio.Event()
         self._route = -1
@@ -42,7 +42,7 @@ class GrowerActor(Actor):
         if self._host is not None:
             return
         engine = ClusterEngine(self.config, max_context=max_context)
-        making = TreeHost.opened(self.config, engine, model_path=self.place.model_path)
+        making = remote.TreeHost.opened(self.config, engine, model_path=self.place.model_path)
         self._host = await self._stack.enter_async_context(making)
         self._engine = engine
 

@@ -19,13 +19,7 @@ from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.ray import connected
 from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
 from treegraft.extras.ray.supervisor import Keeper, Member
-from treegraft.parts import (
-    Completion,
-    Engine,
-    RemoteTrees,
-    WeightSource,
-    code_checksum,
-)
+from treegraft.parts import Completion, files, interfaces, remote
 
 
 def needs_of(config: Config) -> Mapping[str, float]:
@@ -74,22 +68,26 @@ class RayPlacement:
 
     def __init__(self) -> None:
         self._keeper: Keeper | None = None
-        self._trees: RemoteTrees | None = None
+        self._trees: remote.RemoteTrees | None = None
 
     @asynccontextmanager
-    async def engine(self, config: Config, model_path: Path | str | None) -> AsyncIterator[Engine]:
+    async def engine(
+        self, config: Config, model_path: Path | str | None
+    ) -> AsyncIterator[interfaces.Engine]:
         """Holds the engines, and the growers beside them; see `Placement`."""
         with nullcontext() if model_path is None else lasting(Path(model_path)) as path:
             async with self._actors(config, path) as engine:
                 yield engine
 
     @asynccontextmanager
-    async def _actors(self, config: Config, model_path: Path | None) -> AsyncIterator[Engine]:
+    async def _actors(
+        self, config: Config, model_path: Path | None
+    ) -> AsyncIterator[interfaces.Engine]:
         place, settings = place_of(config, model_path), cluster_settings(config)
         count = settings.num_engines
         engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
         keeper = self._keeper = engine.keeper
-        trees = self._trees = RemoteTrees(config, keeper.grown)
+        trees = self._trees = remote.RemoteTrees(config, keeper.grown)
         gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
         engines = [
             Member("engine", one, partial(start, EngineActor, "engine", one, place, gpus))
@@ -136,7 +134,7 @@ class KeptEngine(ClusterEngine):
         """Why no completion can come any more; None while an engine is there or may come back."""
         return self.keeper.death
 
-    async def publish(self, source: WeightSource, version: int) -> None:
+    async def publish(self, source: interfaces.WeightSource, version: int) -> None:
         """Gives all engines new weights; see `interfaces.Engine`."""
         await self.keeper.publish(source, version)
         due = self.keeper.due
@@ -191,7 +189,7 @@ def place_of(config: Config, model_path: Path | str | None) -> Place:
     return Place(
         cwd=os.getcwd(),
         path=tuple(sys.path),
-        code=code_checksum(),
+        code=files.code_checksum(),
         config=config.model_dump_json(),
         model_path=None if model_path is None else str(model_path),
     )

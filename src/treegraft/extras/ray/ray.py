@@ -21,7 +21,7 @@ from typing import Any
 
 from treegraft import Config, SettingError
 from treegraft.extras.ray.plugin import ClusterSettings, cluster_settings
-from treegraft.parts import code_checksum, plain
+from treegraft.parts import files, plain
 
 TESTED = (2, 60)
 """The version of Ray that the tests ran with; others of its first number are taken from it on."""
@@ -256,7 +256,7 @@ def look(token: str) -> str:
             "python": ".".join(map(str, sys.version_info[:2])),
             "torch": importlib.metadata.version("torch"),
             "transformers": importlib.metadata.version("transformers"),
-            "code": code_checksum(),
+            "code": files.code_checksum(),
             "token": path.read_bytes().hex() if path.exists() else "",
         }
     )

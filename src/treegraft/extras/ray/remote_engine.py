@@ -11,7 +11,7 @@ from typing import Any
 from treegraft import Config
 from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.engines import completion_of, request_to_json
-from treegraft.parts import Completion, Request, WeightSource, errors
+from treegraft.parts import Completion, errors, interfaces
 
 SUSPECT_S = 3.0
 """How long an engine that failed a request is asked last, in seconds."""
@@ -67,7 +67,7 @@ class ClusterEngine:
         self._changed.set()
         self._changed.clear()
 
-    async def complete(self, request: Request) -> Completion:
+    async def complete(self, request: interfaces.Request) -> Completion:
         """Returns one completion; see `interfaces.Engine`.
 
         Raises:
@@ -164,7 +164,7 @@ class ClusterEngine:
         for engine in self._route.values():
             engine.forget.remote(text)
 
-    async def publish(self, source: WeightSource, version: int) -> None:
+    async def publish(self, source: interfaces.WeightSource, version: int) -> None:
         """Raises EngineError: rank 0 alone publishes."""
         raise errors.EngineError("engine: weights are published by rank 0")
 

@@ -18,7 +18,7 @@ from treegraft import Config, TreegraftError
 from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.engines import Weights, pieces_of
 from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
-from treegraft.parts import WeightSource, errors, plain
+from treegraft.parts import errors, interfaces, plain
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -332,7 +332,7 @@ class Keeper:
 
     # ------------------------------------------------------------------ weights
 
-    async def publish(self, source: WeightSource, version: int) -> None:
+    async def publish(self, source: interfaces.WeightSource, version: int) -> None:
         """Gives all engines new weights once their running completions are done.
 
         Raises:
@@ -375,7 +375,7 @@ class Keeper:
         await asyncio.gather(*map(one, self._answering()))
         return found
 
-    def _stored(self, source: WeightSource) -> list[Any]:
+    def _stored(self, source: interfaces.WeightSource) -> list[Any]:
         """Hands weights to Ray, which sends them once to each machine that asks for them."""
         import ray
 

@@ -1,1 +1,1 @@
-"""Trackers beside TensorBoard and Weights & Biases."""
+"""Trackers beside TensorBoard."""

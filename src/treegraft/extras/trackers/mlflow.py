@@ -13,7 +13,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run
 
-from treegraft.parts import Tracked, flatten
+from treegraft.parts import Tracked, recipe
 
 PARAMS_AT_ONCE, LONGEST_PARAM, LONGEST_TAG = 100, 6000, 5000
 """Limits of MLflow's servers."""
@@ -44,7 +44,7 @@ class MlflowTracker:
             run = self._client.create_run(experiment, tags=tags, run_name=run_dir.name)
         self._id: str = run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        self._log_settings(flatten(settings), run)
+        self._log_settings(recipe.flatten(settings), run)
         self._is_finished = False
         self.place = f"experiment {name}, run {self._id}"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from treegraft.core.interfaces import Engine, Tokenizer
-from treegraft.core.plugin import chosen
-from treegraft.core.plugins import make
+from treegraft.core.plugin import chosen, make
 from treegraft.settings.config import Config
 
 if TYPE_CHECKING:

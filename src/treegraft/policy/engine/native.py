@@ -66,7 +66,7 @@ class NativeEngine:
         self.max_context = max_context(model)
         self.fingerprint = weights_fingerprint(model.state_dict())
         self.death: BaseException | None = None
-        self._end_ids = frozenset(end_token_ids(model, tokenizer))
+        self._end_ids = frozenset(end_token_ids(model, tokenizer.eos_token_id))
         self._stops = StopFinder(tokenizer)
         own = settings.native
         forward, problem = build_forward(

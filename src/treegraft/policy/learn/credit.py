@@ -13,9 +13,8 @@ from treegraft.algo.advantages import assign_credit, batch_outcomes, scale_of
 from treegraft.algo.groups import Floats
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import CreditRule, LearnerLike
-from treegraft.core.plugin import OutcomeKind, loaded, offered
-from treegraft.core.plugins import load_object
-from treegraft.core.types import LEARNING_RULES, Step, Tree
+from treegraft.core.plugin import OutcomeKind, load_object, loaded, offered
+from treegraft.core.types import Step, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.policy import CreditSettings
 
@@ -147,7 +146,7 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
         raise SettingError(f"{where}: an advantage is not a number: {error}") from error
     # A NaN would reach every weight of the model with the next optimiser step.
     for leaf in found.leaves:
-        counts = LEARNING_RULES[leaf.status].in_group
+        counts = leaf.status.rule.in_group
         if counts and (leaf.advantage is None or not math.isfinite(leaf.advantage)):
             raise SettingError(
                 f"{where}: leaf '{leaf.step_id}' has advantage {leaf.advantage}; expected a finite"

@@ -19,7 +19,7 @@ from treegraft.algo.losses import (
 )
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
-from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
+from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention, tree_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
@@ -422,13 +422,13 @@ class Learner:
         variance must not make the others weigh more."""
         groups, tokens = 0, 0.0
         for tree in trees:
-            groups += any(LEARNING_RULES[leaf.status].in_denominator for leaf in tree.leaves)
+            groups += any(leaf.status.rule.in_denominator for leaf in tree.leaves)
             # A truncated path counts also where it carries no loss: without it, answers cut short
             # would raise the weight of those that remain.
             tokens += sum(
                 path.leaf.weight * num_loss_tokens(path)
                 for path in tree.trajectories()
-                if LEARNING_RULES[path.status].in_denominator
+                if path.status.rule.in_denominator
             )
         return Denominators(groups, tokens, self._length_constant)
 

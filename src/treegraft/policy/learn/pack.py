@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from treegraft.core.types import (
-    LEARNING_RULES,
     Leaf,
     Origin,
     RetryCause,
@@ -490,7 +489,7 @@ def without_branches(tree: Tree) -> Tree:
     leaves = tuple(
         leaf
         for leaf in tree.leaves
-        if leaf.has_loss or leaf.weight or not LEARNING_RULES[leaf.status].in_group
+        if leaf.has_loss or leaf.weight or not leaf.status.rule.in_group
     )
     if len(leaves) == len(tree.leaves) or not leaves:
         return tree

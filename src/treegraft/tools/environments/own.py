@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
 from treegraft.core.interfaces import Capability, Environment, Signature, Tool
@@ -40,6 +40,8 @@ class EnvironmentTool:
     signature: Signature
     cacheable: bool = False
     """Never: a result depends on the state."""
+    over: ClassVar[str] = OVER
+    """What an agent reads once the episode has ended."""
 
     async def __call__(self, body: str, task: Task) -> str:
         """Raises `ToolUnavailable`: only a session knows its environment."""

@@ -16,15 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from treegraft import SettingError, Task, ToolError, ToolUnavailable
-from treegraft.parts import (
-    OVER,
-    EnvironmentSettings,
-    EnvironmentTool,
-    Settings,
-    Signature,
-    Tool,
-    tag_of,
-)
+from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, interfaces, tag_of
 
 MAX_MESSAGE = 2**24
 """Longest message from a server, in bytes."""
@@ -66,10 +58,10 @@ class OpenEnvEnvironments:
         self.capability = settings.capability_without_fork("an OpenEnv server copies no sessions")
         scheme = "wss" if self.options.url.startswith("https") else "ws"
         self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
-        self.calls: dict[str, tuple[str | None, Signature]] = {}
+        self.calls: dict[str, tuple[str | None, interfaces.Signature]] = {}
         """The server's name of each tool of ours, None for the one action without a name, and its
         arguments."""
-        self.tools: list[Tool] = []
+        self.tools: list[interfaces.Tool] = []
         for own_name, description, signature in self._described():
             name = tag_of(own_name or self.options.tool)
             if name in self.calls:
@@ -96,7 +88,7 @@ class OpenEnvEnvironments:
             "proxy": None if is_here else True,
         }
 
-    def _described(self) -> list[tuple[str | None, str, Signature]]:
+    def _described(self) -> list[tuple[str | None, str, interfaces.Signature]]:
         """The server's name, description and arguments of each tool."""
         try:
             import httpx
@@ -125,7 +117,7 @@ class OpenEnvEnvironments:
                 f"environment.options: tools names {unknown}; the server offers"
                 f" {', '.join(names) or 'none'}."
             )
-        found: list[tuple[str | None, str, Signature]] = []
+        found: list[tuple[str | None, str, interfaces.Signature]] = []
         for name, one in zip(names, listed, strict=True):
             if name in (self.options.tools or names):
                 words = str(one.get("description") or f"The tool {name}.").split()
@@ -174,7 +166,7 @@ class OpenEnvEnvironment:
         `ToolUnavailable` for a server that is gone.
         """
         if self._is_over:
-            raise ToolError(OVER)
+            raise ToolError(EnvironmentTool.over)
         own_name, signature = self._kind.calls[name]
         arguments = signature.arguments(body, name)
         action = (
@@ -187,7 +179,7 @@ class OpenEnvEnvironment:
             self._rewards.append(float(result["reward"]))
         self._is_over = bool(result.get("done"))
         text = shown(result["observation"])
-        return f"{text}\n[{OVER}]" if self._is_over else text
+        return f"{text}\n[{EnvironmentTool.over}]" if self._is_over else text
 
     async def reward(self) -> float:
         """Returns the rewards so far as one number; 0 before any."""
@@ -263,7 +255,7 @@ def _data(message: str | bytes) -> dict[str, Any]:
     raise ToolUnavailable(f"the OpenEnv server says {data.get('code')}: {text}")
 
 
-def _signature(schema: Mapping[str, Any]) -> Signature:
+def _signature(schema: Mapping[str, Any]) -> interfaces.Signature:
     """The agent's arguments: without those that OpenEnv itself fills in."""
     properties = {
         name: one
@@ -272,6 +264,6 @@ def _signature(schema: Mapping[str, Any]) -> Signature:
     }
     required = [name for name in schema.get("required") or [] if name in properties]
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return Signature.of_schema(
+    return interfaces.Signature.of_schema(
         {"type": "object", "properties": properties, "required": required, **definitions}
     )

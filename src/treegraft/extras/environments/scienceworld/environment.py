@@ -24,7 +24,7 @@ from treegraft.extras.environments.scienceworld.java import (
     running,
     why_missing,
 )
-from treegraft.parts import ClassEnvironments, EnvironmentSettings, keyed_int
+from treegraft.parts import ClassEnvironments, EnvironmentSettings, keyed
 
 COMPLETED: Final = "task completed"
 FAILED: Final = "task failed"
@@ -120,7 +120,7 @@ class Played:
         self._simulator.give_back(self._world)
 
     def _seed(self, moment: str | int) -> int:
-        return keyed_int("scienceworld", *self.game, moment)
+        return keyed.keyed_int("scienceworld", *self.game, moment)
 
 
 class ScienceWorld:

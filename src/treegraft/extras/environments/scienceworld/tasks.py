@@ -24,7 +24,7 @@ from treegraft.extras.environments.scienceworld.environment import (
 )
 from treegraft.extras.environments.scienceworld.plugin import ScienceWorldSettings
 from treegraft.extras.environments.scienceworld.words import WORDS
-from treegraft.parts import Tool, ToolCall, errors, keyed_choice, keyed_int
+from treegraft.parts import ToolCall, errors, interfaces, keyed
 
 DONE: Final = "done"
 """The expert's answer, which the reward takes no notice of."""
@@ -74,7 +74,7 @@ class ScienceWorldTasks:
         """Returns the held-out worlds, the games taking turns."""
         return self._eval
 
-    def tools(self) -> Sequence[Tool]:
+    def tools(self) -> Sequence[interfaces.Tool]:
         """Returns none: the environment brings the action."""
         return ()
 
@@ -109,7 +109,8 @@ class ScienceWorldTasks:
         """Returns worlds of the train variations that are not trained on, drawn again and again."""
         kept = [purposes.warmup for purposes in self._purposes if purposes.warmup]
         return tuple(
-            keyed_choice(kept[n % len(kept)], "warmup", seed, n) for n in range(num if kept else 0)
+            keyed.keyed_choice(kept[n % len(kept)], "warmup", seed, n)
+            for n in range(num if kept else 0)
         )
 
     def vocabulary(self) -> Sequence[str]:
@@ -145,10 +146,10 @@ class ScienceWorldTasks:
             return [self._task(purpose, name, number, simplifications) for number in numbers]
 
         # Neighbours are alike, so that the first ones would be a poor choice.
-        numbers = sorted(splits.train, key=lambda number: keyed_int(self._seed, name, number))
+        numbers = sorted(splits.train, key=lambda number: keyed.keyed_int(self._seed, name, number))
         num_warmup = min(self._settings.num_warmup, len(numbers) // 2)
         held_out = splits.dev if self._settings.held_out == "dev" else splits.test
-        spread = sorted(held_out, key=lambda number: keyed_int(self._seed, name, number))
+        spread = sorted(held_out, key=lambda number: keyed.keyed_int(self._seed, name, number))
         return _Purposes(
             tasks("train", numbers[num_warmup:]),
             tasks("warmup", numbers[:num_warmup]),

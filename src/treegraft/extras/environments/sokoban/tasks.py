@@ -23,7 +23,7 @@ from treegraft.extras.environments.sokoban.environment import (
     read_question,
 )
 from treegraft.extras.environments.sokoban.plugin import SokobanSettings
-from treegraft.parts import Tool, ToolCall, keyed_choice, keyed_int, keyed_unit
+from treegraft.parts import ToolCall, interfaces, keyed
 
 GIVEN_UP: Final = "stuck"
 """The answer of an expert that has lost a board."""
@@ -140,7 +140,7 @@ class SokobanTasks:
         """Returns the held-out boards."""
         return self._eval
 
-    def tools(self) -> Sequence[Tool]:
+    def tools(self) -> Sequence[interfaces.Tool]:
         """Returns none: the environment brings the move."""
         return ()
 
@@ -166,11 +166,11 @@ class SokobanTasks:
         state, moves = solver.start, list[str]()
         while best := solver.best_moves(state):
             key = ("expert", task.id, seed, len(moves))
-            if is_fallible and keyed_unit(*key, "detour") < self._settings.detour_prob:
+            if is_fallible and keyed.keyed_unit(*key, "detour") < self._settings.detour_prob:
                 moves += _detour(solver.board, state, key)
-            if is_fallible and keyed_unit(*key, "error") < self._settings.error_prob:
+            if is_fallible and keyed.keyed_unit(*key, "error") < self._settings.error_prob:
                 best = _changes(solver.board, state, but=best) or best
-            moves.append(keyed_choice(best, *key, "move"))
+            moves.append(keyed.keyed_choice(best, *key, "move"))
             state = solver.board.moved(state, moves[-1])
         answer = SOLVED if solver.board.is_solved(state) else GIVEN_UP
         steps = [StepContent(calls=(ToolCall("move", name),)) for name in moves]
@@ -183,7 +183,7 @@ class SokobanTasks:
     def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
         """Returns boards of layouts that are neither trained nor evaluated on."""
         return tuple(
-            self._task("warmup", n, keyed_int("layout", seed, n) % _NUM_WARMUP_LAYOUTS, seed)
+            self._task("warmup", n, keyed.keyed_int("layout", seed, n) % _NUM_WARMUP_LAYOUTS, seed)
             for n in range(num)
         )
 
@@ -214,7 +214,7 @@ class SokobanTasks:
         for draw in range(_MAX_DRAWS):
             board = self._layout(purpose, layout, draw)
             if board is not None and (states := _states_at(board, num_boxes).get(length)):
-                start = keyed_choice(states, "start", self._seed, purpose, seed, number)
+                start = keyed.keyed_choice(states, "start", self._seed, purpose, seed, number)
                 name = f"{seed}-{number}" if purpose == "warmup" else number
                 return Task(
                     id=self._id(purpose, name),
@@ -235,12 +235,14 @@ class SokobanTasks:
         left = [(column, row) for row in range(settings.size) for column in range(settings.size)]
         taken: list[Square] = []
         for place in range(settings.num_walls + settings.num_boxes):
-            key = keyed_int("layout", self._seed, purpose, number, draw, place)
+            key = keyed.keyed_int("layout", self._seed, purpose, number, draw, place)
             taken.append(left.pop(key % len(left)))
         goals = frozenset(taken[: settings.num_boxes])
         walls = frozenset(taken[settings.num_boxes :])
         board = Board(settings.size, walls, goals)
-        lane = keyed_int("lane", self._seed, f"{sorted(walls)} {sorted(goals)}") % len(_PURPOSES)
+        lane = keyed.keyed_int("lane", self._seed, f"{sorted(walls)} {sorted(goals)}") % len(
+            _PURPOSES
+        )
         return board if _PURPOSES[lane] == purpose else None
 
 
@@ -258,7 +260,7 @@ def _detour(board: Board, state: State, key: tuple[int | str, ...]) -> list[str]
     ]
     if not free:
         return []
-    there = keyed_choice(free, *key, "where")
+    there = keyed.keyed_choice(free, *key, "where")
     return [there, _OPPOSITE[there]]
 
 

@@ -19,15 +19,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from treegraft import DataError, SettingError, Task, ToolError, ToolUnavailable
-from treegraft.parts import (
-    OVER,
-    EnvironmentSettings,
-    EnvironmentTool,
-    Settings,
-    Signature,
-    Tool,
-    tag_of,
-)
+from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, interfaces, tag_of
 
 T = TypeVar("T")
 
@@ -64,8 +56,10 @@ class VerifiersEnvironments:
         self.agents = _playable(self.env, options.taskset)
         self.tool = tag_of(options.tool)
         description = "Sends your next message or move, and returns the reply."
-        self.tools: Sequence[Tool] = [
-            EnvironmentTool(self.tool, description, self.capability, Signature.of_text("message"))
+        self.tools: Sequence[interfaces.Tool] = [
+            EnvironmentTool(
+                self.tool, description, self.capability, interfaces.Signature.of_text("message")
+            )
         ]
         self._tasks: list[Any] = []
         self._rest: Iterator[Any] | None = None
@@ -146,9 +140,9 @@ class VerifiersEnvironment:
 
     async def _say(self, text: str) -> str:
         if self._run is None or self._run.done():
-            raise ToolError(OVER)
+            raise ToolError(EnvironmentTool.over)
         self._seat.replies.put_nowait(text)
-        return await self._next() or f"[{OVER}]"
+        return await self._next() or f"[{EnvironmentTool.over}]"
 
     async def _next(self) -> str | None:
         """The episode's next message; None where it has ended."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import DataError, SettingError, Status
-from treegraft.parts import Leaf, RunReader, ids_to, standalone_page, write_atomically
+from treegraft.parts import Leaf, RunReader, files, ids_to, standalone_page
 
 PAGE = "cases.html"
 MOST_SIDES = 4
@@ -268,7 +268,7 @@ def write_cases(cases: Cases, path: Path) -> None:
         ],
     }
     script = Path(__file__).with_name("cases.js").read_text(encoding="utf-8")
-    write_atomically(path, standalone_page(title, script, data))
+    files.write_atomically(path, standalone_page(title, script, data))
 
 
 def _case(sides: Sequence[dict[str, Any]], key: Key) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from treegraft.extras.lab.report.positions import PositionMeans, by_position
 from treegraft.extras.lab.report.records import Record, read_records, split_label
 from treegraft.extras.lab.report.trees import TreeReader
 from treegraft.extras.lab.text import quoted
-from treegraft.parts import errors, write_atomically
+from treegraft.parts import errors, files
 
 ACCURACIES = ("eval/accuracy_sampled", "eval/accuracy")
 """Accuracies that figures can show: the one that most runs recorded, of equals the first."""
@@ -102,7 +102,7 @@ def write_report(
     figures = _draw(data, only, folder)
     drawn = {name: one for name, one in figures.items() if isinstance(one, ReportFigure)}
     title = f"Report on {records[0].name if len(records) == 1 else f'{len(records)} runs'}"
-    write_atomically(
+    files.write_atomically(
         place / "report.html", page(groups, figures, folder, notes, title, beside or {})
     )
     return Report(
@@ -130,7 +130,7 @@ def _draw(
                 (folder / f"{name}.{kind}").unlink(missing_ok=True)
             if isinstance(one, ReportFigure):
                 save(one.figure, folder / name)
-                write_atomically(folder / f"{name}.csv", one.table.as_csv())
+                files.write_atomically(folder / f"{name}.csv", one.table.as_csv())
     return figures
 
 

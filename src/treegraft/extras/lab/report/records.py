@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
-from treegraft.parts import RunReader, errors, flatten
+from treegraft.parts import RunReader, errors, recipe
 
 MetricsLine = Mapping[str, float]
 SAMPLED = "eval/accuracy_sampled"
@@ -108,7 +108,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
             f" studies/methods.jsonl.{RunReader.beside(path)}"
         )
     run = RunReader(path)
-    settings = flatten(run.config())
+    settings = recipe.flatten(run.config())
     lines, notes = run.clean_metrics()
     state = run.state()
     done, total = state["update"], state["num_updates"]

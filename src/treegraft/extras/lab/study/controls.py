@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from treegraft import StepContent, Trace
-from treegraft.parts import keyed_choice, keyed_int
+from treegraft.parts import keyed
 
 Stored = tuple[Trace, ...]
 """A trajectory's traces in order."""
@@ -36,7 +36,7 @@ def swapped(trajectories: Iterable[Stored], seed: int) -> Iterator[Trace]:
         for traces in alike:
             others = [one for one in alike if one[0].task_id != traces[0].task_id]
             if others:
-                donor = keyed_choice(others, "swapped", seed, *_name(traces))
+                donor = keyed.keyed_choice(others, "swapped", seed, *_name(traces))
                 yield from _with_values(traces, [one.value for one in donor])
 
 
@@ -66,6 +66,6 @@ def _cyclic_order(num: int, *key: int | str) -> list[int]:
     """
     order = list(range(num))
     for last in range(num - 1, 0, -1):
-        other = keyed_int("shuffled", *key, last) % last
+        other = keyed.keyed_int("shuffled", *key, last) % last
         order[last], order[other] = order[other], order[last]
     return order

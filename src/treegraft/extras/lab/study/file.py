@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from treegraft import SettingError
 from treegraft.extras.lab.text import quoted, shown
-from treegraft.parts import errors, merged, read_based
+from treegraft.parts import errors, recipe
 
 BASE, SMOKE = "base", "smoke"
 """Keys of a recipe that are no settings, also of a study."""
@@ -153,7 +153,7 @@ class StudyFile(_Table):
         base = self.arm(own.base)
         given = {one: getattr(own, one) for one in own.model_fields_set}
         whole = {one: getattr(base, one) for one in ("command", "worlds", "buffer", "warmup")}
-        settings = merged(base.settings, own.settings)
+        settings = recipe.merged(base.settings, own.settings)
         return Arm.model_validate({**whole, **given, "settings": settings})
 
 
@@ -164,12 +164,12 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
         SettingError: no such file, unknown keys, values of the wrong type, names that the file does
             not define, or --smoke without a table for it.
     """
-    data = read_based(path, "study")
+    data = recipe.read_based(path, "study")
     overlay = data.pop(SMOKE, None)
     study = _checked(data, path)
     if overlay is not None:
         # Also where it is not asked for: a study is right as a whole or not at all.
-        small = _checked(merged(data, overlay), path)
+        small = _checked(recipe.merged(data, overlay), path)
         return small if smoke else study
     if smoke:
         raise SettingError(

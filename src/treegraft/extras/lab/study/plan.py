@@ -16,7 +16,7 @@ from treegraft import Config, SettingError, load_config
 from treegraft.extras.lab.report.records import LABELS
 from treegraft.extras.lab.study.file import SMOKE, Arm, StudyFile, read_study
 from treegraft.extras.lab.text import counted, quoted
-from treegraft.parts import errors, flatten, merged, read_based, setting_rows, value_of
+from treegraft.parts import errors, recipe, setting_rows, value_of
 
 Tables = Mapping[str, Any]
 
@@ -220,14 +220,15 @@ class _Planner:
         self._arms: dict[str, Arm] = {}
         place = path.parent / study.recipe
         try:
-            self._recipe = read_based(place if place.is_file() else Path(study.recipe))
+            self._recipe = recipe.read_based(place if place.is_file() else Path(study.recipe))
             self._recipe.pop(SMOKE, None)
         except SettingError as error:
             raise SettingError(f"{path}: 'recipe': {error}") from error
         kinds = (study.worlds, study.arms, study.buffers)
         tables = [one.settings for kind in kinds for one in kind.values()]
         self._differing = sorted(
-            {name for one in tables for name in flatten(one)} & {row.name for row in _of_defaults()}
+            {name for one in tables for name in recipe.flatten(one)}
+            & {row.name for row in _of_defaults()}
         )
 
     def run(self, world: str, arm: str, pair: int) -> RunPlan:
@@ -274,13 +275,13 @@ class _Planner:
             if is_warm:
                 # What the recipe says there has been done by the study's warm-up.
                 tables.pop("warmup", None)
-            loaded = self._load(merged(tables, self._arm(arm).settings), where)
+            loaded = self._load(recipe.merged(tables, self._arm(arm).settings), where)
             self._refuse_idle(arm, loaded.config, where)
             self._loaded["run", world, arm] = loaded
         return self._loaded["run", world, arm]
 
     def _tables(self, *more: Tables) -> dict[str, Any]:
-        return merged({"run": {"num_threads": 1}}, self._recipe, self._study.settings, *more)
+        return recipe.merged({"run": {"num_threads": 1}}, self._recipe, self._study.settings, *more)
 
     def _load(self, tables: Tables, where: str) -> _Loaded:
         try:
@@ -303,7 +304,7 @@ class _Planner:
     def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
         rows = setting_rows(config)
-        for name in flatten(self._study.arms[arm].settings):
+        for name in recipe.flatten(self._study.arms[arm].settings):
             # Below a setting are the free keys of its table.
             known = next((row for row in rows if f"{name}.".startswith(f"{row.name}.")), None)
             for reason in known.idle if known is not None else ():

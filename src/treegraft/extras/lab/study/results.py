@@ -12,7 +12,7 @@ from typing import Any
 from treegraft import DataError
 from treegraft.extras.lab.study.plan import RunPlan
 from treegraft.extras.lab.text import counted
-from treegraft.parts import LineFile, setting_rows
+from treegraft.parts import files, setting_rows
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
@@ -32,7 +32,7 @@ def read_results(path: Path) -> list[Line]:
         DataError: a line that holds no run.
     """
     found: list[Line] = []
-    for number, text in LineFile(path).lines():
+    for number, text in files.LineFile(path).lines():
         try:
             line = json.loads(text)
             if DEFAULTS_OF in line:
@@ -96,7 +96,9 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
 
 def _defaults(path: Path) -> dict[str, Mapping[str, Any]]:
     """The tables of defaults that lines name."""
-    found = (json.loads(text) for _, text in LineFile(path).lines() if f'"{DEFAULTS_OF}"' in text)
+    found = (
+        json.loads(text) for _, text in files.LineFile(path).lines() if f'"{DEFAULTS_OF}"' in text
+    )
     return {line[DEFAULTS_OF]: line["defaults"] for line in found if DEFAULTS_OF in line}
 
 
@@ -156,7 +158,9 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
         defaults = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         # Once a file; a run that stands for an equal one keeps that one's.
         if defaults not in tables and "defaults" not in found:
-            LineFile(path).append(json.dumps({DEFAULTS_OF: defaults, "defaults": run.defaults}))
+            files.LineFile(path).append(
+                json.dumps({DEFAULTS_OF: defaults, "defaults": run.defaults})
+            )
             tables[defaults] = run.defaults
         line = {
             "world": run.world,
@@ -170,13 +174,13 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
             **({"tuning": dict(run.tuning)} if any(run.tuning.values()) else {}),
             "settings": dict(run.shown),
         }
-        LineFile(path).append(json.dumps(line, default=str))
+        files.LineFile(path).append(json.dumps(line, default=str))
 
 
 def repair(path: Path, runs: Sequence[RunPlan]) -> None:
     """Removes a last line that a crash cut off, and adds the lines of runs that are equal to one
     that has its line, also under the name of another study's arm."""
-    LineFile(path).drop_cut()
+    files.LineFile(path).drop_cut()
     known = known_runs(path, runs)[0]
     finished = [line for line in read_results(path) if "error" not in line]
     by_fingerprint = {line.get("fingerprint"): line for line in finished}

@@ -21,9 +21,9 @@ from treegraft.parts import (
     NoDisplay,
     RunReader,
     errors,
+    files,
     interrupt,
-    merged,
-    write_atomically,
+    recipe,
 )
 
 
@@ -55,7 +55,7 @@ def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
             costs = _prune(job, job.source, out, sittings)
         costs = sittings.total | costs
     costs["fingerprint"] = job.fingerprint
-    write_atomically(note, json.dumps(costs) + "\n")
+    files.write_atomically(note, json.dumps(costs) + "\n")
     return costs
 
 
@@ -84,7 +84,7 @@ class _Sittings(NoDisplay):
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
         """Something has been stored."""
-        write_atomically(self._path, json.dumps(self.total) + "\n")
+        files.write_atomically(self._path, json.dumps(self.total) + "\n")
 
     def forget(self) -> None:
         """Leaves out what was spent on a part that is lost and made again."""
@@ -126,7 +126,7 @@ def _trained(command: str, config: Config, place: Path) -> None:
 def _placed(config: Config, place: Path, more: Mapping[str, Any] | None = None) -> Config:
     data = config.model_dump(mode="json", exclude_unset=True)
     run = {"run": {"dir": str(place.parent), "name": place.name}}
-    return load_config(merged(data, run, more or {}))
+    return load_config(recipe.merged(data, run, more or {}))
 
 
 def _warm_up(job: WarmupPlan, out: Path) -> Line:
@@ -152,7 +152,7 @@ def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
         "num_tasks": job.num_tasks,
     }
     data = job.config.model_dump(mode="json", exclude_unset=True)
-    work = BufferBuild(load_config(merged(data, {"buffer": {"build": own}})), partial)
+    work = BufferBuild(load_config(recipe.merged(data, {"buffer": {"build": own}})), partial)
     report = work.report
     sittings.now = lambda: {
         "cpu_s": report.cpu_s,

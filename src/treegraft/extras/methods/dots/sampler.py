@@ -19,8 +19,7 @@ from treegraft.parts import (
     RetryCause,
     StoredCause,
     build_encoder,
-    keyed_int,
-    keyed_unit,
+    keyed,
 )
 
 PRIOR = 2.0
@@ -87,7 +86,7 @@ def keyed_order(logits: Floats, *keys: tuple[int | str, ...]) -> list[int]:
 
     def clock(place: int) -> float:
         # In logs, as chances may be far below what a float holds.
-        exponential = -math.log1p(-keyed_unit(*keys[place]))
+        exponential = -math.log1p(-keyed.keyed_unit(*keys[place]))
         return math.log(max(exponential, 1e-300)) - float(logits[place])
 
     return sorted(range(len(keys)), key=clock)
@@ -168,7 +167,8 @@ class Difficulty(Epochs):
         if not num or not self._is_first(number):
             return ()
         keys = [
-            (keyed_int(self._seed, "references", number, n), n) for n in range(len(self._tasks))
+            (keyed.keyed_int(self._seed, "references", number, n), n)
+            for n in range(len(self._tasks))
         ]
         return [self._tasks[n] for _, n in sorted(keys)[:num]]
 

@@ -106,7 +106,7 @@ def build_engine(
             max_context=1
             + max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0),
         ),
-        end_ids=end_token_ids(model, tokenizer),
+        end_ids=end_token_ids(model, tokenizer.eos_token_id),
         max_context=max_context(model),
         weights=weights,
         folders=folders,

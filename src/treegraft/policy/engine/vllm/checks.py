@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
+from treegraft.policy.engine.sampling import draws_of_sampling
 from treegraft.policy.engine.vllm.protocol import (
     MIN_LOGPROBS,
     PLUGIN,
     PLUGIN_VERSION,
     TESTED,
-    draws_of_sampling,
+    check_size,
 )
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 
@@ -97,23 +98,3 @@ async def _version(server: Server) -> str:
         return f"vLLM {response.json()['version']}"
     except (Unreachable, EngineError, ValueError, KeyError, TypeError):
         return "not a vLLM server, by its answers"
-
-
-def check_size(name: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Compares a server's data type and longest path with the recipe's.
-
-    Raises:
-        SettingError: another type, or too short a context.
-    """
-    if found["dtype"] != expected["dtype"]:
-        raise SettingError(
-            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
-            f" Start it with --dtype {expected['dtype']}, or change model.dtype."
-        )
-    wanted = expected["max_context"]
-    if wanted is not None and found["max_context"] < wanted:
-        raise SettingError(
-            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
-            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
-            " rollout.max_completion_tokens."
-        )

@@ -11,7 +11,7 @@ from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interfaces import NoiseKey
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import NO_FILTERS, Sampling
-from treegraft.policy.engine.vllm.checks import check_size
+from treegraft.policy.engine.vllm.protocol import check_size
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 
 ASKED = 20

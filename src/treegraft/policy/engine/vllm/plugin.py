@@ -22,12 +22,11 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 from treegraft.core.interfaces import NoiseKey
 from treegraft.core.types import NO_FILTERS, Filters
 from treegraft.policy.engine.filters import filtered
-from treegraft.policy.engine.sampling import Columns, sample_tokens
+from treegraft.policy.engine.sampling import Columns, draws_of_sampling, sample_tokens
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.protocol import (
     DRAW,
     PLUGIN_VERSION,
-    draws_of_sampling,
     marked_rows,
 )
 from treegraft.policy.weights import bit_sum, fingerprint_of

@@ -1,4 +1,4 @@
-"""What client and server agree on: names, versions, and a sample of draws."""
+"""What client and server agree on: names, versions, sizes, and numbers in replies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treegraft.core.interfaces import NoiseKey
-from treegraft.policy.engine.sampling import Columns, sample_tokens
+from treegraft.core.errors import SettingError
 
 PLUGIN_VERSION = 2
 """Grows with every change of what client and plugin say to each other."""
@@ -24,20 +23,11 @@ TESTED = "0.32"
 """Version of vLLM that this was written against and tested with."""
 
 
-def draws_of_sampling() -> list[int]:
-    """Returns the tokens that this process draws for a few fixed keys: two processes whose draws
-    differ do not sample alike."""
-    # Without a random generator, whose numbers may change with torch's version.
-    logits = torch.sin(torch.arange(8 * 1000, dtype=torch.float64) * 0.7).float().view(8, 1000)
-    keys: list[NoiseKey | None] = [("draws", row) for row in range(8)]
-    return [int(token) for token in sample_tokens(logits * 3, [1.0] * 8, keys, range(8))[0]]
-
-
 _ZERO = 1e-30
 """Stands for 0, also where one token is certain: the signs tell the two entries apart."""
 
 
-def marked_rows(logits: Tensor, drawn: Columns) -> Tensor:
+def marked_rows(logits: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Returns rows in which two entries are finite: the drawn token's, which holds the entropy (at
     least 0), and another one's, which holds the drawn token's log-probability (below 0).
 
@@ -64,3 +54,23 @@ def entries_of(row: Mapping[str, Any]) -> tuple[float, float]:
     own, entropy = row["token_id"], row["logprob"]
     logprob = next(top["logprob"] for top in row["top_logprobs"] if top["token_id"] != own)
     return (0.0 if logprob >= -_ZERO * 2 else logprob), (0.0 if entropy <= _ZERO * 2 else entropy)
+
+
+def check_size(name: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compares a server's data type and longest path with the recipe's.
+
+    Raises:
+        SettingError: another type, or too short a context.
+    """
+    if found["dtype"] != expected["dtype"]:
+        raise SettingError(
+            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
+            f" Start it with --dtype {expected['dtype']}, or change model.dtype."
+        )
+    wanted = expected["max_context"]
+    if wanted is not None and found["max_context"] < wanted:
+        raise SettingError(
+            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
+            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
+            " rollout.max_completion_tokens."
+        )

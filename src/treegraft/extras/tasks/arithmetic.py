@@ -16,13 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from treegraft.core.errors import SettingError, nearest
-from treegraft.core.keyed import keyed_choice, keyed_int
-from treegraft.core.packages import require
-from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.settings.tasks import ReasoningGymSettings
-from treegraft.tasks.open import OpenTasks
-from treegraft.tasks.scoring import math_equal
+from treegraft import SettingError, StepContent, Task, math_equal
+from treegraft.extras.tasks.plugin import ReasoningGymSettings
+from treegraft.parts import Observation, OpenTasks, ToolCall, errors, keyed, packages
 
 _RANGE_SIZE = 1 << 29
 """Item seeds of one purpose; all three ranges stay below 2^31, which every generator accepts."""
@@ -108,8 +104,8 @@ class ReasoningGym(OpenTasks):
         code, result = program
         if not task.reference or not math_equal(result, task.reference):
             return None
-        plan = keyed_choice(_PLANS, "plan", seed, task.id)
-        conclusion = keyed_choice(_CONCLUSIONS, "conclusion", seed, task.id).format(result)
+        plan = keyed.keyed_choice(_PLANS, "plan", seed, task.id)
+        conclusion = keyed.keyed_choice(_CONCLUSIONS, "conclusion", seed, task.id).format(result)
         call = ToolCall("python", code)
         return (
             StepContent(thought=plan, calls=(call,), observations=(Observation(text=result),)),
@@ -127,7 +123,7 @@ class ReasoningGym(OpenTasks):
         if all(self.expert(task, seed) is None for task in self._train[:_DRAWS_PER_TASK]):
             return ()
         seen = {task.question for task in (*self._eval, *self._train)}
-        tasks = self._draw("warmup", num, keyed_int("warmup", seed), seen)
+        tasks = self._draw("warmup", num, keyed.keyed_int("warmup", seed), seen)
         return tuple(task for task in tasks if self.expert(task, seed) is not None)
 
     def report(self) -> Sequence[str]:
@@ -163,7 +159,7 @@ class ReasoningGym(OpenTasks):
         generator, size = self._settings.generator, _DRAWS_PER_TASK * num + 100
         # Item i of a reasoning-gym data set has seed base + i: the bases must lie apart, or parts
         # share items.
-        offset = keyed_int("items", self._seed, purpose, key) % (_RANGE_SIZE - size)
+        offset = keyed.keyed_int("items", self._seed, purpose, key) % (_RANGE_SIZE - size)
         base = _PURPOSES.index(purpose) * _RANGE_SIZE + offset
         data = _create(self._settings, seed=base, size=size)
         tasks: list[Task] = []
@@ -255,14 +251,14 @@ def _create(settings: ReasoningGymSettings, *, seed: int, size: int) -> Any:
 
 
 def _check_generator(settings: ReasoningGymSettings) -> None:
-    require("tasks.kind = 'arithmetic'", "reasoning_gym")
+    packages.require("tasks.kind = 'arithmetic'", "reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
     name = settings.generator
     if name not in DATASETS:
         raise SettingError(
             f"tasks.arithmetic.generator is '{name}', which reasoning-gym does not"
-            f" have.{nearest(name, DATASETS)} It has {len(DATASETS)}, e.g. chain_sum,"
+            f" have.{errors.nearest(name, DATASETS)} It has {len(DATASETS)}, e.g. chain_sum,"
             " basic_arithmetic, products"
         )
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
@@ -275,7 +271,7 @@ def _check_generator(settings: ReasoningGymSettings) -> None:
         if param not in known:
             raise SettingError(
                 f"tasks.arithmetic.params has '{param}', which the generator '{name}' does not"
-                f" have.{nearest(param, known)} It has {', '.join(sorted(known))}"
+                f" have.{errors.nearest(param, known)} It has {', '.join(sorted(known))}"
             )
     try:
         with decimal.localcontext():
@@ -285,3 +281,10 @@ def _check_generator(settings: ReasoningGymSettings) -> None:
         raise SettingError(
             f"the generator '{name}' refuses tasks.arithmetic.params {settings.params}: {error}"
         ) from error
+
+
+def arithmetic_tasks(settings: Any, seed: int) -> ReasoningGym:
+    """Returns the tasks of the table [tasks]."""
+    return ReasoningGym(
+        settings.arithmetic, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
+    )

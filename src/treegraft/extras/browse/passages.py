@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from treegraft.tools.search.lexical import best_texts
+from treegraft.parts import best_texts
 
 GAP = "[...]"
 """Stands where passages of a page were left out."""

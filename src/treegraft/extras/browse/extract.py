@@ -6,11 +6,10 @@ import base64
 from dataclasses import dataclass
 from pathlib import Path
 
-from treegraft.core.errors import ToolError, ToolUnavailable, TreegraftError
-from treegraft.core.text import plain
-from treegraft.core.workers import WorkerPool
-from treegraft.settings.tools import BrowseToolSettings
-from treegraft.tools.browse.fetch import SHOWN_CHARS, Page
+from treegraft import ToolError, ToolUnavailable, TreegraftError
+from treegraft.extras.browse.fetch import SHOWN_CHARS, Page
+from treegraft.extras.browse.plugin import BrowseToolSettings
+from treegraft.parts import WorkerPool, plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import wandb
 
-from treegraft.runs.tracked import Tracked
+from treegraft.parts import Tracked
 
 INIT_TIMEOUT_S = 30.0
 

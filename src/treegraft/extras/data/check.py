@@ -14,24 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import DataError, nearest
-from treegraft.core.packages import require
-from treegraft.evals.suites import SETS, SetRule
-from treegraft.tasks.fields import (
-    CONTROL,
-    QUESTION_COLUMNS,
-    REFERENCE_COLUMNS,
-    Defects,
-    accepted_answers,
-    after_mark,
-    control_places,
-    find_value,
-    is_nested,
-    nested_columns,
-    question_text,
-)
-from treegraft.tasks.messages import are_messages
-from treegraft.tasks.readers import BadRow, check_is_there, read_rows
+from treegraft import DataError
+from treegraft.parts import errors, fields, packages, readers, suites
 
 NEAR = 0.7
 """Share of word sequences from which two questions are near-duplicates."""
@@ -151,7 +135,7 @@ def check_data(
     """
     for name in (train, *evals):
         # Before the first is read, which can take minutes.
-        check_is_there(name)
+        readers.check_is_there(name)
     read = [_read(train, question, reference), *(_read(name, None, None) for name in evals)]
     index = _Index(read[0][1], near)
     return DataCheck(
@@ -163,16 +147,16 @@ def check_data(
     )
 
 
-def _columns(rule: SetRule | None) -> tuple[Sequence[str], Sequence[str]]:
+def _columns(rule: suites.SetRule | None) -> tuple[Sequence[str], Sequence[str]]:
     """Returns the columns where question and reference are looked for, those of the file's set
     first."""
     first = (rule.question, rule.reference) if rule else ((), ())
-    return (*first[0], *QUESTION_COLUMNS), (*first[1], *REFERENCE_COLUMNS)
+    return (*first[0], *fields.QUESTION_COLUMNS), (*first[1], *fields.REFERENCE_COLUMNS)
 
 
-def _rule(name: str) -> SetRule | None:
+def _rule(name: str) -> suites.SetRule | None:
     """Returns the rule of the set that a file is named after."""
-    return SETS.get(Path(name).stem)
+    return suites.SETS.get(Path(name).stem)
 
 
 # ---------------------------------------------------------------------- defects
@@ -182,30 +166,30 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
     rule = _rule(name)
     questions, references = _columns(rule)
     wanted = ([question] if question else questions, [reference] if reference else references)
-    found, items, columns = Defects(), list[Item](), set[str]()
+    found, items, columns = fields.Defects(), list[Item](), set[str]()
     used = ["", ""]
     num_rows = 0
-    for num_rows, row in enumerate(read_rows(name, "train"), start=1):
-        if isinstance(row, BadRow):
+    for num_rows, row in enumerate(readers.read_rows(name, "train"), start=1):
+        if isinstance(row, readers.BadRow):
             found.add("row that cannot be read", num_rows - 1, row.reason)
             continue
         columns |= set(row.values)
-        for column, text in control_places(row.values, ""):
-            shown = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        for column, text in fields.control_places(row.values, ""):
+            shown = fields.CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             found.add(f"control character in '{column}'", row.number, shown)
-        asked, accepted = (find_value(row.values, names) for names in wanted)
+        asked, accepted = (fields.find_value(row.values, names) for names in wanted)
         # The first row that has one names the column; later rows may have another.
         used = [
             old or (new[0] if new else "") for old, new in zip(used, (asked, accepted), strict=True)
         ]
-        text = question_text(asked[1]) if asked else ""
-        answers = accepted_answers(accepted[1]) if accepted else ()
-        answers = after_mark(answers, rule.after if rule else None)
-        if asked and is_nested(asked[1]) and not are_messages(asked[1]):
+        text = fields.question_text(asked[1]) if asked else ""
+        answers = fields.accepted_answers(accepted[1]) if accepted else ()
+        answers = fields.after_mark(answers, rule.after if rule else None)
+        if asked and fields.is_nested(asked[1]) and not fields.are_messages(asked[1]):
             found.add("question that is a list or an object", row.number, repr(asked[1]))
         elif not text.strip():
             found.add("blank question", row.number, repr(answers))
-        if accepted and is_nested(accepted[1], may_be_list=True):
+        if accepted and fields.is_nested(accepted[1], may_be_list=True):
             found.add("reference that is a list or an object", row.number, repr(accepted[1]))
         elif not answers:
             found.add("blank reference", row.number, text)
@@ -214,7 +198,7 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
                 found.add(f"odd reference ({odd})", row.number, answer)
         items.append(Item(row.number, text, answers))
     if not used[0]:
-        near = nearest(question, columns) if question else ""
+        near = errors.nearest(question, columns) if question else ""
         has = f"it has {', '.join(sorted(columns))}" if columns else "it has no row"
         raise DataError(
             f"'{name}' has no column {' or '.join(wanted[0])}; {has}. Name the question's with"
@@ -229,7 +213,7 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
 
 
 def _reference_advice(wanted: Sequence[str], given: str | None, columns: Collection[str]) -> str:
-    near = nearest(given, columns) if given else ""
+    near = errors.nearest(given, columns) if given else ""
     return (
         f"no row has a reference in {' or '.join(wanted)}; the columns are"
         f" {', '.join(sorted(columns))}. Name that of the reference with"
@@ -241,7 +225,7 @@ def _odd(reference: str) -> str:
     """Returns the reason why a reference looks like a mistake; empty where it does not."""
     if reference.strip().lower() in _PLACEHOLDERS:
         return "a placeholder"
-    if CONTROL.search(reference):
+    if fields.CONTROL.search(reference):
         return "a control character"
     if _LIST.match(reference):
         return "a list written as text"
@@ -252,7 +236,7 @@ def _odd(reference: str) -> str:
     return "braces that do not match" if bare.count("{") != bare.count("}") else ""
 
 
-def _add_repeats(items: Sequence[Item], found: Defects) -> None:
+def _add_repeats(items: Sequence[Item], found: fields.Defects) -> None:
     first: dict[str, Item] = {}
     for item in items:
         key = normalised(item.question)
@@ -298,7 +282,7 @@ class _Index:
     """The training questions, to be searched."""
 
     def __init__(self, items: Sequence[Item], near: float) -> None:
-        require("the search for overlapping questions", "datasketch")
+        packages.require("the search for overlapping questions", "datasketch")
         from datasketch import MinHashLSH
 
         self._near = near
@@ -394,21 +378,21 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
     shown, problems = list[dict[str, Any]](), list[str]()
     used: list[str | None] = [None, None]
     num_rows = 0
-    for row in read_rows(name, "train"):
+    for row in readers.read_rows(name, "train"):
         num_rows += 1
-        if isinstance(row, BadRow):
+        if isinstance(row, readers.BadRow):
             problems.append(row.reason)
             continue
-        for column, value in nested_columns(row.values):
+        for column, value in fields.nested_columns(row.values):
             if isinstance(value, Mapping):
                 continue
-            kind = "chat messages" if are_messages(value) else type(value).__name__
+            kind = "chat messages" if fields.are_messages(value) else type(value).__name__
             kinds.setdefault(column, {})[_KINDS.get(kind, kind)] = None
             filled = lengths.setdefault(column, [])
             if value not in (None, "", [], ()):
                 filled.append(len(str(value)))
         for place, names in enumerate(_columns(_rule(name))):
-            if used[place] is None and (found := find_value(row.values, names)):
+            if used[place] is None and (found := fields.find_value(row.values, names)):
                 used[place] = found[0]
         if first <= row.number < first + num:
             shown.append({"row": row.number, "values": dict(row.values)})

@@ -9,7 +9,7 @@ from typing import Any
 
 import trafilatura
 
-from treegraft.tools.browse.passages import choose
+from treegraft.extras.browse.passages import choose
 
 MAX_PDF_PAGES = 200
 

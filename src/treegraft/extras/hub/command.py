@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treegraft.cli.options import say
-from treegraft.core.errors import CheckpointError, DataError, HubError, SettingError
-from treegraft.core.files import write_atomically
-from treegraft.core.text import plain
+from treegraft import DataError, SettingError
+from treegraft.parts import Trained, commands, errors, files, plain
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -60,7 +58,7 @@ def push(
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
-    from treegraft.view.card import model_card, trained
+    from treegraft.extras.hub.card import model_card
 
     try:
         validate_repo_id(repo_id)
@@ -69,22 +67,22 @@ def push(
             f"command line: '{repo_id}' is not a repository's name; expected NAME or OWNER/NAME of"
             " letters, digits, '-', '_' and '.'"
         ) from error
-    found = trained(run)
+    found = Trained.of(run)
     token = _token(dry_run)
     text = _read(card) if card else model_card(found, repo_id, licence=licence)
-    files = {CARD: text.encode(), **files_of(found.checkpoint)}
+    uploaded = {CARD: text.encode(), **files_of(found.checkpoint)}
     said = message or f"Checkpoint of update {found.state.update}"
     if dry_run:
-        write_atomically(DRAFT, text)
-        say(f"{DRAFT}: the card; edit it and upload it with --card {DRAFT}")
-    for name, content in files.items():
+        files.write_atomically(DRAFT, text)
+        commands.say(f"{DRAFT}: the card; edit it and upload it with --card {DRAFT}")
+    for name, content in uploaded.items():
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
-        say(f"  {size:>13,}  {plain(name)}")
+        commands.say(f"  {size:>13,}  {plain(name)}")
     if dry_run:
-        say(f"nothing was uploaded; {len(files)} files would go to {repo_id}")
+        commands.say(f"nothing was uploaded; {len(uploaded)} files would go to {repo_id}")
         return
-    place = _upload(repo_id, files, said, private=private, revision=revision, token=token)
-    say(f"uploaded to {place}")
+    place = _upload(repo_id, uploaded, said, private=private, revision=revision, token=token)
+    commands.say(f"uploaded to {place}")
 
 
 def files_of(checkpoint: Path) -> dict[str, bytes | Path]:
@@ -100,7 +98,7 @@ def files_of(checkpoint: Path) -> dict[str, bytes | Path]:
 
 
 def _without_paths(path: Path) -> bytes | Path:
-    from treegraft.view.card import public
+    from treegraft.extras.hub.card import public
 
     # transformers and peft note where a model came from.
     if not path.name.endswith("config.json"):
@@ -108,7 +106,7 @@ def _without_paths(path: Path) -> bytes | Path:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"'{path}' is not JSON ({error}); the checkpoint is damaged"
         ) from error
     noted = {k: v for k, v in data.items() if k.endswith("name_or_path") and isinstance(v, str)}
@@ -137,7 +135,7 @@ def _token(is_dry: bool) -> str | None:
 
 def _upload(
     repo_id: str,
-    files: Mapping[str, bytes | Path],
+    uploaded: Mapping[str, bytes | Path],
     message: str,
     *,
     private: bool,
@@ -158,7 +156,7 @@ def _upload(
             api.create_branch(made.repo_id, branch=revision, exist_ok=True)
         api.create_commit(
             made.repo_id,
-            [CommitOperationAdd(name, content) for name, content in files.items()],
+            [CommitOperationAdd(name, content) for name, content in uploaded.items()],
             commit_message=message,
             revision=revision,
         )
@@ -179,11 +177,13 @@ def _told(repo_id: str, endpoint: str) -> Iterator[None]:
         while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
             cause = cause.__cause__
         if isinstance(cause, OfflineModeIsEnabled):
-            raise HubError("the environment sets HF_HUB_OFFLINE; unset it to upload") from error
+            raise errors.HubError(
+                "the environment sets HF_HUB_OFFLINE; unset it to upload"
+            ) from error
         if isinstance(cause, HfHubHTTPError):
-            raise HubError(_refusal(cause, repo_id, endpoint)) from error
+            raise errors.HubError(_refusal(cause, repo_id, endpoint)) from error
         first = plain(str(cause).partition("\n")[0], 300)
-        raise HubError(
+        raise errors.HubError(
             f"'{repo_id}' could not be uploaded to {endpoint} ({type(cause).__name__}: {first});"
             " check the network and HF_ENDPOINT, and run the same command again"
         ) from error

@@ -6,22 +6,14 @@ import json
 import platform
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.plugin import ExplorerKind
-from treegraft.core.text import plain
-from treegraft.runs.checkpoint import TrainState, read_state
-from treegraft.runs.record import read_metrics
-from treegraft.runs.start import find_checkpoint
-from treegraft.settings.config import Config
-from treegraft.settings.explore import chosen_kinds
-from treegraft.settings.load import load_config, setting_rows
+from treegraft import Config
+from treegraft.parts import RunReader, Trained, plain, setting_rows
 
 SHOWN = (
     *("run", "model", "tasks", "format", "reward", "explore", "buffer", "rollout", "eval"),
@@ -36,51 +28,6 @@ DECODINGS = {
     "eval/accuracy_sampled": "temperature 1",
     "eval/pass_at_": "temperature 1",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """A checkpoint and what is known of its run."""
-
-    checkpoint: Path
-    run_dir: Path | None
-    """None where the checkpoint lies outside its run folder."""
-    config: Config
-    state: TrainState
-
-
-def trained(path: Path) -> Trained:
-    """Returns the checkpoint at `path`, or the latest one of a run folder.
-
-    Raises:
-        CheckpointError: no such folder, no checkpoint in it, or a damaged one.
-    """
-    checkpoint = find_checkpoint(path)
-    state = read_state(checkpoint)
-    run_dir = checkpoint.resolve().parent.parent
-    has_run = (run_dir / "config.json").is_file() and (run_dir / "metrics.jsonl").is_file()
-    try:
-        config = load_config(checkpoint / "treegraft" / "config.json")
-    except (ValueError, OSError) as error:
-        raise CheckpointError(
-            f"checkpoint '{path}': its settings, treegraft/config.json, could not be read ({error})"
-        ) from error
-    return Trained(checkpoint, run_dir if has_run else None, config, state)
-
-
-def method_name(config: Config) -> str:
-    """Returns the method in the field's words, as `explore.explorers` gives it."""
-    if config.run.num_updates == 0:
-        return "supervised fine-tuning"
-    known = chosen_kinds(config)
-    return " + ".join(
-        _title(known[name], config) if name in known else plain(name)
-        for name in config.explore.explorers
-    )
-
-
-def _title(kind: ExplorerKind, config: Config) -> str:
-    return kind.title if isinstance(kind.title, str) else kind.title(config.explore)
 
 
 def public(value: Any) -> Any:
@@ -149,7 +96,7 @@ def _training(of: Trained, base: str | None, licence: str | None) -> Iterator[st
     data = ", ".join(map(str, public(config.tasks.dataset.train)))
     tasks = config.tasks.kind if config.tasks.kind != "dataset" else data
     rows = {
-        "method": method_name(config),
+        "method": of.method,
         "started from": base or str(public(config.model.path)),
         "training tasks": tasks,
         "checkpoint": f"update {state.update} of {config.run.num_updates}",
@@ -169,10 +116,7 @@ def _training(of: Trained, base: str | None, licence: str | None) -> Iterator[st
 def _held_out(of: Trained) -> Iterator[str]:
     yield "## Held-out results\n"
     update = of.state.update
-    try:
-        lines = [] if of.run_dir is None else read_metrics(of.run_dir)
-    except DataError:
-        lines = []
+    lines = [] if of.run_dir is None else RunReader(of.run_dir).clean_metrics()[0]
     line = next((line for line in lines if line["update"] == update), {})
     rows = [
         (key, decoding, value)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from typing import Any
 
-from treegraft.core.errors import ToolError
-from treegraft.core.interfaces import Capability, Signature
-from treegraft.core.packages import require
-from treegraft.core.text import plain
-from treegraft.core.types import Task
-from treegraft.settings.tools import BrowseToolSettings
-from treegraft.tools.browse.extract import ExtractPool
-from treegraft.tools.browse.fetch import SHOWN_CHARS, Fetcher
-from treegraft.tools.own_thread import run_in_thread
+from treegraft import Task, ToolError
+from treegraft.extras.browse.extract import ExtractPool
+from treegraft.extras.browse.fetch import SHOWN_CHARS, Fetcher
+from treegraft.extras.browse.plugin import BrowseToolSettings
+from treegraft.parts import interfaces, packages, plain, run_in_thread
 
 
 class BrowseTool:
@@ -26,8 +23,10 @@ class BrowseTool:
         "Opens a web page or a PDF and shows the passages of it that matter. Write the address, a"
         " space, and what you are looking for; without that the page's beginning is shown."
     )
-    signature = Signature.of_text("page", "The address, a space, and what you are looking for.")
-    capability = Capability.STATELESS
+    signature = interfaces.Signature.of_text(
+        "page", "The address, a space, and what you are looking for."
+    )
+    capability = interfaces.Capability.STATELESS
     cacheable = True
     is_remote = True
 
@@ -37,7 +36,7 @@ class BrowseTool:
         Raises `SettingError` where a package is missing.
         """
         # Looked up without an import, which only the child processes need.
-        require("tools.use: 'browse'", "protego", "pypdf", "trafilatura", "bm25s")
+        packages.require("tools.use: 'browse'", "protego", "pypdf", "trafilatura", "bm25s")
         self._settings = settings
         self._fetcher = Fetcher(settings)
         self._pool = ExtractPool(settings)
@@ -94,3 +93,8 @@ def read_call(body: str) -> tuple[str, str]:
     if "://" not in url and re.match(r"[\w-]+(\.[\w-]+)+(/|$|:\d)", url):
         url = f"https://{url}"
     return url, " ".join(str(query).split())
+
+
+def browse_tool(settings: Any) -> BrowseTool:
+    """Returns the tool of a table [tools]."""
+    return BrowseTool(settings.browse)

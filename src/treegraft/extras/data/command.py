@@ -11,21 +11,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import (
-    AsJson,
-    command_without,
-    say,
-    settings_alone,
-    split_overrides,
-    table,
-)
-from treegraft.core.text import plain
+from treegraft.parts import commands, plain
 
 if TYPE_CHECKING:
-    from treegraft.evals.check import Contamination, FileDefects
+    from treegraft.extras.data.check import Contamination, FileDefects
 
 data_app = typer.Typer(
-    name="data", help="Inspect data before using it.", no_args_is_help=True, rich_markup_mode=None
+    name="data",
+    help="Inspect data before using it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 MAX_EXAMPLES = 5
@@ -41,7 +37,7 @@ _BEFORE = {
 }
 
 
-@data_app.command(cls=command_without(_BEFORE))
+@data_app.command(cls=commands.command_without(_BEFORE))
 def check(
     train: Annotated[
         str,
@@ -66,17 +62,17 @@ def check(
             help="Share of common three-word sequences that makes two questions duplicates.",
         ),
     ] = 0.7,
-    as_json: AsJson = False,
+    as_json: commands.AsJson = False,
 ) -> None:
     """Find defects, duplicates and evaluation questions in training data.
 
     The exit code is 1 if anything is found.
     """
-    from treegraft.evals.check import check_data
+    from treegraft.extras.data.check import check_data
 
-    evals, overrides = split_overrides(words or [])
+    evals, overrides = commands.split_overrides(words or [])
     base = {"tasks": {"kind": "dataset", "dataset": {"train": [train]}}, **_NO_TOOLS}
-    columns = settings_alone(overrides, "data check", _COLUMNS, base).tasks.dataset
+    columns = commands.settings_alone(overrides, "data check", _COLUMNS, base).tasks.dataset
     typed = {name: getattr(columns, name) for name in columns.model_fields_set}
     found = check_data(
         train,
@@ -98,7 +94,7 @@ def check(
 
 def _say(text: str, style: str = "") -> None:
     """Prints foreign text on one line."""
-    say(" ".join(plain(text).split()), style)
+    commands.say(" ".join(plain(text).split()), style)
 
 
 def _print_file(file: FileDefects) -> None:
@@ -139,10 +135,10 @@ def show(
     ],
     rows: Annotated[int, typer.Option(min=0, help="Number of rows.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="Number of the first row, from 0.")] = 0,
-    as_json: AsJson = False,
+    as_json: commands.AsJson = False,
 ) -> None:
     """Print columns, lengths and a few rows."""
-    from treegraft.evals.check import view_file
+    from treegraft.extras.data.check import view_file
 
     found = view_file(file, first=first, num=rows)
     if as_json:
@@ -155,7 +151,7 @@ def show(
         "bold",
     )
     names = ("column", "kind", "filled", "median", "95 %", "longest (characters)")
-    columns = table(*names, num_left=2)
+    columns = commands.table(*names, num_left=2)
     for one in found.columns:
         lengths = (one.num_filled, one.length_median, one.length_p95, one.length_max)
         columns.add_row(Text(plain(one.name)), ", ".join(one.kinds), *map(str, lengths))

@@ -22,9 +22,9 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from treegraft.core.errors import ToolError
-from treegraft.core.text import plain
-from treegraft.settings.tools import BrowseToolSettings
+from treegraft import ToolError
+from treegraft.extras.browse.plugin import BrowseToolSettings
+from treegraft.parts import plain
 
 if TYPE_CHECKING:
     from protego import Protego

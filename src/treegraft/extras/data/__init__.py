@@ -1,0 +1,1 @@
+"""Data sets inspected before use: defects, duplicates, and questions of evaluation sets."""

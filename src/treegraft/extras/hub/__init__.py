@@ -1,0 +1,1 @@
+"""Checkpoints and their model cards, uploaded to a hub."""

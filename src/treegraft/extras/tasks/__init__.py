@@ -1,0 +1,1 @@
+"""Sources of tasks beside data sets and the search world."""
