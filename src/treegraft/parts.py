@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         interfaces,
         interrupt,
         keyed,
+        listener,
         packages,
         spans,
     )
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
         Stored,
         StoredCause,
         ToolCall,
-        ids_to,
     )
     from treegraft.core.workers import (
         WorkerPool,
@@ -85,6 +85,9 @@ if TYPE_CHECKING:
     )
     from treegraft.policy.shapes import (
         ModelShape,
+    )
+    from treegraft.runs import (
+        metrics,
     )
     from treegraft.runs.display import (
         NoDisplay,
@@ -122,9 +125,6 @@ if TYPE_CHECKING:
     from treegraft.tools.environments.own import (
         ClassEnvironments,
         EnvironmentTool,
-    )
-    from treegraft.tools.json_tools import (
-        tag_of,
     )
     from treegraft.tools.own_thread import (
         run_in_thread,
@@ -209,10 +209,11 @@ __all__ = [
     "fields",
     "files",
     "has",
-    "ids_to",
     "interfaces",
     "interrupt",
     "keyed",
+    "listener",
+    "metrics",
     "packages",
     "plain",
     "readers",
@@ -224,7 +225,6 @@ __all__ = [
     "spans",
     "standalone_page",
     "suites",
-    "tag_of",
     "value_of",
     "when",
 ]
@@ -234,7 +234,7 @@ _HOMES = homes(
         "assemble": "assemble_engine assemble_training",
         "cli": "commands",
         "cli.doctor": "Machine",
-        "core": "errors files interfaces interrupt keyed packages spans",
+        "core": "errors files interfaces interrupt keyed listener packages spans",
         "core.finding": "Finding",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
@@ -242,7 +242,7 @@ _HOMES = homes(
         "core.text": "plain",
         "core.types": (
             "Below Branch BranchCause Completion Expand GraftCause Leaf Observation PathView "
-            "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
+            "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall"
         ),
         "core.workers": "WorkerPool",
         "evals": "suites",
@@ -251,6 +251,7 @@ _HOMES = homes(
         "policy.learn.credit": "credit_trees",
         "policy.publish": "Publisher",
         "policy.shapes": "ModelShape",
+        "runs": "metrics",
         "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
         "settings": "recipe",
@@ -261,7 +262,6 @@ _HOMES = homes(
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
         "tools.environments.own": "ClassEnvironments EnvironmentTool",
-        "tools.json_tools": "tag_of",
         "tools.own_thread": "run_in_thread",
         "tools.search.encoders": "build_encoder",
         "tools.search.lexical": "best_texts",

@@ -7,15 +7,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from treegraft.core.interfaces import Display
+from treegraft.core.plugin import loaded, offered
 from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
 from treegraft.runs.background import BackgroundWriter
-from treegraft.runs.exporter import Exporter, check_exporter
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import RunFolder, write_trees
-from treegraft.runs.roles import read_roles
 from treegraft.runs.start import Start, update_latest
 from treegraft.runs.trackers import Trackers, find_trackers
+from treegraft.settings.table import value_of
 
 
 class LastingDisplay:
@@ -51,7 +51,6 @@ class Reporter:
         self._start, self._config = start, start.config
         self._make_trackers = find_trackers(self._config.track.trackers)
         check_place(self._config.track.spans)
-        check_exporter(self._config.track.prometheus)
 
     @contextmanager
     def opened(self, folder: RunFolder, defects: Sequence[str]) -> Iterator[None]:
@@ -69,16 +68,11 @@ class Reporter:
             self._health = Monitor(self._config.health, history)
             for text in (*start.notices, *defects):
                 display.warn(text)
-            if place := self._config.track.prometheus:
-                exporter = Exporter(
-                    place,
-                    lambda: self.latest,
-                    run=path.name,
-                    role="rank 0",
-                    roles=lambda: read_roles(path / "roles.json"),
-                )
-                ends.callback(exporter.close)
-                display.note(f"metrics for Prometheus: {exporter.address}")
+            for setting, entry in offered("services").items():
+                if (value := value_of(self._config, setting)) is not None:
+                    service = loaded(entry)(value, path, lambda: self.latest)
+                    ends.callback(service.close)
+                    display.note(service.place)
             title = f"{self._config.model.path} on {self._config.tasks.kind}"
             display.started(path, title, self._config.run.num_updates)
             if self._health.standing:
