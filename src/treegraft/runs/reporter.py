@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +11,6 @@ from treegraft.core.interfaces import Display
 from treegraft.core.plugin import loaded, offered
 from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
-from treegraft.runs.background import BackgroundWriter
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.runs.start import Start, update_latest
@@ -35,6 +35,41 @@ class LastingDisplay:
                 self._display = None
 
         return show
+
+
+class BackgroundWriter:
+    """Writes in one thread of its own, so that an update's trees become JSON while the next update
+    is sampled. After a failure nothing more is written: what was asked for later may say that the
+    earlier is there."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="treegraft-record")
+        self._fault: BaseException | None = None
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Asks for a write. Raises what an earlier one has failed with."""
+        self._check()
+        self._thread.submit(self._written, write)
+
+    def _written(self, write: Callable[[], object]) -> None:
+        if self._fault is None:
+            try:
+                write()
+            except BaseException as error:
+                self._fault = error
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def drain(self) -> None:
+        """Waits until all is written. Raises what a write has failed with."""
+        self._thread.submit(lambda: None).result()
+        self._check()
+
+    def close(self) -> None:
+        """Ends the thread once all is written; a failure is not raised."""
+        self._thread.shutdown()
 
 
 class Reporter:

@@ -22,7 +22,7 @@ from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.spans import span
 from treegraft.core.types import Origin, Status, Trace, Tree
-from treegraft.runs.beside import ways_out
+from treegraft.runs.resume_inputs import ways_out
 from treegraft.runs.start import Start
 from treegraft.settings.config import Config
 from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_of_buffer
