@@ -14,17 +14,17 @@ import pytest
 from tests.tiny import tiny
 
 from treegraft.core.errors import SettingError
-from treegraft.runs.exporter import (
+from treegraft.extras.trackers.exporter import (
     ROLES,
     WAITS,
     Exporter,
-    check_exporter,
     family_of,
     label_of,
 )
 from treegraft.runs.metrics import METRICS
 from treegraft.runs.roles import read_roles
 from treegraft.runs.run import Run
+from treegraft.settings.load import load_config
 from treegraft.train import train
 
 DASHBOARD = Path(__file__).resolve().parents[1] / "docs" / "assets" / "grafana.json"
@@ -185,7 +185,7 @@ def test_bad_places_are_refused_before_any_work(
 ) -> None:
     for place in ("9464", ":9464", "localhost:x", "localhost:70000"):
         with pytest.raises(SettingError, match=r"track\.prometheus: got .*expected a host"):
-            check_exporter(place)
+            load_config(tiny(track={"prometheus": place}))
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     own = tiny(run={"dir": str(tmp_path)}, track={"prometheus": "127.0.0.1:9464"})
     with pytest.raises(SettingError, match=r"not installed.*treegraft\[trackers\]"):

@@ -28,7 +28,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.tools import McpSettings, ToolsSettings
 from treegraft.tools.build import build_tools
-from treegraft.tools.json_tools import tag_of
+from treegraft.tools.function import tag_of
 from treegraft.tools.mcp import McpServer, McpTool
 from treegraft.tools.toolbox import Toolbox
 

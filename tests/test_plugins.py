@@ -187,7 +187,7 @@ assert not [name for name in sys.modules if name.startswith("treegraft.extras")]
 """
     done = run(code)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) <= 266
+    assert int(done.stdout.split()[-1]) <= 260
     assert (tmp_path / "alone" / "trees" / "update-000001.jsonl").exists()
 
 

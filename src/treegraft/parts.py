@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         interfaces,
         interrupt,
         keyed,
+        listener,
         packages,
         spans,
     )
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
         Stored,
         StoredCause,
         ToolCall,
-        ids_to,
     )
     from treegraft.core.workers import (
         WorkerPool,
@@ -100,6 +100,9 @@ if TYPE_CHECKING:
     )
     from treegraft.policy.shapes import (
         ModelShape,
+    )
+    from treegraft.runs import (
+        metrics,
     )
     from treegraft.runs.display import (
         NoDisplay,
@@ -137,9 +140,6 @@ if TYPE_CHECKING:
     from treegraft.tools.environments.own import (
         ClassEnvironments,
         EnvironmentTool,
-    )
-    from treegraft.tools.json_tools import (
-        tag_of,
     )
     from treegraft.tools.own_thread import (
         run_in_thread,
@@ -228,12 +228,13 @@ __all__ = [
     "files",
     "grove",
     "has",
-    "ids_to",
     "interfaces",
     "interrupt",
     "keyed",
     "leaf_rows",
+    "listener",
     "losses",
+    "metrics",
     "objectives",
     "packages",
     "plain",
@@ -246,7 +247,6 @@ __all__ = [
     "spans",
     "standalone_page",
     "suites",
-    "tag_of",
     "value_of",
     "when",
 ]
@@ -257,7 +257,7 @@ _HOMES = homes(
         "assemble": "assemble_engine assemble_training",
         "cli": "commands",
         "cli.doctor": "Machine",
-        "core": "errors files interfaces interrupt keyed packages spans",
+        "core": "errors files interfaces interrupt keyed listener packages spans",
         "core.finding": "Finding",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
@@ -265,7 +265,7 @@ _HOMES = homes(
         "core.text": "plain",
         "core.types": (
             "Below Branch BranchCause Completion Expand GraftCause Leaf Observation PathView "
-            "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall ids_to"
+            "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall"
         ),
         "core.workers": "WorkerPool",
         "evals": "suites",
@@ -277,6 +277,7 @@ _HOMES = homes(
         "policy.learn.rows": "LeafRow leaf_rows",
         "policy.publish": "Publisher",
         "policy.shapes": "ModelShape",
+        "runs": "metrics",
         "runs.display": "NoDisplay",
         "runs.tracked": "Tracked",
         "settings": "recipe",
@@ -287,7 +288,6 @@ _HOMES = homes(
         "tasks.open": "OpenTasks",
         "tasks.sampler": "Epochs",
         "tools.environments.own": "ClassEnvironments EnvironmentTool",
-        "tools.json_tools": "tag_of",
         "tools.own_thread": "run_in_thread",
         "tools.search.encoders": "build_encoder",
         "tools.search.lexical": "best_texts",

@@ -36,7 +36,7 @@ from treegraft.extras.methods.commit import CommitBranching, CommitSettings
 from treegraft.policy.learn.pack import num_imitated_tokens
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.rollout.retried import check_retries
+from treegraft.rollout.restart import check_retries
 from treegraft.settings.contradictions import check, refuse
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings

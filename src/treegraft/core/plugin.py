@@ -200,6 +200,10 @@ class Plugin:
     """Makers of samplers, called with tasks, seed and the table [sampler]; or import paths."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
     """Each a `TrackerKind`."""
+    services: Mapping[str, Any] = field(default_factory=dict)
+    """By the setting whose value asks for it, None for not: what runs beside a run, called with the
+    value, the run folder and a function that returns the latest metrics; has `place`, a sentence
+    for the display, and `close()`. Or import paths."""
     placements: Mapping[str, PlacementKind] = field(default_factory=dict)
     warnings: Mapping[str, Any] = field(default_factory=dict)
     """Warnings about a run by name, each a `Rule`, whose limit is the setting of that name in

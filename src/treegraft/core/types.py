@@ -678,27 +678,21 @@ class Tree:
     budget: BudgetState = BudgetState()
 
     def __post_init__(self) -> None:
-        ids = [step.ordinals for step in self.steps]
+        ids, name = [step.ordinals for step in self.steps], f"tree '{self.group_id}'"
         # The learner packs trees in this order, and runs are repeatable only if it is one order.
         in_order = all(a < b for a, b in itertools.pairwise(ids))
         if not ids or self.steps[0].id != ROOT_ID or not in_order:
             raise ValueError(
-                f"tree '{self.group_id}': steps must start with the root '0' and stand in"
-                " depth-first order"
+                f"{name}: steps must start with the root '0' and stand in depth-first order"
             )
         known = {step.id for step in self.steps}
         parents = {step.parent for step in self.steps}
         for step in self.steps[1:]:
             if step.parent not in known or step.parent != step.id.rpartition(".")[0]:
-                raise ValueError(
-                    f"tree '{self.group_id}': step '{step.id}' has no parent '{step.parent}'"
-                    " above it"
-                )
+                raise ValueError(f"{name}: step '{step.id}' has no parent '{step.parent}' above it")
         for leaf in self.leaves:
             if leaf.step_id not in known or leaf.step_id in parents:
-                raise ValueError(
-                    f"tree '{self.group_id}': leaf '{leaf.step_id}' must be a step without children"
-                )
+                raise ValueError(f"{name}: leaf '{leaf.step_id}' must be a step without children")
 
     @property
     def root(self) -> Step:

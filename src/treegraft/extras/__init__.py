@@ -27,6 +27,7 @@ BUILT_IN = (
 
 MOVED = {
     "treegraft.study": "treegraft.extras.lab.study",
+    "treegraft.tasks.arithmetic": "treegraft.extras.tasks.arithmetic",
     "treegraft.tasks.sokoban": "treegraft.extras.environments.sokoban.tasks",
     "treegraft.tasks.verifiers": "treegraft.extras.environments.verifiers.tasks",
 }

@@ -48,9 +48,8 @@ from treegraft.core.types import (
 from treegraft.explore.budget import Allocation, Budget, Rounds
 from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
-from treegraft.rollout.once import Once
-from treegraft.rollout.restart import StoredSteps, find_stored
-from treegraft.rollout.retried import Retries, check_retries
+from treegraft.rollout.probe import Probe
+from treegraft.rollout.restart import Retries, StoredSteps, check_retries, find_stored
 from treegraft.rollout.tree import OpenPath, OpenTree
 from treegraft.rollout.watch import Watch
 
@@ -452,7 +451,7 @@ class _Growth:
         propose = None
         if num_probed is not None:
             # The path as it stands now: a branch begins beside the step, not behind it.
-            propose = Once(partial(self._propose, path, path.copy(), step_id))
+            propose = Probe(partial(self._propose, path, path.copy(), step_id))
             # Nothing in this step's tokens matters to the decision, so it need not wait for them.
             if num_probed == 0 or path.after is Origin.RETRIEVED:
                 propose(())

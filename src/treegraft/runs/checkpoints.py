@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from treegraft.core.errors import CheckpointError
-from treegraft.runs.beside import Beside, ways_out
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.record import RunFolder
+from treegraft.runs.resume_inputs import ResumeInputs, ways_out
 from treegraft.runs.start import Start
 
 Write = Callable[[Path, TrainState], None]
@@ -20,7 +20,7 @@ class Checkpoints:
     """The checkpoints of one run: the latest few, and the best."""
 
     def __init__(self, start: Start) -> None:
-        self._start, self._beside = start, Beside(start.path)
+        self._start, self._beside = start, ResumeInputs(start.path)
         # A run that goes on from a checkpoint has nothing to save before something changes.
         self._saved = None if start.checkpoint is None else start.state
         self._more: Callable[[], dict[str, str]] = dict
@@ -69,7 +69,7 @@ class Checkpoints:
 
     def depends_on(self, checksums: Callable[[], dict[str, str]]) -> None:
         """Has checkpoints hold the checksums of what else a resume depends on, see
-        `runs.beside`."""
+        `runs.resume_inputs`."""
         self._more = checksums
 
     def replays(self, files: Callable[[], Sequence[Path]]) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from treegraft.core.interfaces import Display
+from treegraft.core.plugin import loaded, offered
 from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
-from treegraft.runs.background import BackgroundWriter
-from treegraft.runs.exporter import Exporter, check_exporter
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import RunFolder, write_trees
-from treegraft.runs.roles import read_roles
 from treegraft.runs.start import Start, update_latest
 from treegraft.runs.trackers import Trackers, as_trackers, find_trackers
+from treegraft.settings.table import value_of
 
 
 class LastingDisplay:
@@ -37,6 +37,41 @@ class LastingDisplay:
         return show
 
 
+class BackgroundWriter:
+    """Writes in one thread of its own, so that an update's trees become JSON while the next update
+    is sampled. After a failure nothing more is written: what was asked for later may say that the
+    earlier is there."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="treegraft-record")
+        self._fault: BaseException | None = None
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Asks for a write. Raises what an earlier one has failed with."""
+        self._check()
+        self._thread.submit(self._written, write)
+
+    def _written(self, write: Callable[[], object]) -> None:
+        if self._fault is None:
+            try:
+                write()
+            except BaseException as error:
+                self._fault = error
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def drain(self) -> None:
+        """Waits until all is written. Raises what a write has failed with."""
+        self._thread.submit(lambda: None).result()
+        self._check()
+
+    def close(self) -> None:
+        """Ends the thread once all is written; a failure is not raised."""
+        self._thread.shutdown()
+
+
 class Reporter:
     """Tells what happens in a run, from the opening of its folder to its end. `callbacks` are
     further trackers, or functions of an update's number and metrics.
@@ -52,7 +87,6 @@ class Reporter:
         self._start, self._config = start, start.config
         self._make_trackers = find_trackers(self._config.track.trackers) | as_trackers(callbacks)
         check_place(self._config.track.spans)
-        check_exporter(self._config.track.prometheus)
 
     @property
     def wants_end(self) -> bool:
@@ -75,16 +109,11 @@ class Reporter:
             self._health = Monitor(self._config.health, history)
             for text in (*start.notices, *defects):
                 display.warn(text)
-            if place := self._config.track.prometheus:
-                exporter = Exporter(
-                    place,
-                    lambda: self.latest,
-                    run=path.name,
-                    role="rank 0",
-                    roles=lambda: read_roles(path / "roles.json"),
-                )
-                ends.callback(exporter.close)
-                display.note(f"metrics for Prometheus: {exporter.address}")
+            for setting, entry in offered("services").items():
+                if (value := value_of(self._config, setting)) is not None:
+                    service = loaded(entry)(value, path, lambda: self.latest)
+                    ends.callback(service.close)
+                    display.note(service.place)
             title = f"{self._config.model.path} on {self._config.tasks.kind}"
             display.started(path, title, self._config.run.num_updates)
             if self._health.standing:

@@ -14,9 +14,9 @@ from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import storage_fault, write_atomically
 from treegraft.core.given import GivenObjects, compare
 from treegraft.core.shipped import names_recipe
-from treegraft.runs.beside import refuse_changes, refuse_other_settings
 from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
+from treegraft.runs.resume_inputs import refuse_changes, refuse_other_settings
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import config_json, differences, load_config
 from treegraft.settings.table import with_value
@@ -41,7 +41,7 @@ class Start:
     given: GivenObjects = field(default_factory=GivenObjects)
     """The Python objects that the settings lead to."""
     accepts_changes: bool = False
-    """Whether what lies beside the checkpoint is taken as it is, see `runs.beside`."""
+    """Whether what lies beside the checkpoint is taken as it is, see `runs.resume_inputs`."""
 
     @property
     def is_finished(self) -> bool:

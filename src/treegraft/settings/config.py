@@ -147,9 +147,6 @@ class TrackSettings(Settings):
     "package.module:Tracker"; metrics.jsonl is always written."""
     record_trees: bool = True
     """Write whole trees to trees/."""
-    prometheus: str | None = setting(None, resumable=True, ignored_by_eval=True)
-    """Address at which a Prometheus server finds the latest metrics of the run, such as
-    "127.0.0.1:9464"; None for none."""
     spans: str | None = setting(None, resumable=True, ignored_by_eval=True)
     """Where spans of OpenTelemetry go, which show what the seconds of an update went to: "file" for
     spans-ROLE.jsonl in the run folder, or the address of a collector (OTLP over HTTP); None for

@@ -16,7 +16,6 @@ from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.interfaces import Capability, Signature, read_json
 from treegraft.core.text import describe
 from treegraft.core.types import Task
-from treegraft.tools.json_tools import tag_of
 from treegraft.tools.own_thread import run_either, run_in_thread
 
 
@@ -216,3 +215,15 @@ class FunctionTool:
         optional = [f'"{name}"' for name in self._params if name not in self._required]
         named = "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
         return f"{named} ({', '.join(optional)} optional)" if optional else named
+
+
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def tag_of(name: str) -> str:
+    """Returns a server's name of a tool in lower-case letters and underscores, as a tag needs it:
+    readFile2 gives read_file_two."""
+    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    # Spelled out, not dropped: two tools may differ by a digit alone.
+    spelled = re.sub(r"[0-9]", lambda digit: f"_{_DIGITS[int(digit[0])]}_", parted)
+    return re.sub(r"[^a-z]+", "_", spelled.lower()).strip("_") or "tool"

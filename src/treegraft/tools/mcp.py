@@ -27,7 +27,7 @@ from treegraft.settings.tools import McpSettings
 
 if TYPE_CHECKING:
     from treegraft.tools.mcp_bounds import Pipes
-from treegraft.tools.json_tools import tag_of
+from treegraft.tools.function import tag_of
 
 CLOSE_S = 10.0
 """Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a

@@ -16,7 +16,7 @@ from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
-from treegraft.runs.beside import ways_out
+from treegraft.runs.resume_inputs import ways_out
 from treegraft.runs.start import Start
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder

@@ -31,10 +31,10 @@ from treegraft.runs.record import (
     read_trajectory,
     runs_beside,
 )
+from treegraft.runs.roles import Role, read_roles, roles_line
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
 from treegraft.view.pages import draw, spell_unread, summarise
-from treegraft.view.roles import roles_line
 from treegraft.view.tokens import TokenTexts
 
 T = TypeVar("T")
@@ -147,6 +147,10 @@ class RunReader:
         """Returns what a metric means; raises KeyError, naming the nearest one, for an unknown
         one."""
         return meaning(key)
+
+    def roles(self) -> list[Role]:
+        """Returns the actors of its cluster; none where there are none at present."""
+        return read_roles(self.path / "roles.json")
 
     def latest_checkpoint(self) -> Path | None:
         """Returns the newest checkpoint, None where there is none yet."""

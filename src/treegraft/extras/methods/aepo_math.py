@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft import Tree
-from treegraft.parts import ids_to
 
 Floats = npt.NDArray[np.float64]
 
@@ -55,9 +54,9 @@ def with_entropy_factors(trees: Sequence[Tree], *, weight: float) -> list[Tree]:
     counts: list[float] = []
     for tree in trees:
         below = dict.fromkeys((step.id for step in tree.steps), 0)
-        for leaf in tree.leaves:
-            for name in ids_to(leaf.step_id) if leaf.has_loss else ():
-                below[name] += 1
+        for path in tree.trajectories():
+            for step in path.steps if path.leaf.has_loss else ():
+                below[step.id] += 1
         for step in tree.steps:
             values += step.entropies
             counts += (below[step.id] if carries else 0 for carries in step.loss_mask)

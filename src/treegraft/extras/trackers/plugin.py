@@ -1,14 +1,43 @@
-"""What brings Weights & Biases, MLflow and trackio, and the setting that they share."""
+"""What brings Weights & Biases, MLflow, trackio and answers to Prometheus, and their settings."""
 
 from __future__ import annotations
 
-from treegraft.parts import Plugin, Settings, TrackerKind, setting
+from collections.abc import Iterator
+from typing import Any
+
+from treegraft.parts import Contradiction, Plugin, Settings, TrackerKind, setting
+
+SETTING = "track.prometheus"
 
 
 class _Tables(Settings):
     project: str | None = setting(None, resumable=True, ignored_by_eval=True)
     """Project of trackio and Weights & Biases, experiment of MLflow; None takes their environment
     variables, else "treegraft"."""
+    prometheus: str | None = setting(None, resumable=True, ignored_by_eval=True)
+    """Address at which a Prometheus server finds the latest metrics of the run, such as
+    "127.0.0.1:9464"; None for none."""
+
+
+def address_of(place: str) -> tuple[str, int] | None:
+    """Returns host and port of "host:port"; None for a text of another shape."""
+    host, _, port = place.rpartition(":")
+    is_address = host and port.isdecimal() and int(port) <= 65535
+    return (host.strip("[]"), int(port)) if is_address else None
+
+
+def _wrong(config: Any) -> Iterator[Contradiction]:
+    place = config.track.prometheus
+    if place is not None and address_of(place) is None:
+        yield Contradiction(
+            (SETTING,),
+            f"{SETTING}: got '{place}', expected a host and a port such as \"127.0.0.1:9464\".",
+        )
+
+
+def _needs(config: Any) -> Iterator[tuple[str, str]]:
+    if config.track.prometheus is not None:
+        yield f"{SETTING} = '{config.track.prometheus}'", "prometheus_client"
 
 
 plugin = Plugin(
@@ -30,5 +59,8 @@ plugin = Plugin(
             install="treegraft[trackers]",
         ),
     },
+    services={SETTING: "treegraft.extras.trackers.exporter:prometheus"},
+    needs=_needs,
     settings={"track": _Tables},
+    checks=(_wrong,),
 )

@@ -22,9 +22,11 @@ and shaping."""
 
 
 def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
-    """Returns the loss per contribution that `settings` ask for: a function of [C]
-    log-probabilities, old ones and advantages of the loss tokens of whole trajectories, and by name of `owners`, [C]
-    the trajectory of each, and `shaping`, [C] RAPO's 1 + m F.
+    """Returns the loss per contribution that `settings` ask for.
+
+    It is a function of [C] log-probabilities, old ones and advantages of the loss tokens of whole
+    trajectories, and by name of `owners`, [C] the trajectory of each, and `shaping`, [C] RAPO's
+    1 + m F.
 
     Raises:
         SettingError: loss.objective is an import path to nothing.

@@ -16,7 +16,7 @@ from treegraft.core.keyed import keyed_int
 from treegraft.core.text import as_text
 from treegraft.core.types import Task
 from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tools.function import FunctionTool
+from treegraft.tools.function import FunctionTool, tag_of
 from treegraft.tools.own_thread import OwnThread, run_either
 
 OVER = "the episode is over; give your answer"
@@ -51,6 +51,11 @@ class EnvironmentTool:
 
     async def close(self) -> None:
         """Nothing to release."""
+
+    @staticmethod
+    def tag_of(name: str) -> str:
+        """Returns a name as a tag needs it: readFile2 gives read_file_two."""
+        return tag_of(name)
 
     @staticmethod
     def reset_arguments(task: Task) -> dict[str, Any]:

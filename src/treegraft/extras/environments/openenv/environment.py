@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from treegraft import SettingError, Task, ToolError, ToolUnavailable
-from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, interfaces, tag_of
+from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, interfaces
 
 MAX_MESSAGE = 2**24
 """Longest message from a server, in bytes."""
@@ -63,7 +63,7 @@ class OpenEnvEnvironments:
         arguments."""
         self.tools: list[interfaces.Tool] = []
         for own_name, description, signature in self._described():
-            name = tag_of(own_name or self.options.tool)
+            name = EnvironmentTool.tag_of(own_name or self.options.tool)
             if name in self.calls:
                 raise SettingError(
                     f"environment.options: two tools of the server are named '{name}' here; leave"

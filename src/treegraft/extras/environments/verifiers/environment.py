@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from treegraft import DataError, SettingError, Task, ToolError, ToolUnavailable
-from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, interfaces, tag_of
+from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, interfaces
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class VerifiersEnvironments:
         self.capability = settings.capability_without_fork("a running episode cannot be copied")
         self.env = load_environment(options, "environment.options")
         self.agents = _playable(self.env, options.taskset)
-        self.tool = tag_of(options.tool)
+        self.tool = EnvironmentTool.tag_of(options.tool)
         description = "Sends your next message or move, and returns the reply."
         self.tools: Sequence[interfaces.Tool] = [
             EnvironmentTool(

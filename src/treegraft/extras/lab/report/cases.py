@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import DataError, SettingError, Status
-from treegraft.parts import Leaf, RunReader, files, ids_to, standalone_page
+from treegraft.parts import Leaf, RunReader, files, standalone_page
 
 PAGE = "cases.html"
 MOST_SIDES = 4
@@ -288,7 +288,7 @@ def _shown(side: Side, key: Key) -> dict[str, Any]:
         if _is_judged(leaf) and bool(leaf.is_correct) is verdict.is_right
     )
     drawn = side.run.drawn(side.file.name, verdict.number)
-    path = {*ids_to(tree.leaves[number].step_id)}
+    path = {step.id for step in tree.trajectories()[number].steps}
     return {
         "num_right": verdict.num_right,
         "num_judged": verdict.num_judged,

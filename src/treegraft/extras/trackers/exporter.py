@@ -6,24 +6,21 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from treegraft.core.errors import SettingError
-from treegraft.core.listener import is_own_name
-from treegraft.core.packages import require
-from treegraft.runs.metrics import METRICS, find_entry
-from treegraft.runs.roles import Role
-
-SETTING = "track.prometheus"
+from treegraft import SettingError
+from treegraft.extras.trackers.plugin import SETTING, address_of
+from treegraft.parts import RunReader, listener, metrics
 
 
-def _is_up(role: Role) -> float:
+def _is_up(role: Any) -> float:
     return float(role.state == "live")
 
 
-ROLES: Mapping[str, tuple[str, Callable[[Role], float | None]]] = {
+ROLES: Mapping[str, tuple[str, Callable[[Any], float | None]]] = {
     "treegraft_role_up": ("1 for an actor that is asked, 0 for one that is not", _is_up),
     "treegraft_role_starts": ("how often the actor was started", lambda one: one.num_starts),
     "treegraft_role_trees": ("trees that a grower has under way", lambda one: one.num_trees),
@@ -44,29 +41,8 @@ def family_of(key: str) -> str:
 @functools.cache
 def label_of(family: str) -> str | None:
     """Returns the label of a family that stands for the {name} of its metrics, None without."""
-    found = (re.search(r"\{(\w+)\}", key) for key in METRICS if family_of(key) == family)
+    found = (re.search(r"\{(\w+)\}", key) for key in metrics.METRICS if family_of(key) == family)
     return next((match[1] for match in found if match), None)
-
-
-def _address(place: str) -> tuple[str, int]:
-    host, _, port = place.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise SettingError(
-            f"{SETTING}: got '{place}', expected a host and a port such as \"127.0.0.1:9464\"."
-        )
-    return host.strip("[]"), int(port)
-
-
-def check_exporter(place: str | None) -> None:
-    """Refuses a place where nothing can be answered.
-
-    Raises:
-        SettingError: no host and port, or prometheus-client is not installed.
-    """
-    if place is None:
-        return
-    _address(place)
-    require(f"{SETTING} = '{place}'", "prometheus_client")
 
 
 class _Collector:
@@ -82,12 +58,12 @@ class _Collector:
         families: dict[str, Any] = {}
         for key, value in self._read().items():
             # A metric of the user's own keeps its name.
-            known, name = find_entry(key) or (key, "")
+            known, name = metrics.find_entry(key) or (key, "")
             family = family_of(known)
             label = label_of(family)
             if family not in families:
                 names = [*self._labels, *([label] if label else [])]
-                told = METRICS.get(known, "of an own part")
+                told = metrics.METRICS.get(known, "of an own part")
                 families[family] = GaugeMetricFamily(family, told, labels=names)
             own = [*self._labels.values(), *([name] if label else [])]
             families[family].add_metric(own, float(value))
@@ -97,7 +73,7 @@ class _Collector:
 class _RoleCollector:
     """Makes gauges of the actors of a cluster at each request, with the label `host` besides."""
 
-    def __init__(self, read: Callable[[], Sequence[Role]], run: str) -> None:
+    def __init__(self, read: Callable[[], Sequence[Any]], run: str) -> None:
         self._read, self._run = read, run
 
     def collect(self) -> Iterator[Any]:
@@ -141,7 +117,7 @@ class Exporter:
         *,
         run: str,
         role: str,
-        roles: Callable[[], Sequence[Role]] = tuple,
+        roles: Callable[[], Sequence[Any]] = tuple,
     ) -> None:
         """Args:
             place: host and port; port 0 takes a free one.
@@ -153,7 +129,6 @@ class Exporter:
         Raises:
             SettingError: nothing can be answered there.
         """
-        check_exporter(place)
         from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
         registry = CollectorRegistry(auto_describe=False)
@@ -161,11 +136,13 @@ class Exporter:
         registry.register(_RoleCollector(roles, run))
         ProcessCollector(registry=registry)
         answer = make_wsgi_app(registry)
-        host, port = _address(place)
+        address = address_of(place)
+        assert address is not None, "checked with the settings"
+        host, port = address
 
         def app(environment: dict[str, Any], start: Callable[..., Any]) -> Any:
             # A page in a browser can give this machine a name of its own (DNS rebinding).
-            if is_own_name(environment.get("HTTP_HOST", ""), host):
+            if listener.is_own_name(environment.get("HTTP_HOST", ""), host):
                 return answer(environment, start)
             start("421 Misdirected Request", [("Content-Type", "text/plain")])
             return [b"refused: this server answers to names of its own machine only"]
@@ -178,6 +155,7 @@ class Exporter:
                 " port (port 0 takes a free one)."
             ) from error
         self.address = f"http://{host}:{self._server.server_port}/metrics"
+        self.place = f"metrics for Prometheus: {self.address}"
         threading.Thread(
             target=self._server.serve_forever, name="treegraft-metrics", daemon=True
         ).start()
@@ -186,3 +164,9 @@ class Exporter:
         """Gives the port up."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def prometheus(place: str, run_dir: Path, latest: Callable[[], Mapping[str, float]]) -> Exporter:
+    """Returns what answers for the run in this folder; see `Plugin.services`."""
+    roles = RunReader(run_dir).roles
+    return Exporter(place, latest, run=run_dir.name, role="rank 0", roles=roles)

@@ -23,7 +23,7 @@ ACCEPT = "--accept-changes"
 """The option with which a resumed run takes as they are the things that have changed."""
 
 
-class Beside:
+class ResumeInputs:
     """The checksums of a run folder. A file is read once, unless it changes."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -97,7 +97,7 @@ def refuse_changes(
             f" {ways_out(run_dir, checkpoint, can_accept=False)}"
         )
     replayed = [run_dir / name for name in state.beside if name.startswith(_REPLAYED)]
-    changed = _changes(state.beside, Beside(run_dir).checksums(state, replayed))
+    changed = _changes(state.beside, ResumeInputs(run_dir).checksums(state, replayed))
     if changed and not accepts:
         raise CheckpointError(
             f"run folder '{run_dir}': {'; '.join(changed)} since {checkpoint.name} was written, so"

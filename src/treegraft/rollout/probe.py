@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
-class Once:
+class Probe:
     """Passes on one probe: a step is probed while it is sampled or, if short, when it is done."""
 
     def __init__(self, function: Callable[[Sequence[float]], None]) -> None:
