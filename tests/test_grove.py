@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +36,10 @@ def agent(path: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def scripted() -> Callable[[], ScriptedEngine]:
-    with grove(tiny(**SMALL)) as trees_of:
-        tokenizer = trees_of.tokenizer
-    return lambda: ScriptedEngine(agent, tokenizer)
+def scripted() -> Callable[..., ScriptedEngine]:
+    with grove(tiny(**SMALL)) as my_grove:
+        tokenizer = my_grove.tokenizer
+    return lambda **how: ScriptedEngine(agent, tokenizer, **how)
 
 
 def tokens(trees: list[Tree]) -> list[Any]:
@@ -52,20 +55,20 @@ def tokens(trees: list[Tree]) -> list[Any]:
 
 def test_every_way_of_opening_gives_the_same_trees() -> None:
     config = load_config(tiny(**SMALL))
-    with grove(config) as trees_of:
-        expected = tokens(trees_of.grow(trees_of.tasks[:2], 1))
-        other = tokens(trees_of.grow(trees_of.tasks[:2], 2))
+    with grove(config) as my_grove:
+        expected = tokens(my_grove.grow(my_grove.tasks[:2], 1))
+        other = tokens(my_grove.grow(my_grove.tasks[:2], 2))
     assert other != expected and len(expected[0][1]) == 4
 
     async def awaited() -> list[Any]:
-        async with grove(config) as trees_of:
-            return tokens(await trees_of.agrow(trees_of.tasks[:2], 1))
+        async with grove(config) as my_grove:
+            return tokens(await my_grove.agrow(my_grove.tasks[:2], 1))
 
     async def in_a_notebook() -> list[Any]:
         """An event loop runs already, and the plain form is used; its trees can be awaited too."""
-        with grove(config) as trees_of:
-            first = tokens(trees_of.grow(trees_of.tasks[:2], 1))
-            assert first == tokens(await trees_of.agrow(trees_of.tasks[:2], 1))
+        with grove(config) as my_grove:
+            first = tokens(my_grove.grow(my_grove.tasks[:2], 1))
+            assert first == tokens(await my_grove.agrow(my_grove.tasks[:2], 1))
             return first
 
     assert asyncio.run(awaited()) == asyncio.run(in_a_notebook()) == expected
@@ -73,11 +76,11 @@ def test_every_way_of_opening_gives_the_same_trees() -> None:
 
 def test_the_plain_form_does_not_wait_for_the_loop_it_stands_on(scripted: Any) -> None:
     async def blocked() -> None:
-        async with grove(tiny(**SMALL), engine=scripted()) as trees_of:
-            with pytest.raises(SettingError, match="await its agrow"):
-                trees_of.grow(trees_of.tasks[:1], 1)
+        async with grove(tiny(**SMALL), engine=scripted()) as my_grove:
+            with pytest.raises(SettingError, match="await agrow and apublish"):
+                my_grove.grow(my_grove.tasks[:1], 1)
             # From another thread it may wait.
-            trees = await asyncio.to_thread(trees_of.grow, trees_of.tasks[:1], 1)
+            trees = await asyncio.to_thread(my_grove.grow, my_grove.tasks[:1], 1)
             assert len(trees) == 1
 
     asyncio.run(blocked())
@@ -86,14 +89,14 @@ def test_the_plain_form_does_not_wait_for_the_loop_it_stands_on(scripted: Any) -
 def test_two_groves_share_nothing() -> None:
     """Grown in turns, with settings that differ, they give what each gives alone."""
 
-    def grown(trees_of: Grove) -> list[Any]:
-        return tokens(trees_of.grow(trees_of.tasks[:2], 3))
+    def grown(my_grove: Grove) -> list[Any]:
+        return tokens(my_grove.grow(my_grove.tasks[:2], 3))
 
     one, other = load_config(tiny(**SMALL)), load_config(tiny(**SMALL, explore={"num_leaves": 3}))
-    with grove(one) as trees_of:
-        alone = [grown(trees_of)]
-    with grove(other) as trees_of:
-        alone.append(grown(trees_of))
+    with grove(one) as my_grove:
+        alone = [grown(my_grove)]
+    with grove(other) as my_grove:
+        alone.append(grown(my_grove))
     with grove(one) as first, grove(other) as second:
         first.publish([(name, 0 * w) for name, w in first.learner.weights()], 1)
         assert second.engine.policy_version == 0 and grown(first) != alone[0]
@@ -103,16 +106,25 @@ def test_two_groves_share_nothing() -> None:
 
 
 def test_it_is_open_inside_its_block_alone(scripted: Any) -> None:
-    trees_of = grove(tiny(**SMALL), engine=scripted())
+    my_grove = grove(tiny(**SMALL), engine=scripted())
     with pytest.raises(SettingError, match="it is not open"):
-        trees_of.grow([], 1)
+        my_grove.grow([], 1)
     for _ in range(2):
-        with trees_of:
-            assert len(trees_of.grow(trees_of.tasks[:1], 1)) == 1
-            with pytest.raises(SettingError, match="open already"), trees_of:
+        with my_grove:
+            assert len(my_grove.grow(my_grove.tasks[:1], 1)) == 1
+            with pytest.raises(SettingError, match="open already"), my_grove:
                 pass
     with pytest.raises(SettingError, match="it is not open"):
-        _ = trees_of.tasks
+        _ = my_grove.tasks
+
+
+def test_ctrl_c_ends_the_wait_and_the_thread(scripted: Any) -> None:
+    engine = scripted(latency_s=lambda *_: 60.0)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), grove(tiny(**SMALL), engine=engine) as my_grove:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        my_grove.grow(my_grove.tasks[:1], 1)
+    assert threading.active_count() <= before
 
 
 # ---------------------------------------------------------------------- bad input
@@ -126,8 +138,8 @@ def test_bad_input_is_one_sentence_before_any_work(scripted: Any, tmp_path: Path
     gone = tiny(**GRAFTED | {"buffer": {"path": str(tmp_path / "gone.sqlite")}})
     with pytest.raises(DataError, match="there is no file"), grove(gone):
         pass
-    with grove(tiny(**SMALL), engine=scripted()) as trees_of:
-        task = trees_of.tasks[0]
+    with grove(tiny(**SMALL), engine=scripted()) as my_grove:
+        task = my_grove.tasks[0]
         for tasks, number, text in (
             ([task], -1, "got number -1"),
             ([task], "1", "got number '1'"),
@@ -135,18 +147,18 @@ def test_bad_input_is_one_sentence_before_any_work(scripted: Any, tmp_path: Path
             ([task, task], 1, f"'{task.id}' is given twice"),
         ):
             with pytest.raises(SettingError, match=text):
-                trees_of.grow(tasks, number)  # type: ignore[arg-type]
+                my_grove.grow(tasks, number)  # type: ignore[arg-type]
         with pytest.raises(DataError):
-            trees_of.grow([replace(task, id="own", question="r1 " * 200)], 1)
+            my_grove.grow([replace(task, id="own", question="r1 " * 200)], 1)
 
 
 def test_lessons_are_of_train_alone() -> None:
     lessons = GRAFTED | {"loss": {"lesson_coef": 0.5}, "learn": {"num_lessons": 2}}
     with (
-        grove(tiny(**lessons)) as trees_of,
+        grove(tiny(**lessons)) as my_grove,
         pytest.raises(SettingError, match=r"loss\.lesson_coef: got 0\.5, expected 0"),
     ):
-        _ = trees_of.learner
+        _ = my_grove.learner
 
 
 # ---------------------------------------------------------------------- engines and weights
@@ -160,47 +172,47 @@ def test_an_engine_of_ones_own_stays_ones_own(scripted: Any) -> None:
         closed.append(True)
 
     engine.close = close
-    with grove(tiny(**SMALL), engine=engine) as trees_of:
-        assert trees_of.engine is engine
-        own = replace(trees_of.tasks[0], id="mine")
-        [tree] = trees_of.grow([own], 7)
+    with grove(tiny(**SMALL), engine=engine) as my_grove:
+        assert my_grove.engine is engine
+        own = replace(my_grove.tasks[0], id="mine")
+        [tree] = my_grove.grow([own], 7)
     assert not closed and tree.group_id == "7/mine" and len(tree.leaves) == 4
     assert tree.leaves[0].reward is not None and tree.leaves[0].weight == 0.25
     assert tree.steps[1].content.calls[0].name == "search"
 
 
 def test_weights_are_published_whole_or_not_at_all() -> None:
-    with grove(tiny(**SMALL)) as trees_of:
-        named = dict(trees_of.learner.weights())
-        trees_of.publish({name: weight + 0.5 for name, weight in named.items()}, 4)
-        held, found = trees_of.engine.fingerprint, trees_of.grow(trees_of.tasks[:1], 1)
+    with grove(tiny(**SMALL)) as my_grove:
+        named = dict(my_grove.learner.weights())
+        my_grove.publish({name: weight + 0.5 for name, weight in named.items()}, 4)
+        held, found = my_grove.engine.fingerprint, my_grove.grow(my_grove.tasks[:1], 1)
         assert {step.policy_version for step in found[0].steps[1:]} == {4}
         named.popitem()
         with pytest.raises(EngineError):
-            trees_of.publish(named, 5)
-        assert (trees_of.engine.fingerprint, trees_of.engine.policy_version) == (held, 4)
+            my_grove.publish(named, 5)
+        assert (my_grove.engine.fingerprint, my_grove.engine.policy_version) == (held, 4)
 
 
 def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
     """Two updates, saved, and a third in another grove: the weights of three in one."""
     tables = tiny(**SMALL, learn={"lr": 1e-2}, reward={"funcs": ["tests.test_grove:length"]})
 
-    def learn(trees_of: Grove, numbers: range) -> None:
+    def learn(my_grove: Grove, numbers: range) -> None:
         for number in numbers:
-            trees_of.learner.learn(trees_of.grow(trees_of.tasks[:3], number))
-            trees_of.publish(trees_of.learner.weights(), number)
+            my_grove.learner.learn(my_grove.grow(my_grove.tasks[:3], number))
+            my_grove.publish(my_grove.learner.weights(), number)
 
-    with grove(tables) as trees_of:
-        learn(trees_of, range(1, 3))
-        trees_of.save(tmp_path / "agent", 2)
-        learn(trees_of, range(3, 4))
-        expected = dict(trees_of.learner.weights())
+    with grove(tables) as my_grove:
+        learn(my_grove, range(1, 3))
+        my_grove.save(tmp_path / "agent", 2)
+        learn(my_grove, range(3, 4))
+        expected = dict(my_grove.learner.weights())
     again = load_config({**tables, "model": {"path": str(tmp_path / "agent")}})
-    with grove(again) as trees_of:
-        before = {name: weight.clone() for name, weight in trees_of.learner.weights()}
-        trees_of.learner.load(tmp_path / "agent")
-        learn(trees_of, range(3, 4))
-        found = dict(trees_of.learner.weights())
+    with grove(again) as my_grove:
+        before = {name: weight.clone() for name, weight in my_grove.learner.weights()}
+        my_grove.learner.load(tmp_path / "agent")
+        learn(my_grove, range(3, 4))
+        found = dict(my_grove.learner.weights())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert any(not torch.equal(found[name], before[name]) for name in before)
 
@@ -219,11 +231,11 @@ def test_grafts_without_a_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     grown = GRAFTED | {"buffer": {**GRAFTED["buffer"], "grow": {"num_best": 1}}}
-    with grove(tiny(**grown), engine=scripted()) as trees_of:
-        trees = trees_of.grow(trees_of.tasks[:3], 1)
-        first = trees_of.take_metrics(trees)
-        trees_of.remember(trees, 1)
-        second = trees_of.take_metrics(trees)
+    with grove(tiny(**grown), engine=scripted()) as my_grove:
+        trees = my_grove.grow(my_grove.tasks[:3], 1)
+        first = my_grove.take_metrics(trees)
+        my_grove.remember(trees, 1)
+        second = my_grove.take_metrics(trees)
     assert first["graft/num_grafts"] > 0 and first["buffer/num_own"] == 0
     assert second["buffer/num_own"] > 0 and second["buffer/num_traces"] > first["buffer/num_traces"]
     assert list(tmp_path.iterdir()) == []
@@ -232,17 +244,17 @@ def test_grafts_without_a_folder(
 @pytest.mark.parametrize("num_best", [0, 1])
 def test_a_buffers_file_is_never_written_to(scripted: Any, tmp_path: Path, num_best: int) -> None:
     made = tmp_path / "expert.sqlite"
-    with grove(tiny(**GRAFTED), engine=scripted()) as trees_of:
-        buffer = trees_of._open().buffer.buffer
+    with grove(tiny(**GRAFTED), engine=scripted()) as my_grove:
+        buffer = my_grove._open().buffer.buffer
         assert buffer is not None and buffer.stats().num_bytes == 0
         buffer.copy_to(made)
     with TraceBuffer(made, "hashing") as buffer:
         before, traces = buffer.checksum(), len(buffer)
     table = {"path": str(made), "encoder": "hashing", "grow": {"num_best": num_best}}
-    with grove(tiny(**GRAFTED | {"buffer": table}), engine=scripted()) as trees_of:
-        trees = trees_of.grow(trees_of.tasks[:3], 1)
-        trees_of.remember(trees, 1)
-        metrics = trees_of.take_metrics(trees)
+    with grove(tiny(**GRAFTED | {"buffer": table}), engine=scripted()) as my_grove:
+        trees = my_grove.grow(my_grove.tasks[:3], 1)
+        my_grove.remember(trees, 1)
+        metrics = my_grove.take_metrics(trees)
     assert metrics["graft/num_grafts"] > 0
     assert (metrics["buffer/num_own"] > 0) == (num_best > 0)
     assert metrics["buffer/num_traces"] == traces + metrics["buffer/num_own"]

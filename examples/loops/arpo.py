@@ -21,17 +21,17 @@ SETTINGS += ["credit.attribution=hard", "learn.num_minibatches=2"]
 def loop(config: Config, folder: Path) -> list[dict[str, float]]:
     """Makes all updates, writes a checkpoint to `folder` and returns the metrics of each."""
     metrics, size = [], config.run.tasks_per_update
-    with grove(config) as trees_of:
-        dealt, learner = Epochs(trees_of.tasks, config.run.seed), trees_of.learner
+    with grove(config) as my_grove:
+        dealt, learner = Epochs(my_grove.tasks, config.run.seed), my_grove.learner
         for number in range(1, config.run.num_updates + 1):
-            trees = trees_of.grow(dealt.draw(number, (number - 1) * size, size=size), number)
+            trees = my_grove.grow(dealt.draw(number, (number - 1) * size, size=size), number)
             trees, learned = learner.learn(trees)
-            trees_of.publish(learner.weights(), number)
-            metrics.append(trees_of.take_metrics(trees) | learned)
+            my_grove.publish(learner.weights(), number)
+            metrics.append(my_grove.take_metrics(trees) | learned)
             # What another trainer would get: a row for each leaf, with the advantage of each token.
             rows = leaf_rows(trees, config)
             print(f"update {number}: {len(trees)} trees, {len(rows)} rows, {show(rows[0])}")
-        trees_of.save(folder, number)
+        my_grove.save(folder, number)
     return metrics
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -157,14 +157,21 @@ def import_traces(
 @contextmanager
 def no_empty_file(path: Path) -> Iterator[None]:
     """Removes a buffer that the block has made and left empty."""
-    from treegraft.traces.buffer import remove_if_empty
+    from treegraft.traces.buffer import TraceBuffer
 
-    was_there = path.expanduser().exists()
+    place = path.expanduser()
+    was_there = place.exists()
     try:
         yield
     finally:
-        if not was_there:
-            remove_if_empty(path)
+        # A file that is something else stays.
+        with suppress(DataError):
+            if not was_there and place.exists():
+                with TraceBuffer.open_as_built(place) as buffer:
+                    stats = buffer.stats()
+                if not stats.num_traces + stats.num_evicted:
+                    for name in ("", "-wal", "-shm"):
+                        place.with_name(f"{place.name}{name}").unlink(missing_ok=True)
 
 
 def _encoder_for(path: Path, config: Config) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from treegraft.policy.learn.learner import Learner
 
 Result = TypeVar("Result")
+Weights = WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Of a policy: those of a learner, or tensors by name."""
 
 
 def grove(
@@ -43,9 +45,9 @@ def grove(
 ) -> Grove:
     """Returns what grows trees by a recipe, for `with` or `async with`.
 
-        with grove("demo") as trees_of:
+        with grove("demo") as my_grove:
             for number in range(1, 11):
-                trees = trees_of.grow(trees_of.tasks[:4], number)
+                trees = my_grove.grow(my_grove.tasks[:4], number)
 
     Args:
         recipe_or_config: a recipe's path or name, tables of settings, or a `Config`. [run] gives
@@ -78,6 +80,8 @@ class _Held:
     grower: Grower
     rule: CreditRule | None
     loop: asyncio.AbstractEventLoop
+    thread: int
+    """Of the loop."""
 
 
 @asynccontextmanager
@@ -102,6 +106,7 @@ async def _held(config: Config, engine: Engine | None) -> AsyncIterator[_Held]:
                 grower=parts.grower(explorer, retriever=buffer.retriever),
                 rule=rule,
                 loop=asyncio.get_running_loop(),
+                thread=threading.get_ident(),
             )
 
 
@@ -173,36 +178,32 @@ class Grove:
     def _open(self) -> _Held:
         if self._now is None:
             raise SettingError(
-                "grove: it is not open; use it inside `with grove(...) as trees_of:`, or"
+                "grove: it is not open; use it inside `with grove(...) as my_grove:`, or"
                 " `async with`."
             )
         return self._now
 
-    def _wait(self, work: Coroutine[Any, Any, Result], other: str) -> Result:
+    def _wait(self, work: Callable[..., Coroutine[Any, Any, Result]], *given: Any) -> Result:
         """The result of work on the grove's loop, waited for in another thread."""
-        try:
-            loop = self._open().loop
-            if _running_loop() is loop:
-                raise SettingError(
-                    f"grove: this one lives on the event loop that runs here; await its {other},"
-                    " or open it with `with`."
-                )
-        except SettingError:
-            work.close()
-            raise
-        future = asyncio.run_coroutine_threadsafe(work, loop)
+        now = self._open()
+        if now.thread == threading.get_ident():
+            raise SettingError(
+                "grove: this one lives on the event loop that runs here; await agrow and apublish,"
+                " or open it with `with`."
+            )
+        future = asyncio.run_coroutine_threadsafe(work(*given), now.loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
 
-    async def _there(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def _there(self, work: Callable[..., Coroutine[Any, Any, Result]], *given: Any) -> Result:
         """The same, awaited, on whatever loop."""
-        loop = self._open().loop
-        if asyncio.get_running_loop() is loop:
-            return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+        now = self._open()
+        if now.thread == threading.get_ident():
+            return await work(*given)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(*given), now.loop))
 
     # ------------------------------------------------------------------ trees
 
@@ -236,11 +237,11 @@ class Grove:
             DataError: a task whose prompt cannot be made.
             EngineError: the engine has died, or every trajectory failed for a reason of ours.
         """
-        return self._wait(self._grown(tasks, number), "agrow")
+        return self._wait(self._grown, tasks, number)
 
     async def agrow(self, tasks: Sequence[Task], number: int) -> list[Tree]:
         """Returns the same as `grow`, awaited."""
-        return await self._there(self._grown(tasks, number))
+        return await self._there(self._grown, tasks, number)
 
     async def _grown(self, tasks: Sequence[Task], number: int) -> list[Tree]:
         from treegraft.policy.learn.credit import credit_by_entropy, credit_trees
@@ -301,9 +302,7 @@ class Grove:
             learner.freeze_reference()
         return learner
 
-    def publish(
-        self, weights: WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]], version: int
-    ) -> None:
+    def publish(self, weights: Weights, version: int) -> None:
         """Gives the engine weights, which later trees are sampled with.
 
         Args:
@@ -315,13 +314,11 @@ class Grove:
             EngineError: names are missing or unknown; the engine then keeps its weights.
             DriftError: the engine holds other weights afterwards.
         """
-        self._wait(self._published(weights, version), "apublish")
+        self._wait(self._published, weights, version)
 
-    async def apublish(
-        self, weights: WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]], version: int
-    ) -> None:
+    async def apublish(self, weights: Weights, version: int) -> None:
         """Does the same as `publish`, awaited."""
-        await self._there(self._published(weights, version))
+        await self._there(self._published, weights, version)
 
     async def _published(self, weights: Any, version: int) -> None:
         from treegraft.policy.publish import hand_over
@@ -350,13 +347,6 @@ class Grove:
             config_json=config_json(self.config),
             keep_adapter=not self.config.model.lora.merge,
         )
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _check_order(tasks: Sequence[Any], number: Any) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -546,20 +545,6 @@ class TraceBuffer:
         # One call at a time: tokenizers keep the options of their last call.
         with self._encoding:
             return _encode(encoder, texts)
-
-
-def remove_if_empty(path: str | Path) -> None:
-    """Removes a buffer without a trace, and what lies beside it; a file that is something else
-    stays."""
-    place = Path(path).expanduser()
-    if not place.exists():
-        return
-    with suppress(DataError):
-        with TraceBuffer.open_as_built(place) as buffer:
-            num_rows = len(buffer._table.rows)
-        if not num_rows:
-            for name in ("", "-wal", "-shm"):
-                place.with_name(f"{place.name}{name}").unlink(missing_ok=True)
 
 
 def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:

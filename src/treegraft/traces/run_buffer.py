@@ -94,7 +94,7 @@ class RunBuffer(RolloutBuffer):
         """Makes the buffer of the expert's steps or of a .jsonl file, where that is still to do;
         arguments as in `opened`. Raises `DataError` for one without any."""
         if self._encoder is not None and self._is_to_make:
-            await self._make_copy(self._encoder, scorer, format, environments)
+            await self._make_copy(scorer, format, environments)
             with TraceBuffer(self._own, self._encoder) as buffer:
                 self._refuse_empty(buffer)
 
@@ -149,8 +149,7 @@ class RunBuffer(RolloutBuffer):
             return await super()._taken(update, scorer, format, environments)
         is_new = not self._own.exists()
         if is_new:
-            assert self._encoder is not None
-            await self._make_copy(self._encoder, scorer, format, environments)
+            await self._make_copy(scorer, format, environments)
         buffer = TraceBuffer(self._own, self._encoder)
         if not is_new:
             # Later updates are run again, and add and evict the same traces again. A new copy may
@@ -169,26 +168,15 @@ class RunBuffer(RolloutBuffer):
             self.checksums()
 
     async def _make_copy(
-        self,
-        encoder: Encoder,
-        scorer: TreeScorer,
-        format: Format,
-        environments: SessionOpener | None,
+        self, scorer: TreeScorer, format: Format, environments: SessionOpener | None
     ) -> None:
         """Makes the run's buffer, complete under its name or not there at all."""
-        own = self._own
-        own.parent.mkdir(parents=True, exist_ok=True)
-        if not self._is_made:
-            with TraceBuffer(named_file(self._config), encoder) as buffer:
-                buffer.copy_to(own)
-            return
-        partial = own.with_name(f".{own.name}.partial")
-        # Also the write-ahead log of a build that was killed, which SQLite would replay.
-        for leftover in own.parent.glob(f"{partial.name}*"):
-            leftover.unlink()
-        with TraceBuffer(partial, encoder) as buffer:
-            await self._fill(buffer, scorer, format, environments)
-        partial.replace(own)
+        if self._is_made:
+            taken = await super()._taken(0, scorer, format, environments)
+        else:
+            taken = TraceBuffer(named_file(self._config), self._encoder)
+        with taken as buffer:
+            buffer.copy_to(self._own)
 
     def _note(self, buffer: TraceBuffer, is_own: bool) -> None:
         """Writes buffer.json when the run begins; later a buffer that others can change has to be
