@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,15 +12,15 @@ from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Display, Tokenizer
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Trajectory, Tree
+from treegraft.evals.agent import Answer, answered, open_asked, task_of
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.measure import eval_metrics
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
 from treegraft.runs.record import write_trees
-from treegraft.runs.start import open_agent, open_checkpoint
+from treegraft.runs.start import open_agent
 from treegraft.settings.config import Config
-from treegraft.settings.load import refuse_sampling
 from treegraft.tasks.build import build_tasks
 
 
@@ -143,24 +143,12 @@ def answer_question(
 
     It is greedy, and with eval.greedy = false sampled as in an evaluation; run.seed gives another.
     Raises DataError where the question is empty."""
-    if not question.strip():
-        raise DataError("question: got an empty text; expected a question to the agent.")
-    config, model_path = open_checkpoint(checkpoint, None, overrides)
-    if config.eval.greedy:
-        refuse_sampling(overrides, "the answer is greedy; add eval.greedy=false")
-    temperature = 0.0 if config.eval.greedy else config.eval.temperature
-    limits = eval_limits(config, temperature=temperature, num_leaves=1)
+    task = task_of(question)
+    config, model_path = open_asked(checkpoint, overrides)
 
-    async def unscored(tree: Tree) -> Tree:
-        return tree
-
-    async def run() -> tuple[Trajectory, Tokenizer]:
+    async def run() -> Answer:
         async with assemble(config, model_path=model_path) as parts:
-            task = Task(id="question", question=question, reference=())
-            grower = replace(parts, scorer=unscored).grower(Independent(), limits)
-            tree = await grower.grow(
-                task, noise_key=(config.run.seed, "run"), group_id="run/question"
-            )
-            return tree.trajectories()[0], parts.tokenizer
+            return await answered(parts, task)
 
-    return run_to_end(run())
+    answer = run_to_end(run())
+    return answer.trajectory, answer.tokenizer

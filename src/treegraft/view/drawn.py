@@ -156,7 +156,7 @@ def _row(steps: Sequence[Step], ends: Sequence[Leaf], num_letters: int, *, is_op
     number = step.id if len(step.id) < 14 else f"…{step.id[-12:]}"
     cells = [_tag("id", number), _tag("said", action(step, 60))]
     if len(steps) > 1:
-        cells.append(_tag("times", f"{len(steps)} times"))
+        cells.append(_tag("times", f"\u00d7{len(steps)}"))
     if seen := step.content.observations:
         look = "seen error" if any(one.is_error for one in seen) else "seen"
         cells.append(_tag(look, " ".join(" ".join(one.text for one in seen).split()), 60))
