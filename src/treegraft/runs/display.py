@@ -46,7 +46,7 @@ _INTERVAL = ("", "_low", "_high")
 _MAX_CATEGORIES = 6
 """More would push the other numbers of an evaluation off the screen."""
 
-_OVER_S, _MOST_OVER = 0.25, 110
+_OVER_S, _MOST_OVER = 0.5, 110
 """Seconds between two states of a line that is written over, and its letters at most."""
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -260,6 +260,8 @@ class NotebookDisplay(PlainDisplay):
 
     def _over(self, text: str) -> None:
         text = text[:_MOST_OVER]
+        if not text and not self._num_letters:
+            return
         print(f"\r{' ' * self._num_letters}\r{text}", end="", file=self._file, flush=True)
         self._num_letters = len(text)
 

@@ -56,10 +56,10 @@ class RunResult:
         return cls(run_dir=folder, checkpoint_dir=find_checkpoint(folder), metrics=latest)
 
     def __repr__(self) -> str:
-        done = f"{len(self.history)} updates" if (self.run_dir / "metrics.jsonl").exists() else ""
         names = ("reward/mean", "eval/accuracy", "eval/accuracy_sampled")
         known = [f"{name} {self.metrics[name]:.3g}" for name in names if name in self.metrics]
-        return f"<RunResult {str(self.run_dir)!r}: {', '.join(filter(None, [done, *known]))}>"
+        last = self.checkpoint_dir.name
+        return f"<RunResult {str(self.run_dir)!r}: {', '.join([f'checkpoint {last}', *known])}>"
 
     @property
     def checkpoint(self) -> Path:

@@ -24,6 +24,8 @@ MOST_BYTES = 200_000
 _SIZES = ((400, 1200), (150, 300), (40, 60))
 """Rows, and characters of the whole text of a step, of which the first that stay below the limit
 are taken; the last always do."""
+_LEAST_OPEN = 120
+"""Letters of a step of a single trajectory that stands open."""
 _COLOURS = {
     *("panel", "raised", "line", "text", "dim", "good", "bad", "warn"),
     *("prompt", "policy", "tool", "retrieved", "forced"),
@@ -84,17 +86,21 @@ def _style() -> str:
 
 def _tag(look: str, text: str, limit: int = 99, kind: str = "span") -> str:
     """An element with a foreign text in it, of which nothing can be read as markup."""
-    return f'<{kind} class="{look}">{escape(plain(text, limit))}</{kind}>'
+    whole = plain(text)
+    shown = whole if len(whole) <= limit else f"{whole[:limit].rstrip()}…"
+    return f'<{kind} class="{look}">{escape(shown)}</{kind}>'
 
 
 def _page(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> str:
     facts = summarise(tree)
-    said = [f"{facts['num_leaves']} leaves", f"{facts['num_steps']} steps"]
-    if facts["reward_mean"] is not None:
+    said = [f"{facts['num_steps']} steps"]
+    if len(tree.leaves) > 1:
+        said.insert(0, f"{len(tree.leaves)} leaves")
+    if facts["reward_mean"] is not None and len(tree.leaves) > 1:
         said.append(f"mean reward {facts['reward_mean']:.3g}")
         said.append(f"{facts['num_correct']} right")
     said += [
-        f"{facts[f'num_{one}']} {one}" for one in ("branches", "grafts") if facts[f"num_{one}"]
+        f"{one}: {facts[f'num_{one}']}" for one in ("branches", "grafts") if facts[f"num_{one}"]
     ]
     if tree.task.reference:
         said.append(f"expected {' or '.join(tree.task.reference)}")
@@ -154,7 +160,7 @@ def _rows(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> Iter
 def _row(steps: Sequence[Step], ends: Sequence[Leaf], num_letters: int, *, is_open: bool) -> str:
     step, notes = steps[0], list(remarks(steps[0]))
     number = step.id if len(step.id) < 14 else f"…{step.id[-12:]}"
-    cells = [_tag("id", number), _tag("said", action(step, 60))]
+    cells = [_tag("id", number), _tag("said", action(step, 999))]
     if len(steps) > 1:
         cells.append(_tag("times", f"\u00d7{len(steps)}"))
     if seen := step.content.observations:
@@ -164,9 +170,14 @@ def _row(steps: Sequence[Step], ends: Sequence[Leaf], num_letters: int, *, is_op
     marks = [(re.split("[:,]", text)[0], style) for text, style in notes if style != "dim"]
     cells += [_tag(f"mark {style}", text) for text, style in marks]
     cells += [_end(ends[0])] if ends else []
-    body = _tag("", "\n".join([*_parts(step), *(text for text, _ in notes)]), num_letters, "pre")
-    shown = f"{'open' if is_open else ''}><summary>{''.join(cells)}</summary>{body}"
-    return f'<details class="{step.origin.name.lower()}" {shown}</details>'
+    parts = list(_parts(step))
+    body = plain("\n".join([*parts, *(text for text, _ in notes)]), num_letters)
+    # What is short stands in the line above already.
+    shown = " open" if is_open and len("".join(parts)) > _LEAST_OPEN else ""
+    return (
+        f'<details class="{step.origin.name.lower()}"{shown}><summary>{"".join(cells)}</summary>'
+        f"{_tag('', body, len(body), 'pre')}</details>"
+    )
 
 
 def _end(leaf: Leaf) -> str:

@@ -147,10 +147,12 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
 
 
 def action(step: Step, limit: int) -> str:
-    """Returns what a step does, its calls or its answer, on one line; else its thought."""
+    """Returns what a step does on one line: its calls or its answer, else its thought or the rule
+    that it broke."""
     said = [f"{call.name} {call.body}" for call in step.content.calls]
     said += [] if step.content.answer is None else [f"answer {step.content.answer}"]
-    return plain(" ".join((" ".join(said) or step.content.thought).split()), limit)
+    text = " ".join(said) or step.content.thought or step.violation or ""
+    return plain(" ".join(text.split()), limit)
 
 
 def remarks(step: Step) -> Iterator[tuple[str, str]]:
