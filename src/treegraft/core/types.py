@@ -722,7 +722,7 @@ class Tree(_Drawn):
         rewards = [leaf.reward for leaf in self.leaves if leaf.reward is not None]
         mean = f", mean reward {sum(rewards) / len(rewards):.3g}" if rewards else ""
         size = f"{len(self.steps)} steps, {len(self.leaves)} leaves"
-        return f"<Tree {self.group_id!r} of {self.task.question[:60]!r}: {size}{mean}>"
+        return f"<Tree {self.group_id!r:.60} of {self.task.question[:60]!r}: {size}{mean}>"
 
     @property
     def root(self) -> Step:

@@ -159,7 +159,7 @@ def _rows(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> Iter
 
 def _row(steps: Sequence[Step], ends: Sequence[Leaf], num_letters: int, *, is_open: bool) -> str:
     step, notes = steps[0], list(remarks(steps[0]))
-    number = step.id if len(step.id) < 14 else f"…{step.id[-12:]}"
+    number = step.id if len(step.id) < 14 else f"{step.id[:11]}…"
     cells = [_tag("id", number), _tag("said", action(step, 999))]
     if len(steps) > 1:
         cells.append(_tag("times", f"\u00d7{len(steps)}"))
