@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from treegraft.core.lazy import homes, loader
+from treegraft.core.lazy import ABOVE, homes, loader
 from treegraft.core.moved import find_moved
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from treegraft.policy.learn.learner import token_scores
     from treegraft.policy.learn.pack import TreeBatch, pack_trees
     from treegraft.runs.record import read_trees
-    from treegraft.runs.run import RunResult
+    from treegraft.runs.result import RunResult
     from treegraft.settings.config import Config
     from treegraft.settings.load import load_config
     from treegraft.tasks.scoring import exact_match, f1, math_equal
@@ -96,7 +96,7 @@ _NAMES = {
     "policy.learn.learner": "token_scores",
     "policy.learn.pack": "TreeBatch pack_trees",
     "runs.record": "read_trees",
-    "runs.run": "RunResult",
+    "runs.result": "RunResult",
     "settings.config": "Config",
     "settings.load": "load_config",
     "tasks.scoring": "exact_match f1 math_equal",
@@ -120,6 +120,14 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 find_moved()
+ABOVE.update(
+    {
+        "text": "treegraft.view.drawn:as_text",
+        "html": "treegraft.view.drawn:as_html",
+        "agent": "treegraft.evals.agent:Agent",
+        "viewer": "treegraft.view.inline:Viewer",
+    }
+)
 
 
 __getattr__ = loader("treegraft", _HOMES)

@@ -349,9 +349,7 @@ async def assemble_training(
             del model, trained
         yield TrainingParts(
             **vars(parts),
-            explorer=build_explorer(
-                config.explore, vocab_size=len(tokenizer), penalty=config.reward.penalty
-            ),
+            explorer=training_explorer(config, tokenizer),
             learner=learner,
             credit_rule=credit_rule,
         )
@@ -380,6 +378,11 @@ def _adapted(config: Config, model: Any) -> Any:
             f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model:"
             f" {error}"
         ) from error
+
+
+def training_explorer(config: Config, tokenizer: Tokenizer) -> Explorer:
+    """Returns the explorer of a training. Raises `SettingError` for an unknown one."""
+    return build_explorer(config.explore, vocab_size=len(tokenizer), penalty=config.reward.penalty)
 
 
 def _weight_files(config: Config, model_path: Path | str) -> Sequence[Path] | None:

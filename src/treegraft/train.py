@@ -24,7 +24,8 @@ from treegraft.policy.learn.symptoms import symptoms
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.rollout.placement import Placement
 from treegraft.rollout.rounds import Sampled, sample_update
-from treegraft.runs.run import Run, RunResult
+from treegraft.runs.result import RunResult
+from treegraft.runs.run import Run
 from treegraft.runs.start import Source
 from treegraft.settings.objects import Objects
 from treegraft.traces.demonstrations import add_lessons

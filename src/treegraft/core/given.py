@@ -77,6 +77,14 @@ class GivenObjects:
             raise SettingError(_missing(name) + nearest(name, self._objects))
         return self._objects[name]
 
+    def joined(self, others: GivenObjects) -> GivenObjects:
+        """Returns these objects and others, which come first where names are equal."""
+        return GivenObjects(
+            records=[*self.records, *others.records],
+            _objects={**self._objects, **others._objects},
+            _originals={**self._originals, **others._originals},
+        )
+
     @property
     def local_names(self) -> Sequence[str]:
         """Names of the objects that no other process can find."""

@@ -111,8 +111,10 @@ def serve(
     *,
     grace_s: int,
     on_ready: Callable[[], None] = lambda: None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Answers requests until Ctrl-C; those under way then have `grace_s` seconds to finish.
+    """Answers requests until Ctrl-C, or until `is_over` is true, which is asked ten times a second;
+    requests under way then have `grace_s` seconds to finish.
 
     Raises:
         KeyboardInterrupt: at the end, after Ctrl-C.
@@ -125,6 +127,9 @@ def serve(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             on_ready()
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or is_over()
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             # uvicorn raises the signal again at its end, which does nothing where a script's `&`

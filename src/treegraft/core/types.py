@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
+from treegraft.core.lazy import above
+
 ROOT_ID = "0"
 SYSTEM_ROLES = frozenset({"system", "developer"})
 """Roles of the first message that say how to answer and ask nothing."""
@@ -28,6 +30,18 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 def ids_to(step_id: str) -> Iterator[str]:
     """Yields the ids on the path to a step: "0", "0.2", "0.2.0"."""
     return itertools.accumulate(step_id.split("."), "{}.{}".format)
+
+
+class _Drawn:
+    """Shows itself in print and in a notebook as the viewer draws it."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return str(above("text")(self))
+
+    def _repr_html_(self) -> str:
+        return str(above("html")(self))
 
 
 class Origin(IntEnum):
@@ -471,6 +485,10 @@ class Step:
                     f" {origin.name.lower()}; only tokens that the policy sampled may carry loss"
                 )
 
+    def __repr__(self) -> str:
+        author = self.origin.name.lower()
+        return f"<Step {self.id} by {author}: {len(self.token_ids)} tokens, {self.content!r:.99}>"
+
     @property
     def sampled_mask(self) -> tuple[bool, ...]:
         """[tokens] True where the policy sampled the token."""
@@ -665,8 +683,8 @@ class BudgetState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tree:
-    """All rollouts of one task."""
+class Tree(_Drawn):
+    """All rollouts of one task. `print` shows it as text, a notebook as a drawing."""
 
     task: Task
     group_id: str
@@ -694,6 +712,12 @@ class Tree:
             if leaf.step_id not in known or leaf.step_id in parents:
                 raise ValueError(f"{name}: leaf '{leaf.step_id}' must be a step without children")
 
+    def __repr__(self) -> str:
+        rewards = [leaf.reward for leaf in self.leaves if leaf.reward is not None]
+        mean = f", mean reward {sum(rewards) / len(rewards):.3g}" if rewards else ""
+        size = f"{len(self.steps)} steps, {len(self.leaves)} leaves"
+        return f"<Tree {self.group_id!r:.60} of {self.task.question[:60]!r}: {size}{mean}>"
+
     @property
     def root(self) -> Step:
         return self.steps[0]
@@ -710,8 +734,9 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """One root-to-leaf path, with the flat lists that users of TRL or verl expect.
+class Trajectory(_Drawn):
+    """One root-to-leaf path, with the flat lists that users of TRL or verl expect. `print` and
+    notebooks show it step by step.
 
     All lists have one entry per token of the whole path, prompt included; `sampled_mask` without
     the prompt's entries is called completion_mask or response_mask elsewhere.
@@ -720,6 +745,11 @@ class Trajectory:
     task: Task
     leaf: Leaf
     steps: tuple[Step, ...]
+
+    def __repr__(self) -> str:
+        reward = "" if self.reward is None else f", reward {self.reward:.3g}"
+        end = f"{len(self.steps) - 1} steps, {self.status}, answer {self.leaf.answer!r:.60}{reward}"
+        return f"<Trajectory of {self.task.question[:60]!r}: {end}>"
 
     @property
     def token_ids(self) -> list[int]:

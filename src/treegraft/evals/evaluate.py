@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from treegraft.assemble import Parts, assemble, eval_limits
-from treegraft.core.errors import DataError, SettingError
-from treegraft.core.given import GivenObjects, giving
+from treegraft.core.errors import DataError
+from treegraft.core.given import giving
 from treegraft.core.interfaces import Display, Tokenizer
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Trajectory, Tree
+from treegraft.evals.agent import Answer, answered, open_asked, open_with, task_of
 from treegraft.explore.independent import Independent
 from treegraft.rollout.measure import eval_metrics
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
 from treegraft.runs.record import write_trees
-from treegraft.runs.start import open_agent
 from treegraft.settings.config import Config
-from treegraft.settings.load import refuse_sampling
-from treegraft.settings.objects import Objects, with_objects
+from treegraft.settings.objects import Objects
 from treegraft.tasks.build import build_tasks
 
 
@@ -117,27 +116,9 @@ def evaluate_checkpoint(
         out: write greedy and sampled trees to this .jsonl file.
         objects: Python objects in place of settings, as of `train`; all rows of `tasks` are asked.
     """
-    config, model_path, given = _with_objects(checkpoint, config, overrides, objects)
+    config, model_path, given = open_with(checkpoint, config, overrides, objects)
     with giving(given):
         return _evaluated(config, model_path, display, out)
-
-
-def _with_objects(
-    checkpoint: Path | str | None,
-    config: Config | None,
-    overrides: Sequence[str],
-    objects: Mapping[str, Any],
-) -> tuple[Config, Path | str | None, GivenObjects]:
-    """Settings, place of the model, and the objects that the settings lead to."""
-    config, model_path = open_agent(checkpoint, config, overrides)
-    named = {"held_out" if name == "tasks" else name: one for name, one in objects.items()}
-    config, given = with_objects(config, named, replaces=True)
-    if objects.get("model") is not None and checkpoint is not None:
-        raise SettingError(
-            f"model: got one beside the checkpoint '{checkpoint}'; expected one of the two. Pass"
-            " None as the checkpoint."
-        )
-    return config, model_path, given
 
 
 def _evaluated(
@@ -176,25 +157,13 @@ def answer_question(
     It is greedy, and with eval.greedy = false sampled as in an evaluation; run.seed gives another.
     `objects` are Python objects in place of settings, as of `train`. Raises DataError where the
     question is empty."""
-    if not question.strip():
-        raise DataError("question: got an empty text; expected a question to the agent.")
-    config, model_path, given = _with_objects(checkpoint, None, overrides, objects)
-    if config.eval.greedy:
-        refuse_sampling(overrides, "the answer is greedy; add eval.greedy=false")
-    temperature = 0.0 if config.eval.greedy else config.eval.temperature
-    limits = eval_limits(config, temperature=temperature, num_leaves=1)
+    task = task_of(question)
+    config, model_path, given = open_asked(checkpoint, overrides, objects)
 
-    async def unscored(tree: Tree) -> Tree:
-        return tree
-
-    async def run() -> tuple[Trajectory, Tokenizer]:
+    async def run() -> Answer:
         async with assemble(config, model_path=model_path) as parts:
-            task = Task(id="question", question=question, reference=())
-            grower = replace(parts, scorer=unscored).grower(Independent(), limits)
-            tree = await grower.grow(
-                task, noise_key=(config.run.seed, "run"), group_id="run/question"
-            )
-            return tree.trajectories()[0], parts.tokenizer
+            return await answered(parts, task)
 
     with giving(given):
-        return run_to_end(run())
+        answer = run_to_end(run())
+    return answer.trajectory, answer.tokenizer

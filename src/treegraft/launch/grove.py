@@ -12,12 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
-from treegraft.assemble import Parts, assemble, build_own_learner
+from treegraft.assemble import Parts, assemble, build_own_learner, training_explorer
 from treegraft.core.errors import SettingError, first_cause
 from treegraft.core.given import GivenObjects, giving
 from treegraft.core.interfaces import CreditRule, Engine, Explorer, WeightSource
 from treegraft.core.types import Task, Tree
-from treegraft.explore.build import build_explorer
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.runs.checkpoint import TrainState
@@ -95,9 +94,7 @@ async def _held(config: Config, engine: Engine | None) -> AsyncIterator[_Held]:
         await parts.try_environment()
         buffer = RolloutBuffer(config, parts.source)
         await buffer.check_expert(parts.environments)
-        explorer = build_explorer(
-            config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty
-        )
+        explorer = training_explorer(config, parts.tokenizer)
         async with buffer.opened(0, parts.scorer, parts.format, parts.environments):
             yield _Held(
                 parts=parts,

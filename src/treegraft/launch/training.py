@@ -28,7 +28,8 @@ from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.clock import Clock
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.replay import Replay
-from treegraft.runs.run import Run, RunResult
+from treegraft.runs.result import RunResult
+from treegraft.runs.run import Run
 from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json

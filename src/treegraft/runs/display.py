@@ -46,6 +46,9 @@ _INTERVAL = ("", "_low", "_high")
 _MAX_CATEGORIES = 6
 """More would push the other numbers of an evaluation off the screen."""
 
+_OVER_S, _MOST_OVER = 0.5, 110
+"""Seconds between two states of a line that is written over, and its letters at most."""
+
 # --- numbers --------------------------------------------------------------------------------------
 
 
@@ -246,6 +249,47 @@ class PlainDisplay(_Lines):
         self._file.flush()
 
 
+class NotebookDisplay(PlainDisplay):
+    """A line that is written over while the run goes on, for the output of a notebook's cell; lines
+    that stay for evaluations, warnings and the end."""
+
+    _head = ""
+    _run_dir: Path | None = None
+    _num_letters = 0
+    """Of the line that is written over."""
+
+    def _over(self, text: str) -> None:
+        text = text[:_MOST_OVER]
+        if not text and not self._num_letters:
+            return
+        print(f"\r{' ' * self._num_letters}\r{text}", end="", file=self._file, flush=True)
+        self._num_letters = len(text)
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._over("")
+        super()._say(text, style)
+
+    def started(self, run_dir: Path, title: str, num_updates: int) -> None:
+        super().started(run_dir, title, num_updates)
+        self._run_dir = run_dir
+
+    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+        # A cell's output is sent to a browser: not more often than anyone can read.
+        if self._clock() - self._last_phase_s >= _OVER_S:
+            self._last_phase_s = self._clock()
+            self._over(f"{self._head}{name} {done}{f'/{total}' if total else ''}")
+
+    def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
+        numbers = "  ".join(f"{name} {text}" for name, text in _numbers(metrics)[:3])
+        self._head = f"update {update}/{num_updates}  {numbers}  | "
+        self._over(self._head)
+
+    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
+        super().interrupted(resume_command, is_saved)
+        if self._run_dir is not None:
+            self._say(f"or in Python: train(None, resume={str(self._run_dir)!r})")
+
+
 class RichDisplay(_Lines):
     """A live display: the work under way, the numbers of the latest updates, and one trajectory."""
 
@@ -363,9 +407,11 @@ class NoDisplay:
 
 
 def make_display(file: TextIO | None = None) -> Display:
-    """Returns the display that suits `file` (standard output when None): live in a terminal, plain
-    lines elsewhere."""
+    """Returns the display that suits `file` (standard output when None): live in a terminal, one
+    line in a notebook, plain lines elsewhere."""
     stream = file if file is not None else sys.stdout
+    if file is None and Console().is_jupyter:
+        return NotebookDisplay()
     return RichDisplay(Console(file=stream)) if stream.isatty() else PlainDisplay(stream)
 
 

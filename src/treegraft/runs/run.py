@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,20 +19,10 @@ from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.checkpoints import Checkpoints, Write
 from treegraft.runs.record import read_metrics
 from treegraft.runs.reporter import Reporter
+from treegraft.runs.result import RunResult
 from treegraft.runs.start import Start
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """What a run leaves behind."""
-
-    run_dir: Path
-    checkpoint_dir: Path
-    """The final checkpoint, a folder that transformers loads."""
-    metrics: Mapping[str, float]
-    """The latest value of every metric."""
 
 
 class Run:
@@ -179,7 +169,12 @@ class Run:
 
     def _finished(self, checkpoint: Path, metrics: Mapping[str, float]) -> RunResult:
         self.display.finished(self.path, checkpoint, metrics)
-        return RunResult(run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics)
+        return RunResult(
+            run_dir=self.path,
+            checkpoint_dir=checkpoint,
+            metrics=metrics,
+            given=self.start.given,
+        )
 
     # ------------------------------------------------------------------ after a warm-up step
 

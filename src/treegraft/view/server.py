@@ -41,6 +41,7 @@ CONTENT_SECURITY_POLICY = (
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
 """The browser refuses inline scripts, foreign addresses, and text turned into markup."""
+_OWN_FRAMES = "frame-ancestors 'self' http://localhost:* http://127.0.0.1:*"
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
@@ -76,8 +77,12 @@ _TYPES = {
 class Guard:
     """Lets through GET requests, and puts the safety headers on every answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, is_framed: bool = False) -> None:
+        """Args: is_framed: pages of this machine, such as a notebook, may show it in a frame."""
+        self._app, self._headers = app, dict(HEADERS)
+        if is_framed:
+            policy = CONTENT_SECURITY_POLICY.replace("frame-ancestors 'none'", _OWN_FRAMES)
+            self._headers["content-security-policy"] = policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -89,7 +94,7 @@ class Guard:
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                extra = [(name.encode(), value.encode()) for name, value in self._headers.items()]
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
@@ -391,7 +396,13 @@ def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]
     return answer
 
 
-def build_app(runs: RunSet, *, host: str = "127.0.0.1", buffer: Path | None = None) -> ASGIApp:
+def build_app(
+    runs: RunSet,
+    *,
+    host: str = "127.0.0.1",
+    buffer: Path | None = None,
+    is_framed: bool = False,
+) -> ASGIApp:
     """Returns the viewer as an ASGI application.
 
     Args:
@@ -399,6 +410,7 @@ def build_app(runs: RunSet, *, host: str = "127.0.0.1", buffer: Path | None = No
         host: where it listens, for the check of the Host header.
         buffer: a Step-Trace Buffer outside the run folders to show with them; None for the runs'
             own.
+        is_framed: whether pages of this machine may show it in a frame.
     """
     api = Api(runs, buffer)
     paths: Sequence[tuple[str, Callable[[Request], Any]]] = (
@@ -419,4 +431,4 @@ def build_app(runs: RunSet, *, host: str = "127.0.0.1", buffer: Path | None = No
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
     # A foreign name in the Host header is refused: a page on the internet could point a name of its
     # own here and read runs through it (DNS rebinding).
-    return Guard(OwnNames(Starlette(routes=routes), host))
+    return Guard(OwnNames(Starlette(routes=routes), host), is_framed=is_framed)

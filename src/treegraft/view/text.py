@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +21,7 @@ from treegraft.core.types import (
     StoredCause,
     Tree,
 )
-from treegraft.runs.transcript import transcript
+from treegraft.runs.transcript import Decoder, transcript
 from treegraft.view.pages import best_leaf
 from treegraft.view.runs import RunReader
 
@@ -80,14 +82,19 @@ def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> Rend
             f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1};"
             f" there is no leaf {leaf}"
         )
-    paths, tokens = tree.trajectories(), run.tokens
+    return drawn(tree, leaf, run.tokens if run.tokens.is_there else None)
+
+
+def drawn(tree: Tree, leaf: int | None = None, tokens: Decoder | None = None) -> RenderableType:
+    """Returns a tree with the transcript of its best leaf, or that of `leaf` alone; without
+    `tokens` a text that the format could not read is shown by its length."""
+    paths = tree.trajectories()
     chosen = leaf if leaf is not None else best_leaf(paths)
     parts: list[RenderableType] = [] if leaf is not None else [_drawing(tree), Text("")]
     if chosen is not None:
         which = "" if leaf is not None else ", the best by reward"
         title = f"leaf {chosen} (0 to {len(tree.leaves) - 1}){which}"
-        written = transcript(paths[chosen], tokens if tokens.is_there else None)
-        parts += [Text(title, style="bold"), written]
+        parts += [Text(title, style="bold"), transcript(paths[chosen], tokens)]
     return Group(*parts)
 
 
@@ -123,46 +130,12 @@ def _drawing(tree: Tree) -> Drawing:
 
 
 def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
-    said = [f"{call.name} {call.body}" for call in step.content.calls]
-    said += [] if step.content.answer is None else [f"answer {step.content.answer}"]
     author = step.origin.name.lower()
     text = Text(f"{step.id} ", style="dim")
     text.append(author, style=_STYLES[author])
-    text.append(
-        f" {len(step.token_ids)} tokens "
-        f" {plain(' '.join(' '.join(said).split()) or step.content.thought, 60)}"
-    )
-    if isinstance(step.cause, BranchCause):
-        numbers = f"entropy change {step.cause.entropy_change:+.4g}, p {step.cause.probability:.3f}"
-        # Tree-GRPO's rule compares no entropies.
-        is_drawn = step.cause.rule == "random"
-        why = "a further child of a finished step, drawn at random" if is_drawn else numbers
-        text.append(f"  branch: {why}", style="yellow")
-    if (decision := step.decision) is not None and decision.num_opened < max(
-        1, decision.num_wanted
-    ):
-        why = "the budget was spent" if decision.num_wanted else "the rule said no"
-        seen = decision.seen
-        bar = "" if seen.bar is None else f", to exceed {seen.bar:.3f}"
-        text.append(
-            f"  no branch, {why}: entropy change {seen.entropy_change:+.4g}, p"
-            f" {seen.probability:.3f}{bar}",
-            style="dim",
-        )
-    if isinstance(step.cause, GraftCause):
-        text.append(
-            f"  graft from {plain(step.cause.source, 40)}, similarity {step.cause.similarity:.3f}",
-            style="magenta",
-        )
-    if isinstance(step.cause, StoredCause):
-        text.append(f"  stored, from {plain(step.cause.source, 40)}", style="magenta")
-    if isinstance(step.cause, RestartCause):
-        count = step.cause.num_steps
-        why = f"{step.cause.rule}, below {count} stored step{'s' * (count != 1)}"
-        text.append(f"  begins here: {plain(why, 60)}", style="cyan")
-    if isinstance(step.cause, RetryCause):
-        begun = "an answer" if step.content.answer is not None else "a call"
-        text.append(f"  {begun} forced, with the thought of {step.cause.beside}", style="yellow")
+    text.append(f" {len(step.token_ids)} tokens  {action(step, 60)}")
+    for remark, style in remarks(step):
+        text.append(f"  {remark}", style=style)
     if leaf is not None:
         number, end = leaf
         style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"
@@ -171,3 +144,45 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
             f"  [leaf {number}: {end.status}, reward {_number(end.reward)}{advantage}]", style=style
         )
     return text
+
+
+def action(step: Step, limit: int) -> str:
+    """Returns what a step does on one line: its calls or its answer, else its thought or the rule
+    that it broke."""
+    said = [f"{call.name} {call.body}" for call in step.content.calls]
+    said += [] if step.content.answer is None else [f"answer {step.content.answer}"]
+    text = " ".join(said) or step.content.thought or step.violation or ""
+    return plain(" ".join(text.split()), limit)
+
+
+def remarks(step: Step) -> Iterator[tuple[str, str]]:
+    """Yields why a step is there and what was decided beside it, each with its style."""
+    cause = step.cause
+    if isinstance(cause, BranchCause):
+        numbers = f"entropy change {cause.entropy_change:+.4g}, p {cause.probability:.3f}"
+        # Tree-GRPO's rule compares no entropies.
+        is_drawn = cause.rule == "random"
+        why = "a further child of a finished step, drawn at random" if is_drawn else numbers
+        yield f"branch: {why}", "yellow"
+    if (decision := step.decision) is not None and decision.num_opened < max(
+        1, decision.num_wanted
+    ):
+        why = "the budget was spent" if decision.num_wanted else "the rule said no"
+        seen = decision.seen
+        bar = "" if seen.bar is None else f", to exceed {seen.bar:.3f}"
+        yield (
+            f"no branch, {why}: entropy change {seen.entropy_change:+.4g}, p"
+            f" {seen.probability:.3f}{bar}",
+            "dim",
+        )
+    if isinstance(cause, GraftCause):
+        yield f"graft from {plain(cause.source, 40)}, similarity {cause.similarity:.3f}", "magenta"
+    if isinstance(cause, StoredCause):
+        yield f"stored, from {plain(cause.source, 40)}", "magenta"
+    if isinstance(cause, RestartCause):
+        count = cause.num_steps
+        why = f"{cause.rule}, below {count} stored step{'s' * (count != 1)}"
+        yield f"begins here: {plain(why, 60)}", "cyan"
+    if isinstance(cause, RetryCause):
+        begun = "an answer" if step.content.answer is not None else "a call"
+        yield f"{begun} forced, with the thought of {cause.beside}", "yellow"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treegraft.algo.groups import num_loss_tokens
 from treegraft.algo.losses import (
     Denominators,
     contribution_weights,
@@ -53,7 +54,6 @@ from treegraft.policy.learn.plan import (
     with_steps,
 )
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.rows import num_loss_tokens
 from treegraft.policy.learn.scores import (
     Scores,
     ScoringModel,

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treegraft.algo.groups import num_loss_tokens
 from treegraft.core.types import (
     Leaf,
     Origin,
@@ -38,7 +39,6 @@ from treegraft.core.types import (
     Tree,
     ids_to,
 )
-from treegraft.policy.learn.rows import num_loss_tokens
 
 
 class Node(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from treegraft.algo.groups import num_loss_tokens
 from treegraft.algo.rapo import shaping_factor
 from treegraft.core.errors import SettingError
 from treegraft.core.types import LEARNING_RULES, Origin, Trajectory, Tree
@@ -119,11 +120,3 @@ def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
         leaf_id=leaf.step_id,
         policy_version=max((s.policy_version for s in steps if any(s.sampled_mask)), default=0),
     )
-
-
-def num_loss_tokens(path: Trajectory) -> int:
-    """Returns |y|, the loss tokens of a whole path; of a stored trajectory, those that its agent
-    wrote."""
-    if path.is_stored:
-        return sum(len(step.lesson_ids) for step in path.steps)
-    return sum(sum(step.loss_mask) for step in path.steps)

@@ -1,0 +1,264 @@
+"""A trained agent to be asked from scripts, servers and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from treegraft.assemble import Parts, assemble, eval_limits
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.given import GivenObjects, giving
+from treegraft.core.interfaces import Tokenizer
+from treegraft.core.types import Observation, Task, ToolCall, Trajectory, Tree
+from treegraft.explore.independent import Independent
+from treegraft.runs.start import open_agent
+from treegraft.settings.config import Config
+from treegraft.settings.load import refuse_sampling
+from treegraft.settings.objects import Objects, with_objects
+from treegraft.settings.table import with_value
+from treegraft.tasks.fields import read_messages
+
+Messages = Iterable[Mapping[str, Any]]
+"""Chat messages, {"role": ..., "content": ...}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an agent has answered, and how it came to that."""
+
+    trajectory: Trajectory
+    tokenizer: Tokenizer
+
+    @property
+    def text(self) -> str | None:
+        """The answer; None where the agent came to none, see `trajectory.status`."""
+        return self.trajectory.leaf.answer
+
+    @property
+    def tool_calls(self) -> list[tuple[ToolCall, Observation]]:
+        """The calls that were run, each with its result."""
+        contents = self.trajectory.contents
+        return [pair for one in contents for pair in zip(one.calls, one.observations, strict=False)]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation with this answer at its end, the `history` of a further question; of
+        what the agent did only its answers stand in it."""
+        said = {"role": "assistant", "content": self.text or ""}
+        return [*self.trajectory.task.conversation(), said]
+
+    def __str__(self) -> str:
+        return self.text or f"no answer: {self.trajectory.status}"
+
+    def __repr__(self) -> str:
+        return f"<Answer {self.text!r:.99}: {len(self.tool_calls)} calls>"
+
+    def _repr_html_(self) -> str:
+        return self.trajectory._repr_html_()
+
+
+def task_of(question: str, history: Messages = ()) -> Task:
+    """Returns the task that a question behind a conversation is.
+
+    Raises:
+        DataError: an empty question, or messages that cannot be read.
+    """
+    if not question.strip():
+        raise DataError("question: got an empty text; expected a question to the agent.")
+    before = list(history)
+    if not before:
+        return Task(id="question", question=question, reference=())
+    try:
+        messages = read_messages([*before, {"role": "user", "content": question}])
+    except (ValueError, AttributeError) as error:
+        raise DataError(
+            f"history: got {error}; expected messages with role and content, such as `messages` of"
+            " an earlier answer."
+        ) from error
+    return Task(id="question", question=question, reference=(), messages=messages)
+
+
+def open_with(
+    checkpoint: Path | str | None,
+    config: Config | None,
+    overrides: Sequence[str],
+    objects: Mapping[str, Any],
+) -> tuple[Config, Path | str | None, GivenObjects]:
+    """Returns the settings of a checkpoint, the place of its model, and the Python objects that the
+    settings lead to, which take the place of what they say.
+
+    Raises:
+        CheckpointError: no such checkpoint.
+        SettingError: a wrong override or object, or a model beside the checkpoint's.
+    """
+    config, model_path = open_agent(checkpoint, config, overrides)
+    if objects.get("model") is not None and checkpoint is not None:
+        raise SettingError(
+            f"model: got one beside the checkpoint '{checkpoint}'; expected one of the two. Pass"
+            " None as the checkpoint."
+        )
+    named = {"held_out" if name == "tasks" else name: one for name, one in objects.items()}
+    config, given = with_objects(config, named, replaces=True)
+    return config, model_path, given
+
+
+def open_asked(
+    checkpoint: Path | str, overrides: Sequence[str], objects: Mapping[str, Any]
+) -> tuple[Config, Path | str | None, GivenObjects]:
+    """Returns what `open_with` does, for an agent that is asked; raises as it does, and for an
+    override that has no effect."""
+    config, model_path, given = open_with(checkpoint, None, overrides, objects)
+    if config.eval.greedy:
+        refuse_sampling(overrides, "the answer is greedy; add eval.greedy=false")
+    return config, model_path, given
+
+
+async def answered(parts: Parts, task: Task) -> Answer:
+    """Returns the answer of the engine's present policy, unscored: greedy, and with eval.greedy =
+    false sampled as in an evaluation."""
+    settings = parts.config.eval
+    temperature = 0.0 if settings.greedy else settings.temperature
+    limits = eval_limits(parts.config, temperature=temperature, num_leaves=1)
+
+    async def unscored(tree: Tree) -> Tree:
+        return tree
+
+    grower = replace(parts, scorer=unscored).grower(Independent(), limits)
+    key = (parts.config.run.seed, "run")
+    tree = await grower.grow(task, noise_key=key, group_id="run/question")
+    return Answer(trajectory=tree.trajectories()[0], tokenizer=parts.tokenizer)
+
+
+class Agent:
+    """A trained agent, loaded at the first question or at the beginning of a `with`.
+
+    It works on a thread of its own, so that both `await agent(question)` and `agent.ask(question)`
+    work where an event loop is running, as in a notebook. Questions may be asked at the same time.
+    Answers are greedy, and with eval.greedy=false sampled: equal questions get equal answers, and
+    run.seed gives others.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path | str,
+        overrides: Sequence[str] = (),
+        *,
+        system_prompt: str | None = None,
+        given: GivenObjects | None = None,
+        **objects: Unpack[Objects],
+    ) -> None:
+        """Args: as of `answer_question`; system_prompt: in place of the recipe's, None keeps that;
+        given: the objects of the agent's run, to which `objects` are added; None for none.
+
+        Raises:
+            CheckpointError: no such checkpoint.
+            SettingError: an override or an object is wrong.
+        """
+        self._config, self._model_path, own = open_asked(checkpoint, overrides, objects)
+        self._given = own if given is None else given.joined(own)
+        if system_prompt is not None:
+            self._config = with_value(self._config, "format.system_prompt", system_prompt)
+        self._opened: Future[Parts] | None = None
+        self._asked: set[Future[Answer]] = set()
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------ asking
+
+    async def __call__(self, question: str, *, history: Messages = ()) -> Answer:
+        """Returns the answer to a question. A caller that is cancelled ends the rollout.
+
+        Args:
+            history: the conversation before it, such as `messages` of an earlier answer; its first
+                message may be one with the role "system".
+
+        Raises:
+            DataError: an empty question, messages that cannot be read, or a prompt too long.
+            TreegraftError: the agent cannot be loaded.
+        """
+        await asyncio.wrap_future(self._open())
+        return await asyncio.wrap_future(self._begin(question, history))
+
+    def ask(self, question: str, *, history: Messages = ()) -> Answer:
+        """Returns the same, without `await`. Ctrl-C ends the rollout."""
+        self._open().result()
+        asked = self._begin(question, history)
+        try:
+            return asked.result()
+        except BaseException:
+            asked.cancel()
+            raise
+
+    def _begin(self, question: str, history: Messages) -> Future[Answer]:
+        """Starts a rollout on the agent's thread."""
+        task = task_of(question, history)
+        with self._lock:
+            if self._opened is None:
+                raise DataError("agent: it was closed while a question waited; ask again.")
+            work = answered(self._opened.result(), task)
+            asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._asked.add(asked)
+        asked.add_done_callback(self._asked.discard)
+        return asked
+
+    # ------------------------------------------------------------------ opening and closing
+
+    def _open(self) -> Future[Parts]:
+        with self._lock:
+            if self._opened is None:
+                self._opened = Future()
+                # A caller that gives up must not end the loading, on which others may wait.
+                self._opened.set_running_or_notify_cancel()
+                self._thread = threading.Thread(
+                    target=self._live,
+                    args=(self._opened,),
+                    name="treegraft-agent",
+                    daemon=True,
+                )
+                self._thread.start()
+            return self._opened
+
+    def _live(self, opened: Future[Parts]) -> None:
+        with giving(self._given):
+            asyncio.run(self._hold(opened))
+
+    async def _hold(self, opened: Future[Parts]) -> None:
+        """Holds the parts until `close`."""
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with assemble(self._config, model_path=self._model_path) as parts:
+                opened.set_result(parts)
+                await self._ended.wait()
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+            self._opened = None
+
+    def close(self) -> None:
+        """Ends the questions under way and frees the model; a further question loads it again."""
+        with self._lock:
+            opened, self._opened = self._opened, None
+            for one in list(self._asked):
+                one.cancel()
+        if opened is not None and opened.exception() is None:
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+
+    async def __aenter__(self) -> Agent:
+        await asyncio.wrap_future(self._open())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Agent:
+        self._open().result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

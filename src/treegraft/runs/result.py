@@ -1,0 +1,134 @@
+"""What a run leaves behind, for scripts and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Unpack
+
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.given import GivenObjects
+from treegraft.core.lazy import above
+from treegraft.core.packages import not_installed
+from treegraft.core.types import Tree
+from treegraft.runs.record import RunFolder, read_metrics, read_trees
+from treegraft.runs.start import find_checkpoint, update_latest
+from treegraft.settings.objects import Objects
+
+
+class History(list[dict[str, float]]):
+    """The metrics of a run, one dict an update, in order."""
+
+    def frame(self) -> Any:
+        """Returns them as a pandas DataFrame with a row for each update.
+
+        Raises:
+            SettingError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise SettingError(not_installed("history.frame()", ["pandas"], "pandas")) from error
+        return pandas.DataFrame(list(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run leaves behind: its folder, and what can be read from it."""
+
+    run_dir: Path
+    checkpoint_dir: Path
+    """The final checkpoint, a folder that transformers loads."""
+    metrics: Mapping[str, float]
+    """The latest value of every metric."""
+    given: GivenObjects = field(default_factory=GivenObjects, compare=False)
+    """The Python objects that its settings lead to, for `agent`."""
+
+    @classmethod
+    def read(cls, run_dir: Path | str) -> RunResult:
+        """Returns the result of an earlier run, finished or not, from its folder.
+
+        Raises:
+            CheckpointError: not a run folder, or one without a checkpoint.
+            DataError: it has no metrics yet, or they are damaged.
+        """
+        folder, latest = RunFolder.open(Path(run_dir).expanduser()).path, dict[str, float]()
+        for line in read_metrics(folder):
+            latest = update_latest(latest, line)
+        latest.pop("update", None)
+        return cls(run_dir=folder, checkpoint_dir=find_checkpoint(folder), metrics=latest)
+
+    def __repr__(self) -> str:
+        names = ("reward/mean", "eval/accuracy", "eval/accuracy_sampled")
+        known = [f"{name} {self.metrics[name]:.3g}" for name in names if name in self.metrics]
+        last = self.checkpoint_dir.name
+        return f"<RunResult {str(self.run_dir)!r}: {', '.join([f'checkpoint {last}', *known])}>"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The same as `checkpoint_dir`."""
+        return self.checkpoint_dir
+
+    @property
+    def history(self) -> History:
+        """The metrics of each update, under flat names such as "reward/mean"; a line of update 0
+        holds the evaluation before the first one. Read anew each time."""
+        return History(read_metrics(self.run_dir))
+
+    @property
+    def evaluations(self) -> list[dict[str, float]]:
+        """The evaluations, each as a dict with "update" and names such as "accuracy" and
+        "pass_at_4"."""
+        found = []
+        for line in self.history:
+            ours = {key[5:]: one for key, one in line.items() if key.startswith("eval/")}
+            found += [{"update": line["update"]} | ours] if ours else []
+        return found
+
+    def trees(self, update: int | None = None) -> list[Tree]:
+        """Returns the trees of an update, None for the last one.
+
+        Raises:
+            DataError: no trees of it are recorded, with those that are.
+        """
+        files = dict(RunFolder.open(self.run_dir).update_files())
+        wanted = max(files, default=None) if update is None else update
+        if wanted not in files:
+            there = f"{min(files)} to {max(files)}" if files else "none"
+            raise DataError(
+                f"run '{self.run_dir}' has no trees of update {update}; recorded are: {there}"
+            )
+        return read_trees(files[wanted])
+
+    def agent(
+        self, *overrides: str, system_prompt: str | None = None, **objects: Unpack[Objects]
+    ) -> Any:
+        """Returns the trained agent, a `treegraft.evals.agent.Agent`: `answer = agent.ask("...")`
+        or, within `async with`, `answer = await agent("...")`.
+
+        Args:
+            overrides: settings that differ from the run's, such as "eval.greedy=false".
+            system_prompt: in place of the recipe's; None keeps that.
+            objects: Python objects that the settings lead to, as of `train`; those of this
+                process's own run are known.
+        """
+        return above("agent")(
+            self.checkpoint_dir,
+            overrides,
+            system_prompt=system_prompt,
+            given=self.given,
+            **objects,
+        )
+
+    def view(self, *, opens: bool = True) -> Any:
+        """Serves the viewer of this run on the loopback address, until its `close()` or the end of
+        the process, and shows it: in a notebook below the cell, else in the browser.
+
+        Returns:
+            A `treegraft.view.inline.Viewer` with `url` and `close()`.
+
+        Args:
+            opens: False serves it only.
+        """
+        return above("viewer")([self.run_dir], opens=opens)
