@@ -392,7 +392,7 @@ def test_compare_shows_the_time_of_warm_up_and_evaluations(
 
 def test_an_empty_question_is_refused(tmp_path: Path) -> None:
     """Before a checkpoint is looked for: the folder is not there."""
-    from treegraft.evals.evaluate import answer_question
+    from treegraft.evals.agent import answer_question
 
     with pytest.raises(DataError, match="question: got an empty text"):
         answer_question(tmp_path / "nothing", "  ")

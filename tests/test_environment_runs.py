@@ -17,7 +17,8 @@ from treegraft.assemble import assemble
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Engine
 from treegraft.core.types import Status
-from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
+from treegraft.evals.agent import answer_question
+from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config

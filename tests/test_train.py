@@ -20,7 +20,8 @@ from treegraft.core import interrupt
 from treegraft.core.errors import DataError, DriftError, EngineError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
-from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
+from treegraft.evals.agent import answer_question
+from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.canary import limit_for
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.learner import Learner

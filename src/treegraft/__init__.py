@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         Trajectory,
         Tree,
     )
-    from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
+    from treegraft.evals.agent import answer_question
+    from treegraft.evals.evaluate import evaluate_checkpoint
     from treegraft.policy.engine.scripted import ScriptedEngine
     from treegraft.policy.learn.learner import token_scores
     from treegraft.policy.learn.pack import TreeBatch, pack_trees
@@ -91,7 +92,8 @@ _NAMES = {
     "algo.rapo": "combined_advantages retrieval_reward shaping_factor",
     "core.errors": "DataError SettingError ToolError ToolUnavailable TreegraftError",
     "core.types": "Origin Status Step StepContent Task Trace Trajectory Tree",
-    "evals.evaluate": "answer_question evaluate_checkpoint",
+    "evals.agent": "answer_question",
+    "evals.evaluate": "evaluate_checkpoint",
     "policy.engine.scripted": "ScriptedEngine",
     "policy.learn.learner": "token_scores",
     "policy.learn.pack": "TreeBatch pack_trees",

@@ -205,7 +205,7 @@ def run(
     overrides: Overrides = None,
 ) -> None:
     """Ask a trained agent one question and print its steps."""
-    from treegraft.evals.evaluate import answer_question
+    from treegraft.evals.agent import answer_question
     from treegraft.runs.transcript import transcript
     from treegraft.settings.load import refuse_ignored
 

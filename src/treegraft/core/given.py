@@ -20,8 +20,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from treegraft.core.errors import SettingError, nearest
-
 GIVEN: Final = "given:"
 
 
@@ -47,7 +45,8 @@ class GivenObjects:
     """The objects of one run."""
 
     records: list[Record] = field(default_factory=list)
-    _objects: dict[str, Any] = field(default_factory=dict)
+    by_name: dict[str, Any] = field(default_factory=dict)
+    """Those that have no import path."""
     _originals: dict[str, Any] = field(default_factory=dict)
 
     def add(self, argument: str, value: Any, wrapped: Any = None, *, stem: str = "") -> str:
@@ -64,31 +63,20 @@ class GivenObjects:
         name = "" if wrapped is not None else import_path(value)
         if not name:
             stem = stem or _own_name(value) or argument.removesuffix("s")
-            taken = (stem, *(f"{stem}_{number}" for number in range(2, len(self._objects) + 3)))
-            name = GIVEN + next(one for one in taken if GIVEN + one not in self._objects)
-            self._objects[name] = value if wrapped is None else wrapped
+            taken = (stem, *(f"{stem}_{number}" for number in range(2, len(self.by_name) + 3)))
+            name = GIVEN + next(one for one in taken if GIVEN + one not in self.by_name)
+            self.by_name[name] = value if wrapped is None else wrapped
         self._originals[name] = value
         self.records.append(Record(argument, name, _qualified(value), _checksum(value)))
         return name
-
-    def find(self, name: str) -> Any:
-        """Returns the object of that name. Raises `SettingError` where it was not given."""
-        if name not in self._objects:
-            raise SettingError(_missing(name) + nearest(name, self._objects))
-        return self._objects[name]
 
     def joined(self, others: GivenObjects) -> GivenObjects:
         """Returns these objects and others, which come first where names are equal."""
         return GivenObjects(
             records=[*self.records, *others.records],
-            _objects={**self._objects, **others._objects},
+            by_name={**self.by_name, **others.by_name},
             _originals={**self._originals, **others._originals},
         )
-
-    @property
-    def local_names(self) -> Sequence[str]:
-        """Names of the objects that no other process can find."""
-        return tuple(self._objects)
 
 
 _PRESENT: ContextVar[GivenObjects | None] = ContextVar("given", default=None)
@@ -106,12 +94,12 @@ def giving(objects: GivenObjects) -> Iterator[None]:
 
 
 def find_given(name: str) -> Any:
-    """Returns the object of a name that begins with `GIVEN`. Raises `SettingError` where the caller
-    has not given it."""
+    """Returns the object of a name that begins with `GIVEN`. Raises `KeyError` where it was not
+    given here."""
     present = _PRESENT.get()
     if present is None:
-        raise SettingError(_missing(name))
-    return present.find(name)
+        raise KeyError(name)
+    return present.by_name[name]
 
 
 def import_path(value: Any) -> str:
@@ -126,50 +114,6 @@ def import_path(value: Any) -> str:
     # Modules of a notebook or of `exec` have no file that another process could import.
     has_file = getattr(sys.modules.get(module), "__spec__", None) is not None
     return f"{module}:{name}" if found is value and has_file else ""
-
-
-def refuse_local(objects: GivenObjects, place: str) -> None:
-    """Raises `SettingError` for objects that other processes cannot find.
-
-    Args:
-        place: who needs them, such as "placement 'ray'".
-    """
-    if names := objects.local_names:
-        listed = ", ".join(f"'{name.removeprefix(GIVEN)}'" for name in names)
-        raise SettingError(
-            f"{place} runs in other processes, which cannot find {listed}: got objects of this"
-            " script or notebook alone; expected ones that can be imported. Put them into a module"
-            " and import them from it."
-        )
-
-
-def compare(noted: Sequence[Record], now: GivenObjects, run_dir: str) -> list[str]:
-    """Returns a sentence for each object whose source has changed since it was noted.
-
-    Raises:
-        SettingError: an object that the settings lead to was not given again.
-    """
-    present = {record.name: record for record in now.records}
-    missing = [one for one in noted if one.name.startswith(GIVEN) and one.name not in present]
-    if missing:
-        asked = ", ".join(f"{one.argument}= ({one.qualified})" for one in missing)
-        raise SettingError(
-            f"run folder '{run_dir}' was begun with Python objects, which it cannot keep; expected"
-            f" the same ones again: {asked}. Call treegraft.train(resume=..., ...) with them."
-        )
-    return [
-        f"'{one.qualified}' ({one.argument}=) has changed since the run began, so what follows may"
-        " differ from an uninterrupted run"
-        for one in noted
-        if one.name in present and present[one.name].checksum != one.checksum
-    ]
-
-
-def _missing(name: str) -> str:
-    return (
-        f"'{name}' is the name of a Python object that a script or notebook gave to Treegraft; got"
-        " no such object here. Pass it again, for example treegraft.train(resume=..., rewards=...)."
-    )
 
 
 def _own_name(value: Any) -> str:

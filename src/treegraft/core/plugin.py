@@ -458,7 +458,14 @@ def load_object(path: str) -> Any:
     shape, the module does not exist or fails to import, or the module has no such name.
     """
     if path.startswith(GIVEN):
-        return find_given(path)
+        try:
+            return find_given(path)
+        except KeyError:
+            raise SettingError(
+                f"'{path}' is the name of a Python object that a script or notebook gave to"
+                " Treegraft; got no such object here. Pass it again, for example"
+                " treegraft.train(resume=..., rewards=...)."
+            ) from None
     module_name, colon, attributes = path.partition(":")
     if colon and module_name.endswith(".py"):
         raise SettingError(

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from treegraft.assemble import Parts, assemble, eval_limits
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import DataError
 from treegraft.core.given import GivenObjects, giving
 from treegraft.core.interfaces import Tokenizer
+from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Observation, Task, ToolCall, Trajectory, Tree
 from treegraft.explore.independent import Independent
-from treegraft.runs.start import open_agent
+from treegraft.runs.start import open_with
 from treegraft.settings.config import Config
 from treegraft.settings.load import refuse_sampling
-from treegraft.settings.objects import Objects, with_objects
+from treegraft.settings.objects import Objects
 from treegraft.settings.table import with_value
 from treegraft.tasks.fields import read_messages
 
@@ -81,30 +82,6 @@ def task_of(question: str, history: Messages = ()) -> Task:
             " an earlier answer."
         ) from error
     return Task(id="question", question=question, reference=(), messages=messages)
-
-
-def open_with(
-    checkpoint: Path | str | None,
-    config: Config | None,
-    overrides: Sequence[str],
-    objects: Mapping[str, Any],
-) -> tuple[Config, Path | str | None, GivenObjects]:
-    """Returns the settings of a checkpoint, the place of its model, and the Python objects that the
-    settings lead to, which take the place of what they say.
-
-    Raises:
-        CheckpointError: no such checkpoint.
-        SettingError: a wrong override or object, or a model beside the checkpoint's.
-    """
-    config, model_path = open_agent(checkpoint, config, overrides)
-    if objects.get("model") is not None and checkpoint is not None:
-        raise SettingError(
-            f"model: got one beside the checkpoint '{checkpoint}'; expected one of the two. Pass"
-            " None as the checkpoint."
-        )
-    named = {"held_out" if name == "tasks" else name: one for name, one in objects.items()}
-    config, given = with_objects(config, named, replaces=True)
-    return config, model_path, given
 
 
 def open_asked(
@@ -262,3 +239,26 @@ class Agent:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def answer_question(
+    checkpoint: Path | str,
+    question: str,
+    overrides: Sequence[str] = (),
+    **objects: Unpack[Objects],
+) -> tuple[Trajectory, Tokenizer]:
+    """Returns one trajectory that answers `question`, unscored, and the tokenizer of its tokens.
+
+    It is greedy, and with eval.greedy = false sampled as in an evaluation; run.seed gives another.
+    `objects` are Python objects in place of settings, as of `train`. Raises DataError where the
+    question is empty."""
+    task = task_of(question)
+    config, model_path, given = open_asked(checkpoint, overrides, objects)
+
+    async def run() -> Answer:
+        async with assemble(config, model_path=model_path) as parts:
+            return await answered(parts, task)
+
+    with giving(given):
+        answer = run_to_end(run())
+    return answer.trajectory, answer.tokenizer

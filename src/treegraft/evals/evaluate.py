@@ -11,15 +11,15 @@ from typing import Unpack
 from treegraft.assemble import Parts, assemble, eval_limits
 from treegraft.core.errors import DataError
 from treegraft.core.given import giving
-from treegraft.core.interfaces import Display, Tokenizer
+from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import run_to_end
-from treegraft.core.types import Task, Trajectory, Tree
-from treegraft.evals.agent import Answer, answered, open_asked, open_with, task_of
+from treegraft.core.types import Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.rollout.measure import eval_metrics
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
 from treegraft.runs.record import write_trees
+from treegraft.runs.start import open_with
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects
 from treegraft.tasks.build import build_tasks
@@ -144,26 +144,3 @@ def _evaluated(
     return EvalResult(
         metrics=evaluation.metrics, num_tasks=len(tasks), out=out, evaluation=evaluation
     )
-
-
-def answer_question(
-    checkpoint: Path | str,
-    question: str,
-    overrides: Sequence[str] = (),
-    **objects: Unpack[Objects],
-) -> tuple[Trajectory, Tokenizer]:
-    """Returns one trajectory that answers `question`, unscored, and the tokenizer of its tokens.
-
-    It is greedy, and with eval.greedy = false sampled as in an evaluation; run.seed gives another.
-    `objects` are Python objects in place of settings, as of `train`. Raises DataError where the
-    question is empty."""
-    task = task_of(question)
-    config, model_path, given = open_asked(checkpoint, overrides, objects)
-
-    async def run() -> Answer:
-        async with assemble(config, model_path=model_path) as parts:
-            return await answered(parts, task)
-
-    with giving(given):
-        answer = run_to_end(run())
-    return answer.trajectory, answer.tokenizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from treegraft.assemble import TrainingParts, assemble_training
 from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.core.given import GivenObjects, giving, refuse_local
+from treegraft.core.given import GIVEN, GivenObjects, giving
 from treegraft.core.interfaces import Display, TaskSampler
 from treegraft.core.plugin import PlacementKind, load_object, offered
 from treegraft.core.types import Tree
@@ -90,7 +90,7 @@ def launched(
         recipe = recipe or str(source)
     own, given = with_objects(source, objects)
     if placement is not None:
-        refuse_local(given, f"placement '{placement}'")
+        _refuse_local(given, f"placement '{placement}'")
     with giving(given), joined(own) as ranks:
         if ranks is not None and ranks.rank > 0:
             return _followed(ranks, own)
@@ -114,6 +114,17 @@ def launched(
                 "metrics": dict(result.metrics),
             }
         return result
+
+
+def _refuse_local(objects: GivenObjects, place: str) -> None:
+    """Raises `SettingError` for objects that other processes cannot find."""
+    if names := list(objects.by_name):
+        listed = ", ".join(f"'{name.removeprefix(GIVEN)}'" for name in names)
+        raise SettingError(
+            f"{place} runs in other processes, which cannot find {listed}: got objects of this"
+            " script or notebook alone; expected ones that can be imported. Put them into a module"
+            " and import them from it."
+        )
 
 
 def _placement(name: str) -> PlacementKind:

@@ -12,13 +12,14 @@ from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import storage_fault, write_atomically
-from treegraft.core.given import GivenObjects, compare
+from treegraft.core.given import GIVEN, GivenObjects, Record
 from treegraft.core.shipped import names_recipe
 from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
 from treegraft.runs.resume_inputs import refuse_changes, refuse_other_settings
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import config_json, differences, load_config
+from treegraft.settings.objects import with_objects
 from treegraft.settings.table import with_value
 
 Source = Config | Mapping[str, Any] | str | Path | None
@@ -168,7 +169,7 @@ def resumed_start(
             f" resumed run may change {named} only; leave the rest as it was, or start a new run."
         )
     folder, given = RunFolder.open(run_dir), given or GivenObjects()
-    changed = compare(folder.read_objects(), given, str(run_dir))
+    changed = _changed_objects(folder.read_objects(), given, str(run_dir))
     # Before anything is read or tidied: another process may be writing a checkpoint.
     folder.claim()
     try:
@@ -203,6 +204,28 @@ def resumed_start(
         accepts_changes=accepts_changes,
         given=given,
     )
+
+
+def _changed_objects(noted: Sequence[Record], now: GivenObjects, run_dir: str) -> list[str]:
+    """Returns a sentence for each object whose source has changed since it was noted.
+
+    Raises:
+        SettingError: an object that the settings lead to was not given again.
+    """
+    present = {record.name: record for record in now.records}
+    missing = [one for one in noted if one.name.startswith(GIVEN) and one.name not in present]
+    if missing:
+        asked = ", ".join(f"{one.argument}= ({one.qualified})" for one in missing)
+        raise SettingError(
+            f"run folder '{run_dir}' was begun with Python objects, which it cannot keep; expected"
+            f" the same ones again: {asked}. Call treegraft.train(resume=..., ...) with them."
+        )
+    return [
+        f"'{one.qualified}' ({one.argument}=) has changed since the run began, so what follows may"
+        " differ from an uninterrupted run"
+        for one in noted
+        if one.name in present and present[one.name].checksum != one.checksum
+    ]
 
 
 def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[str]:
@@ -308,3 +331,27 @@ def open_agent(
     if checkpoint is not None:
         return open_checkpoint(checkpoint, config, overrides)
     return with_value(config or Config(), "model.lora.rank", 0), None
+
+
+def open_with(
+    checkpoint: Path | str | None,
+    config: Config | None,
+    overrides: Sequence[str],
+    objects: Mapping[str, Any],
+) -> tuple[Config, Path | str | None, GivenObjects]:
+    """Returns the settings of a checkpoint, the place of its model, and the Python objects that the
+    settings lead to, which take the place of what they say.
+
+    Raises:
+        CheckpointError: no such checkpoint.
+        SettingError: a wrong override or object, or a model beside the checkpoint's.
+    """
+    config, model_path = open_agent(checkpoint, config, overrides)
+    if objects.get("model") is not None and checkpoint is not None:
+        raise SettingError(
+            f"model: got one beside the checkpoint '{checkpoint}'; expected one of the two. Pass"
+            " None as the checkpoint."
+        )
+    named = {"held_out" if name == "tasks" else name: one for name, one in objects.items()}
+    config, given = with_objects(config, named, replaces=True)
+    return config, model_path, given

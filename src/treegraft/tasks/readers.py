@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.core.given import GIVEN, find_given
+from treegraft.core.given import GIVEN
 from treegraft.core.packages import require
+from treegraft.core.plugin import load_object
 
 HUB = "hub:"
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
@@ -52,7 +53,7 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     if spec.startswith(HUB):
         return _read_hub(spec, default_split)
     if spec.startswith(GIVEN):
-        return (Row(number, values) for number, values in enumerate(find_given(spec)))
+        return (Row(number, values) for number, values in enumerate(load_object(spec)))
     path = _resolve(spec)
     made = (_read_jsonl, _read_json, _read_csv, _read_parquet)
     readers = dict(zip(FILE_TYPES, made, strict=True))
