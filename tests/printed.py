@@ -27,10 +27,11 @@ STAND_INS = {
     r"\bRECIPE\b": "recipes/demo.toml",
     r"\bRUN RUN\b": "runs/alone runs/grafted",
     r"\bRUN(\.\.\.)?(?= |$)|\bCHECKPOINT\b|runs/NAME": "runs/alone",
-    r"\bSETS\b": "mine=my_questions.jsonl",
+    r"\bSETS\b": "gsm8k=benchmarks/gsm8k.jsonl",
     r"\bSTUDY\b": "studies/sokoban.toml",
     r"TRAIN \[EVAL\]\.\.\.|\bFILE\b": "train.jsonl",
     r"\bFOLDER\b": "folder",
+    r"\bCOMMIT\b": "HEAD",
     r"\bOUT\b": "copy",
     r"\bPYTHON\b": "python",
     r"\bPART\b(?!=)": "1",
@@ -168,7 +169,7 @@ def write_data(folder: Path) -> None:
     ]
     written = {
         "train.jsonl": rows,
-        "problems.jsonl": rows,
+        "problems.jsonl": [{**row, "answer": int(row["answer"])} for row in rows],
         "my_questions.jsonl": rows[:2],
         "chats.jsonl": chats,
         "corpus.jsonl": passages,
@@ -180,11 +181,12 @@ def write_data(folder: Path) -> None:
     if not (folder / "benchmarks").exists():
         sets = folder / "benchmarks"
         sets.mkdir()
+        other = [{"question": f"{n} and 2?", "answer": str(n + 2)} for n in range(2)]
         math = [
             {"problem": row["question"], "answer": row["answer"], "solution": row["answer"]}
-            for row in rows[:2]
+            for row in other
         ]
-        gsm = [{**row, "answer": f"so #### {row['answer']}"} for row in rows[:2]]
+        gsm = [{**row, "answer": f"so #### {row['answer']}"} for row in other]
         for name, lines in {"gsm8k": gsm, "math500": math}.items():
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (sets / f"{name}.jsonl").write_text(text, encoding="utf-8")

@@ -32,7 +32,7 @@ ELSEWHERE = {
     r"make (check )?test$|make smoke|\.ci/run": "the suite, of which this test is a part",
     r"make docs": "tests/test_docs.py builds the site",
     r"make install|make vllm-env": "fetches gigabytes from a package index",
-    r"make bench|python -m benchmarks\.speed": "minutes; tests/test_bench.py has --quick",
+    r"make bench|(TREEGRAFT_DATA=… )?python -m benchmarks\.speed": "minutes; see test_bench.py",
     r"make gpu|python -m benchmarks\.gpu": "needs a GPU; tests/test_gpu_bench.py runs tiny sizes",
     r"make cluster-test|pytest -m slow tests/cluster": "minutes on three nodes; a test by itself",
     r"pytest (tests|-m \"slow or not slow\" tests/distributed)": "tests of the suite themselves",
@@ -52,19 +52,23 @@ ELSEWHERE = {
     r"treegraft train papers/\S+ --smoke": "tests/test_recipe_files.py runs it",
     r"treegraft buffer build papers/": "needs a model of 7B; tests/test_build_traces.py builds",
     r"treegraft buffer build .*agent=http": "needs a server; tests/test_build_traces.py has one",
+    r"treegraft buffer build .*agent=runs": "a tiny agent keeps nothing; see test_build_traces.py",
+    r"treegraft study .* --out mine --table": "shows runs of hours; those of the clone are shown",
     r"treegraft --install-completion": "writes into the shell's start file",
     r"treegraft config explore\.half": "a page's plugin; tests/test_readme.py loads it",
     r"treegraft train \S+ tools\.search\.kind=http": "needs a server; tests/test_remote_search.py",
     r"treegraft (train|profile) recipes/smollm2": "minutes of a language model's training; "
     "tests/serving and tests/test_own_problem.py train it",
     r"treegraft profile .*model\.path=shape": "1.5B weights: for a GPU; `profile demo` is run",
+    r"treegraft train (moved|my_recipe)\.toml": "tests/test_readme.py trains it",
     r"treegraft train mine\.toml": "tests/test_own_problem.py trains a step of it",
 }
 """Commands that are not run here, by their beginnings, and the reason."""
 
 CODES = {
     r"treegraft config recipes/demo\.toml (explore\.num_leafs|learning_rate)": 2,
-    r"treegraft doctor papers/\S+$": 2,
+    r"treegraft doctor papers/": 2,  # data and weights are missing
+    r"treegraft serve search": 130,
 }
 """Exit codes that pages speak of; 0 for all others."""
 
@@ -76,17 +80,19 @@ SMALL = {
     r"--steps 50 100 300 --margins 0 -5": "--steps 2 --margins 0 --tasks 2",
     r"--num 1000000 --texts 20000": "--num 400 --texts 50 --queries 8 --encoder hashing --runs 1",
     r"benchmarks\.tools$": r"benchmarks.tools 1",
-    r"serving\.py (\S+)": r"serving.py \1 --updates 2 --ways native native-2-ranks "
-    "tasks_per_update=2 num_leaves=4 warmup.num_steps=2 max_completion_tokens=32",
+    r"serving\.py (\S+)": r"serving.py \1 tasks_per_update=2 num_leaves=4 warmup.num_steps=2"
+    " max_completion_tokens=32 --updates 2 --ways native native-2-ranks",
     r"track\.prometheus=127.0.0.1:9464": "track.prometheus=127.0.0.1:0",
     r"(tasks_per_update=4 tasks\.scienceworld).*": r"\1.num_warmup=2 num_eval=2",
-    r"^(treegraft (?:train|sft) (?!--resume).*?)(?: --smoke)?$": r"\1 --smoke",
+    r"^(treegraft (?:train|sft) (?!--resume|recipe\.toml).*?)(?: --smoke)?$": r"\1 --smoke",
+    r"^(treegraft train recipe\.toml.*)$": r"\1 num_updates=1 tasks_per_update=2 num_eval=4"
+    " warmup.num_steps=4 warmup.lr_warmup_steps=0",
     r"^(treegraft train --resume.*)$": r"\1 num_updates=2",
     r"^(treegraft profile \S+)$": r"\1 --updates 1 tasks_per_update=2 num_leaves=4 num_train=8"
     " warmup.num_steps=2 max_completion_tokens=32",
+    r"^(treegraft buffer build \S+)$": r"\1 traces.sqlite",
     r"^(treegraft buffer build .*)$": r"\1 num_train=8",
-    r"^(treegraft buffer build .*science\S+ .*)num_train=8$": r"\1num_train=2",
-    r"^(treegraft eval (?:file )?recipes/\S+)$": r"\1 num_eval=4 warmup.num_steps=2",
+    r"^(treegraft eval (?:file )?recipes/\S+)$": r"\1 num_eval=4",
     r"^(treegraft view (?!.*--text|.*--bundle).*)$": r"\1 --no-browser",
     r"^(treegraft serve search .*)$": r"\1 tools.search.encoder=hashing --port 0",
     r"^make demo$": "make demo -o .venv/.treegraft-core",
@@ -101,9 +107,14 @@ def reason(line: str) -> str | None:
     return found[0] if found else None
 
 
+@functools.cache
+def whole() -> Any:
+    return typer.main.get_command(app)
+
+
 def path_of(words: tuple[str, ...]) -> tuple[Any, list[str], Any]:
     """Returns the command of `treegraft` that words name, those after it, and its context."""
-    command: Any = typer.main.get_command(app)
+    command: Any = whole()
     context = command.context_class(command, info_name="treegraft")
     rest = list(words[1:])
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
@@ -322,7 +333,8 @@ def furnish(folder: Path, line: str, made: Path) -> None:
     for name in ("full.sqlite", "pruned.sqlite"):
         if name in words and name not in makes:
             shutil.copy(made / name, folder / name)
-    if "traces.sqlite" in words and words[2] in ("stats", "show", "search"):
+    is_read = "traces.sqlite" in words and words[2] in ("stats", "show", "search")
+    if is_read or "my.toml" in words:
         shutil.copy(made / "full.sqlite", folder / "traces.sqlite")
     if "credit_sign" in line:
         own = folder / "runs" / "sign" / "checkpoints"
@@ -344,7 +356,8 @@ def prepared(world: World, folder: Path, line: str) -> None:
         "parts.jsonl --": "treegraft study studies/parts.toml --lines > parts.jsonl",
         "methods.jsonl --": "treegraft study studies/methods.toml --lines > methods.jsonl",
         "train recipe.toml": "treegraft init mine",
-        "compare evals/": "treegraft eval suite runs/alone m=my_questions.jsonl --into evals/first",
+        "compare evals/": "treegraft eval suite runs/alone gsm8k --data-dir benchmarks"
+        " --into evals/first",
     }
     for part, command in before.items():
         if part in line:
@@ -388,4 +401,4 @@ def test_a_printed_command_runs(one: Printed, world: World, tmp_path: Path) -> N
     code, text = world.commands.run(line, folder)
     expected = next((code for key, code in CODES.items() if re.match(key, one.line)), 0)
     assert code == expected, f"{line}\n{text}"
-    assert "Traceback" not in text and (text.strip() or "--lines" in line), text
+    assert "Traceback" not in text
