@@ -50,9 +50,10 @@ border: install
 	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/test_%.py)
 BORDER := files names rapo explore loop pack tools buffer rewards evals_scores health view assemble train
 
-# Each of the papers' recipes, each study and each benchmark of speed, in miniature.
+# Each of the papers' recipes, each study, each benchmark of speed and each command of the pages, in miniature.
 smoke: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k "smoke_test or test_bench.py" tests/test_recipe_files.py tests/test_study.py tests/test_bench.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k "smoke_test or test_bench.py or printed_command_runs" tests/test_recipe_files.py tests/test_study.py tests/test_bench.py \
+	    tests/test_printed_commands.py
 
 # Runs on a Ray cluster of three nodes on the loopback interface, disturbed and compared with undisturbed ones: takes minutes.
 cluster-test: install
@@ -65,7 +66,7 @@ check: install
 
 bench: install
 	@for name in engine update whole buffer growth; do $(BIN)/python -m benchmarks.speed $$name || exit 1; done
-	@for file in benchmarks/search.py benchmarks/tools.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+	@for name in search tools; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # Sixty changed lines, one by one: which of them does no test notice? Takes about an hour.
 mutants: install

@@ -117,12 +117,24 @@ class Valued:
     retries = True
 
     @property
+    def begins_answers(self) -> bool:
+        return self.inner.begins_answers
+
+    @property
+    def has_stages(self) -> bool:
+        return self.inner.has_stages
+
+    @property
+    def plans_starts(self) -> bool:
+        return self.inner.plans_starts
+
+    @property
     def probe_tokens(self) -> int | None:
         return None if self.own else self.inner.probe_tokens
 
     @property
     def wants_rewards(self) -> bool:
-        return not self.own and getattr(self.inner, "wants_rewards", False)
+        return not self.own and self.inner.wants_rewards
 
     @property
     def expands(self) -> bool:
@@ -392,7 +404,8 @@ def print_table(lines: Sequence[Mapping[str, object]]) -> None:
         right, cases = _share(_all("right"), _all("right", *WRONG))(
             sum((Counter(line["optimal"]) for line in own), Counter())  # type: ignore[call-overload]
         )
-        print(f"\n{agent}: {100 * right / cases:.0f} % of the moves on live boards are right\n")
+        share = f"{100 * right / cases:.0f} %" if cases else "none"
+        print(f"\n{agent}: {share} of the moves on live boards are right\n")
         print(f"| method | reward | moves | valued | {' | '.join(COLUMNS)} |")
         print("|---|---|---|---|" + "---|" * len(COLUMNS))
         for method in METHODS:

@@ -81,13 +81,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, nargs="+", default=NUM_WARMUP_STEPS)
     parser.add_argument("--margins", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--tasks", type=int, default=NUM_TASKS, help="questions; default: 120")
     given = parser.parse_args()
     out = given.out
     out.mkdir(parents=True, exist_ok=True)
     config = load_config(RECIPE, [HOPS, DETOURS, f"run.seed={SEED}"])
     source = build_tasks(config.tasks, config.run.seed)
     assert isinstance(source, SearchWorld)
-    tasks = list(source.train_tasks())[:NUM_TASKS]
+    tasks = list(source.train_tasks())[: given.tasks]
     stored = {(task.id, kind): steps for kind, task, steps in traces(source, tasks)}
     full = out / "full.sqlite"
     with TraceBuffer(full, "hashing") as buffer:

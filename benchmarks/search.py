@@ -1,7 +1,7 @@
 """Dense search over HTTP: `treegraft serve search`'s server against one that answers one query at a
 time from a flat FAISS index.
 
-OMP_NUM_THREADS=1 python benchmarks/search.py [--num 1000000] [--texts 20000] [--queries 256]
+OMP_NUM_THREADS=1 python -m benchmarks.search [--num 1000000] [--texts 20000] [--queries 256]
 [--encoder minilm] [--folder FOLDER]
 
 Texts are generated, embedded once and each perturbed --num / --texts times (cosine about .98 with

@@ -1,7 +1,7 @@
 """Calls of the bubblewrap python tool against a plain subprocess, unconfined, that starts CPython
 and runs the same code.
 
-    python benchmarks/tools.py [CALLS]
+    python -m benchmarks.tools [CALLS]
 
 Alternating, ratio of medians. `code` imports nothing; `sympy` imports what the sandbox has loaded
 already. The last lines are a single call's cost beyond the code itself, one after the other and

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -17,7 +20,12 @@ _SECTION = re.compile(r"^##? (.+?)\n(.*?)(?=^##? |\Z)", re.M | re.S)
 _FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 _RUNNABLE = re.compile(r"<!-- runnable -->\n```(\w+)\n(.*?)```", re.S)
 _MESSAGE = re.compile(r"<!-- message -->\n```text\n(.*?)\n```", re.S)
-_SHELL = re.compile(r"^```sh\n(.*?)^```", re.M | re.S)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+_INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+_COMMENT = re.compile(r"(?:^|\s+)#\s.*$")
+_COMMAND = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:(?:treegraft|make|torchrun|python|sh) (?!is )|pytest\b|\.ci/run\b)"
+)
 
 
 def builder() -> ModuleType:
@@ -54,12 +62,40 @@ def messages() -> list[tuple[str, str]]:
     return [(name, text) for name, page in PAGES.items() for text in _MESSAGE.findall(page)]
 
 
-def commands() -> list[tuple[str, str]]:
-    """Returns the lines of shell blocks that call treegraft, with the page's name."""
-    lines = [
-        (name, line)
-        for name, page in PAGES.items()
-        for block in _SHELL.findall(page)
-        for line in block.splitlines()
-    ]
-    return [(name, line) for name, line in lines if line.startswith("treegraft ")]
+class Printed(NamedTuple):
+    """A command as a reader of a page types it."""
+
+    page: str
+    line: str
+    """Without comment and prompt, on one line."""
+    is_mention: bool
+    """Whether it stands in a sentence."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that a shell makes of it."""
+        return tuple(shlex.split(self.line))
+
+
+def printed() -> list[Printed]:
+    """Returns each distinct command of README, CONTRIBUTING and docs, where it stands first."""
+    found: dict[tuple[str, ...], Printed] = {}
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for name, page in {**PAGES, "CONTRIBUTING.md": contributing}.items():
+        for is_mention, line in [*_typed(page), *_mentioned(page)]:
+            if _COMMAND.match(line):
+                one = Printed(name, line, is_mention)
+                found.setdefault(one.words, one)
+    return list(found.values())
+
+
+def _typed(page: str) -> Iterator[tuple[bool, str]]:
+    for language, block in _BLOCK.findall(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            if language == "sh" or line.startswith("$ "):
+                yield False, _COMMENT.sub("", line.removeprefix("$ ")).strip()
+
+
+def _mentioned(page: str) -> Iterator[tuple[bool, str]]:
+    for text in _INLINE.findall(_FENCE.sub("", page)):
+        yield True, " ".join(text.split())

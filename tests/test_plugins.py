@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,38 @@ plugin = Plugin(
 '''
 
 
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "mine"
+version = "1.0"
+dependencies = ["treegraft"]
+[project.entry-points."treegraft.plugins"]
+mine = "mine"
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the wheel of a package of somebody else's."""
+    pytest.importorskip("hatchling", reason="hatchling is missing: pip install 'treegraft[dev]'")
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    (source / "mine.py").write_text(MINE, encoding="utf-8")
+    (source / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    alone = ["--no-deps", "--no-index"]
+    built = ["wheel", *alone, "--no-build-isolation", "--wheel-dir", str(source), str(source)]
+    done = subprocess.run([*pip, *built], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = source.glob("mine-1.0-*.whl")
+    installed = ["install", *alone, "--target", str(folder), str(wheel)]
+    done = subprocess.run([*pip, *installed], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 def install(folder: Path, source: str, name: str = "mine") -> Path:
     """Lays a package into a folder as pip does, with its entry point."""
     folder.mkdir(exist_ok=True)
@@ -203,9 +236,11 @@ load_config("demo", ['explorers=["axpo"]'])
 # ---------------------------------------------------------------------- a package from outside
 
 
-def test_a_package_outside_the_repository_extends_a_run(tmp_path: Path) -> None:
-    """An explorer with settings and a check, a way to compare outcomes, a reward and a tracker."""
-    folder = install(tmp_path / "site", MINE)
+def test_a_plugin_in_a_wheel_of_its_own_extends_a_run(tmp_path: Path, site: Path) -> None:
+    """An explorer with settings and a check, a way to compare outcomes, a reward and a tracker,
+    against the public face alone."""
+    public = {"treegraft", "treegraft.parts"}
+    assert set(re.findall(r"^ *(?:from|import) (treegraft[\w.]*)", MINE, re.M)) == public
     changes = {
         "run": {"dir": str(tmp_path), "name": "extended", "num_updates": 2},
         "explore": {"explorers": ["echo"], "echo": {"num": 2}, "num_leaves": 4},
@@ -214,7 +249,7 @@ def test_a_package_outside_the_repository_extends_a_run(tmp_path: Path) -> None:
         "track": {"trackers": ["lines"]},
     }
     code = f"from treegraft import train\ntrain({tiny(**changes)!r}, display=False)"
-    done = run(code, folder)
+    done = run(code, site)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "extended"
     assert (run_dir / "mine.txt").read_text().split() == ["0", "1", "2"]
@@ -227,32 +262,30 @@ def test_a_package_outside_the_repository_extends_a_run(tmp_path: Path) -> None:
     assert "unknown setting 'explore.echo" in run(code).stderr
 
 
-def test_its_names_are_known_to_commands_errors_and_settings(tmp_path: Path) -> None:
-    folder = install(tmp_path / "site", MINE)
-    code, out = treegraft(["--help"], folder)
+def test_its_names_are_known_to_commands_errors_and_settings(site: Path) -> None:
+    code, out = treegraft(["--help"], site)
     assert code == 0 and "hello" in out and "Say hello." in out
-    assert treegraft(["hello", "--name", "tree"], folder) == (0, "hello tree\n")
-    code, out = treegraft(["config", "demo", 'explorers=["ech"]'], folder)
+    assert treegraft(["hello", "--name", "tree"], site) == (0, "hello tree\n")
+    code, out = treegraft(["config", "demo", 'explorers=["ech"]'], site)
     assert code == 2 and "Did you mean 'echo'?" in out
-    code, out = treegraft(["config", "demo", 'explorers=["echo"]', "explore.echo.num=4"], folder)
+    code, out = treegraft(["config", "demo", 'explorers=["echo"]', "explore.echo.num=4"], site)
     assert code == 2 and "explore.echo.num: expected at most 3." in out
-    code, out = treegraft(["config", "demo", "explore.echo.num=2"], folder)
+    code, out = treegraft(["config", "demo", "explore.echo.num=2"], site)
     assert code == 2 and "would have no effect" in out
-    code, out = treegraft(["config", "explore.echo"], folder)
+    code, out = treegraft(["config", "explore.echo"], site)
     assert code == 0 and "Branches after each result." in out
-    code, out = treegraft(["config", "demo", 'explorers=["echo"]'], folder, TREEGRAFT_PLUGINS="off")
+    code, out = treegraft(["config", "demo", 'explorers=["echo"]'], site, TREEGRAFT_PLUGINS="off")
     assert code == 2 and "got 'echo'" in out
 
 
-def test_its_environment_is_opened_by_name(tmp_path: Path) -> None:
-    folder = install(tmp_path / "site", MINE)
+def test_its_environment_is_opened_by_name(site: Path) -> None:
     code = """
 from treegraft import load_config
 from treegraft.tools.build import open_environments
 config = load_config("demo", ["environment.kind=corridor"])
 print([tool.name for tool in open_environments(config.environment).tools])
 """
-    assert run(code, folder).stdout.strip() == "['step']"
+    assert run(code, site).stdout.strip() == "['step']"
 
 
 EXAMINED = """
@@ -265,9 +298,8 @@ for folder in ("elsewhere", "runs"):
 """
 
 
-def test_its_examination_is_a_section_of_doctor(tmp_path: Path) -> None:
-    folder = install(tmp_path / "site", MINE)
-    done = run(EXAMINED, folder)
+def test_its_examination_is_a_section_of_doctor(site: Path) -> None:
+    done = run(EXAMINED, site)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("elsewhere ['run.dir: elsewhere: ") and lines[0].endswith("sum")
     assert lines[1] == "runs [] sum", done.stderr

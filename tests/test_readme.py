@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from benchmarks import demo
-from tests.pages import DOCS, PAGES, README, ROOT, commands, file_name, runnable
+from tests.pages import DOCS, PAGES, README, ROOT, file_name, runnable
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import SettingError
@@ -193,30 +193,6 @@ def test_recipes_of_the_table_exist() -> None:
     assert listed == {path.name for path in (ROOT / "recipes").glob("*.toml")}
 
 
-@pytest.mark.parametrize(("page", "line"), commands())
-def test_commands_parse(page: str, line: str) -> None:
-    """The command exists and takes these options; overrides of recipes that are here are settings,
-    and do something."""
-    import typer
-
-    from treegraft.cli.main import app
-
-    words = shlex.split(line, comments=True)[1:]
-    command: Any = typer.main.get_command(app)
-    context = command.context_class(command)
-    while hasattr(command, "commands"):
-        _, command, words = command.resolve_command(context, words)
-        context = command.context_class(command)
-    command.make_parser(context).parse_args(list(words))
-    recipes = [word for word in words if word.startswith("recipes/")]
-    overrides = [word for word in words if re.match(r"[a-z_.]+=", word)]
-    if recipes:
-        load_config(ROOT / recipes[0], overrides)
-    elif overrides and "serve" not in line:
-        known = set(Config.model_fields)
-        assert {word.split(".")[0] for word in overrides} <= known
-
-
 def test_refusals_of_the_pages_are_what_is_printed() -> None:
     shown = [
         line
@@ -308,13 +284,6 @@ def test_places_named_in_contributing_exist() -> None:
     bases = (ROOT, ROOT / "src" / "treegraft")
     assert len(named) > 30
     assert {name for name in named if not any((base / name).exists() for base in bases)} == set()
-
-
-def test_benchmarks_named_on_the_pages_exist() -> None:
-    from benchmarks.speed.__main__ import BENCHES
-
-    named = set(re.findall(r"-m benchmarks\.speed (\w+)", ALL))
-    assert named and named <= set(BENCHES)
 
 
 def test_links_lead_somewhere_in_a_clone() -> None:

@@ -95,7 +95,7 @@ def test_tables_are_merged_and_lists_replaced() -> None:
 @pytest.mark.parametrize("name", list(shipped_recipes()))
 def test_a_shipped_recipe_loads_with_its_smoke_test(name: str) -> None:
     load_config(name)
-    if name.startswith("papers/"):
+    if not name.startswith(("smollm2", "toolstar")):  # their language model is what they are for
         load_config(name, smoke=True)
 
 
