@@ -50,10 +50,10 @@ border: install
 	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/test_%.py)
 BORDER := files names rapo explore loop pack tools buffer rewards evals_scores health view assemble train
 
-# Each of the papers' recipes, each study, each benchmark of speed and each command of the pages, in miniature.
+# Each of the papers' recipes, each study, each benchmark of speed and each command of the pages, in miniature; the notebooks.
 smoke: install
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k "smoke_test or test_bench.py or printed_command_runs" tests/test_recipe_files.py tests/test_study.py tests/test_bench.py \
-	    tests/test_printed_commands.py
+	    tests/test_notebooks.py tests/test_printed_commands.py
 
 # Runs on a Ray cluster of three nodes on the loopback interface, disturbed and compared with undisturbed ones: takes minutes.
 cluster-test: install

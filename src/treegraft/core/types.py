@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
-from treegraft.core.lazy import above
+from treegraft.core.shown import ShownStep, ShownTrajectory, ShownTree
 
 ROOT_ID = "0"
 SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -30,18 +30,6 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 def ids_to(step_id: str) -> Iterator[str]:
     """Yields the ids on the path to a step: "0", "0.2", "0.2.0"."""
     return itertools.accumulate(step_id.split("."), "{}.{}".format)
-
-
-class _Drawn:
-    """Shows itself in print and in a notebook as the viewer draws it."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return str(above("text")(self))
-
-    def _repr_html_(self) -> str:
-        return str(above("html")(self))
 
 
 class Origin(IntEnum):
@@ -409,8 +397,8 @@ Cause = _Sampled | GraftCause | StoredCause
 _PER_TOKEN = "origins loss_mask sampling_logprobs entropies old_logprobs ratios credit_factors"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Step(ShownStep):
     """One thought, action and observation; the root holds the prompt.
 
     Step(id="0.0", parent="0", depth=1, token_ids=(7, 8, 3, 9),
@@ -484,10 +472,6 @@ class Step:
                     f"step '{self.id}', token {position}: loss on a token of origin"
                     f" {origin.name.lower()}; only tokens that the policy sampled may carry loss"
                 )
-
-    def __repr__(self) -> str:
-        author = self.origin.name.lower()
-        return f"<Step {self.id} by {author}: {len(self.token_ids)} tokens, {self.content!r:.99}>"
 
     @property
     def sampled_mask(self) -> tuple[bool, ...]:
@@ -682,8 +666,8 @@ class BudgetState:
     num_sampled_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tree(_Drawn):
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Tree(ShownTree):
     """All rollouts of one task. `print` shows it as text, a notebook as a drawing."""
 
     task: Task
@@ -712,12 +696,6 @@ class Tree(_Drawn):
             if leaf.step_id not in known or leaf.step_id in parents:
                 raise ValueError(f"{name}: leaf '{leaf.step_id}' must be a step without children")
 
-    def __repr__(self) -> str:
-        rewards = [leaf.reward for leaf in self.leaves if leaf.reward is not None]
-        mean = f", mean reward {sum(rewards) / len(rewards):.3g}" if rewards else ""
-        size = f"{len(self.steps)} steps, {len(self.leaves)} leaves"
-        return f"<Tree {self.group_id!r:.60} of {self.task.question[:60]!r}: {size}{mean}>"
-
     @property
     def root(self) -> Step:
         return self.steps[0]
@@ -733,8 +711,8 @@ class Tree(_Drawn):
         return [Trajectory(task=self.task, leaf=leaf, steps=steps) for leaf, steps in paths]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory(_Drawn):
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Trajectory(ShownTrajectory):
     """One root-to-leaf path, with the flat lists that users of TRL or verl expect. `print` and
     notebooks show it step by step.
 
@@ -745,11 +723,6 @@ class Trajectory(_Drawn):
     task: Task
     leaf: Leaf
     steps: tuple[Step, ...]
-
-    def __repr__(self) -> str:
-        reward = "" if self.reward is None else f", reward {self.reward:.3g}"
-        end = f"{len(self.steps) - 1} steps, {self.status}, answer {self.leaf.answer!r:.60}{reward}"
-        return f"<Trajectory of {self.task.question[:60]!r}: {end}>"
 
     @property
     def token_ids(self) -> list[int]:
