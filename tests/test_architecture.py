@@ -90,7 +90,7 @@ TORCH = (
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
 """Exceptions from the above: what must answer without torch."""
 
-MOST_CORE_LINES = 35_700
+MOST_CORE_LINES = 36_150
 """Lines of code outside `extras`."""
 LONGER: dict[str, str] = {}
 """Functions longer than 60 lines of code and files longer than 400, each with the reason."""

@@ -186,11 +186,9 @@ class Agent:
                 self._opened = Future()
                 # A caller that gives up must not end the loading, on which others may wait.
                 self._opened.set_running_or_notify_cancel()
+                work = self._hold(self._opened)
                 self._thread = threading.Thread(
-                    target=lambda opened: asyncio.run(self._hold(opened)),
-                    args=(self._opened,),
-                    name="treegraft-agent",
-                    daemon=True,
+                    target=asyncio.run, args=(work,), name="treegraft-agent", daemon=True
                 )
                 self._thread.start()
             return self._opened
@@ -205,8 +203,9 @@ class Agent:
         except BaseException as error:
             if opened.done():
                 raise
+            with self._lock:
+                self._opened = None
             opened.set_exception(error)
-            self._opened = None
 
     def close(self) -> None:
         """Ends the questions under way and frees the model; a further question loads it again."""
