@@ -204,7 +204,7 @@ class Agent:
             if opened.done():
                 raise
             with self._lock:
-                self._opened = None
+                self._opened = None if self._opened is opened else self._opened
             opened.set_exception(error)
 
     def close(self) -> None:
