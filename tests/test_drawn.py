@@ -114,14 +114,15 @@ def test_causes_and_ends_stand_in_the_rows() -> None:
 
 def test_a_big_tree_is_shortened_and_says_so() -> None:
     tree = Grown()
-    for n in range(300):
+    for n in range(6000):
         start = tree.add(
-            "0", StepContent(thought=f"{n} < {HOSTILE * 40}", calls=search("e1 r1").calls)
+            "0", StepContent(thought=f"{n} < {HOSTILE * 4}", calls=search("e1 r1").calls)
         )
-        tree.answer(start, f"{n} \u2713 {HOSTILE * 40}")
+        tree.answer(start, f"{n} \u2713 {HOSTILE * 4}")
     made = tree.done()
     found = made._repr_html_()
     assert len(found.encode()) <= MOST_BYTES and "shortened: " in found
+    assert len(Reader(found).rows) >= 40
     assert "shortened: " not in wide()._repr_html_()
 
 

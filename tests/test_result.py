@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -231,3 +232,24 @@ def test_progress_in_a_notebook_is_one_line() -> None:
     # 20 reports within four seconds: not more than two states a second, each over the last one.
     assert 4 <= file.getvalue().count("rollout ") <= 9
     assert "update 1/2  reward 0.500  correct -  calls -  | evaluation 1/2" in file.getvalue()
+
+
+def test_an_agent_knows_the_objects_of_its_run(tmp_path: Path) -> None:
+    def brief(completions: list[str], **_: Any) -> list[float]:
+        return [1 / (1 + len(one)) for one in completions]
+
+    def shout(text: str) -> str:
+        """Returns the text in capitals."""
+        return text.upper()
+
+    run = {"dir": str(tmp_path), "num_updates": 1, "tasks_per_update": 2, "name": "own"}
+    settings = tiny(run=run, warmup={"num_steps": 0})
+    settings["reward"] = {}
+    result = train(settings, rewards=brief, tools=shout, display=False)
+    with result.agent() as agent:
+        assert agent.ask("r1 of e2 ?").trajectory.status
+    read = RunResult.read(result.run_dir)
+    with pytest.raises(SettingError), read.agent() as agent:
+        agent.ask("r1 of e2 ?")
+    with read.agent(rewards=brief, tools=shout) as agent:
+        assert agent.ask("r1 of e2 ?").trajectory.status

@@ -191,10 +191,7 @@ class Agent:
                 # A caller that gives up must not end the loading, on which others may wait.
                 self._opened.set_running_or_notify_cancel()
                 self._thread = threading.Thread(
-                    target=self._live,
-                    args=(self._opened,),
-                    name="treegraft-agent",
-                    daemon=True,
+                    target=self._live, args=(self._opened,), name="treegraft-agent", daemon=True
                 )
                 self._thread.start()
             return self._opened
@@ -213,8 +210,9 @@ class Agent:
         except BaseException as error:
             if opened.done():
                 raise
+            with self._lock:
+                self._opened = None if self._opened is opened else self._opened
             opened.set_exception(error)
-            self._opened = None
 
     def close(self) -> None:
         """Ends the questions under way and frees the model; a further question loads it again."""

@@ -51,17 +51,14 @@ def as_text(shown: Tree | Trajectory) -> str:
 def as_html(shown: Tree | Trajectory) -> str:
     """Returns the drawing for a notebook: HTML of at most `MOST_BYTES` bytes without any script,
     light or dark as the page is. It says so where it leaves something out."""
-    tree = shown if isinstance(shown, Tree) else _alone(shown)
-    found = ""
+    tree, found = shown, ""
+    if isinstance(tree, Trajectory):
+        tree = Tree(task=tree.task, group_id="", steps=tree.steps, leaves=(tree.leaf,))
     for num_rows, num_letters in _SIZES:
         found = _page(tree, num_rows, num_letters, is_open=shown is not tree)
         if len(found.encode()) <= MOST_BYTES:
             break
     return found
-
-
-def _alone(path: Trajectory) -> Tree:
-    return Tree(task=path.task, group_id="", steps=path.steps, leaves=(path.leaf,))
 
 
 @cache
@@ -131,16 +128,18 @@ def _rows(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> Iter
         return numbers[step.id], kind, step.id in below, end
 
     # No recursion: a path may have more steps than Python has room for calls.
-    waiting: list[str | list[Step]] = [[tree.root]]
+    waiting: list[str | tuple[list[Step], bool]] = [([tree.root], False)]
     num_left, is_cut = num_rows, False
     while waiting:
-        steps = waiting.pop()
-        if isinstance(steps, str):
-            yield steps
+        if isinstance(item := waiting.pop(), str):
+            yield item
             continue
-        if num_left == 0:
-            is_cut = True
-            continue
+        if is_cut := num_left == 0:
+            break
+        steps, is_forked = item
+        if is_forked:
+            yield '<div class="path">'
+            waiting.append("</div>")
         if steps[0] is not tree.root:
             num_left -= 1
             own = [ends[one.id] for one in steps if one.id in ends]
@@ -148,11 +147,8 @@ def _rows(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> Iter
         groups: dict[tuple[object, ...], list[Step]] = {}
         for child in (child for one in steps for child in below.get(one.id, ())):
             groups.setdefault(look(child), []).append(child)
-        if len(groups) == 1:
-            waiting += groups.values()
-        else:
-            for group in reversed(groups.values()):
-                waiting += ["</div>", group, '<div class="path">']
+        waiting += [(group, len(groups) > 1) for group in reversed(groups.values())]
+    yield from (item for item in reversed(waiting) if isinstance(item, str))
     if is_cut:
         yield f'<div class="more">shortened: {num_rows} rows are shown; the viewer has all</div>'
 
