@@ -2,8 +2,8 @@
 and no numbers: an operation on tensors of two devices fails.
 
 A script, since the device stays for good: `python -m tests.shapes_only`. The device is one that
-torch lets Python register. It is not called "cuda", so what needs CUDA itself is left out: pinned
-memory, recorded steps, FlexAttention, Triton. Where the host asks for a number, for which a card
+torch lets Python register. It is not called "cuda", so what needs CUDA itself is left
+out: FlexAttention. Where the host asks for a number, for which a card
 makes it wait, it gets a 1, and the place is counted.
 """
 
@@ -108,12 +108,7 @@ def sample(model: Any) -> None:
             segments.append(Segment(row, count, total))
             total += count
         plan = RaggedPlan(total, pool, cache.table, segments, None)
-        sizes = [part.shape for part in plan._moved(torch.device("cpu"))]
         with shapes_alone, torch.inference_mode():
-            ids, positions, blocks = (
-                torch.zeros(size, dtype=torch.long, device=DEVICE) for size in sizes
-            )
-            plan._on_device = ids, positions, blocks
             hidden = forward(*plan.inputs(model.device), plan)
             logits = OutputHead(model)(hidden[:4])
             keys = [("a",), ("b",), None, ("c",)]

@@ -19,8 +19,6 @@ from benchmarks.card.bench import Bench
 from benchmarks.card.correct import check
 from benchmarks.card.trees import Workload
 
-from treegraft.policy.engine.graphs import Run
-
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 ROOT = Path(__file__).parents[1]
@@ -126,19 +124,6 @@ def test_noise_that_is_off_on_the_device_fails(
     bench = Bench(part=1, limit_s=60.0, is_tiny=True, say=lambda _: None)
     correct._noise(bench)
     assert [one.what for one in bench.rows if one.note.startswith("FAILED")] == [row]
-
-
-def test_graphs_that_repeat_old_tokens_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is played ignores the tokens; the engine finds that out and uses none."""
-
-    def frozen(run: Run) -> Run:
-        found = run()
-        return lambda: found
-
-    monkeypatch.setattr(correct, "traced", frozen)
-    bench = Bench(part=1, limit_s=60.0, is_tiny=True, say=lambda _: None)
-    correct._graphs(bench)
-    assert [row.note[:6] for row in bench.rows] == ["FAILED", "", ""]
 
 
 def test_shards_that_do_not_fit_the_host_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

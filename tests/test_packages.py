@@ -32,8 +32,8 @@ OF_EXTRAS = {
     "tasks.math_worker": "math_verify",
 }
 """Modules of the core that are imported for one feature alone, and the package of that feature."""
-OF_OTHERS = ("policy.engine.vllm.plugin", "policy.kernels.paged")
-"""Modules that are imported where vLLM or a build of torch for CUDA is."""
+OF_OTHERS = ("policy.engine.vllm.plugin",)
+"""Modules that are imported where vLLM is."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -61,7 +61,7 @@ def test_each_extra_but_one_is_in_all() -> None:
 def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> None:
     """So that whatever a core without extras lacks has its sentence."""
     owners = metadata.packages_distributions()
-    known = {name.partition(".")[0] for name in OPTIONAL} | {"vllm", "triton"}
+    known = {name.partition(".")[0] for name in OPTIONAL} | {"vllm"}
     # What mcp brings.
     known |= {"mcp_types", "httpx2"}
     brought, unknown = required(), []

@@ -8,22 +8,19 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.card.bench import Bench
 from benchmarks.card.one_rank import CannotShard, one_rank
 from benchmarks.card.trees import Workload
 from treegraft.core.interfaces import Request
-from treegraft.core.types import Completion, Sampling
+from treegraft.core.types import Sampling
 from treegraft.policy.attention_hook import tree_attention
-from treegraft.policy.engine.forward import HookedForward
-from treegraft.policy.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.learn import scores
@@ -48,7 +45,7 @@ def run(bench: Bench) -> None:
         _tests(bench)
     # FlexAttention has no backward pass on a CPU.
     proofs = (_proofs,) if bench.device.type == "cuda" else ()
-    for work in (_noise, _masks, *proofs, _packed, _keys, _graphs, _one_rank):
+    for work in (_noise, _masks, *proofs, _packed, _keys, _one_rank):
         if bench.has_time(work.__name__.strip("_")):
             work(bench)
 
@@ -237,65 +234,6 @@ def ulps(ours: Tensor, theirs: Tensor) -> float:
         return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
     return float((order(ours) - order(theirs)).abs().max())
-
-
-def traced(run: Run) -> Run:
-    """Returns a step as the list of its operators: what a CUDA graph is, for the CPU."""
-    found: Run = make_fx(lambda: run())()
-    return found
-
-
-def _graphs(bench: Bench) -> None:
-    """Decoding steps played back from CUDA graphs, against the steps themselves."""
-    make_recorder = recorder_maker(bench.device) or (lambda: traced)
-    model = bench.model(NAME, torch.float32, num_hidden_layers=bench.pick(_LAYERS, 2))
-    recorded, num_used = _written(bench, model, make_recorder)
-    eager, _ = _written(bench, model, None)
-    note = "" if num_used else "FAILED none was used; the log says why"
-    bench.add("graphs: recordings in use", float(num_used), "", note=note)
-    wrong = sum(
-        one.token_ids != other.token_ids for one, other in zip(recorded, eager, strict=True)
-    )
-    check(bench, "graphs: completions unlike eager steps'", float(wrong), 0.0, f"of {len(eager)}")
-    gaps = [
-        abs(a - b)
-        for one, other in zip(recorded, eager, strict=True)
-        for a, b in zip(one.sampling_logprobs, other.sampling_logprobs, strict=False)
-    ]
-    check(bench, "graphs: log-probabilities", max(gaps), 1e-5, "nats")
-
-
-def _written(
-    bench: Bench, model: Any, make_recorder: Callable[[], Recorder] | None
-) -> tuple[list[Completion], int]:
-    """Completions of several lengths, by recorded steps or without; how many recordings served."""
-    native = NativeSettings(cache_gb=bench.pick(4.0, 0.1), compile_kernels=False)
-    engine = NativeEngine(model, bench.tokenizer(NAME), EngineSettings(native=native))
-    plain = engine._forward
-    plain = plain._forward if isinstance(plain, RecordedForward) else plain
-    assert isinstance(plain, HookedForward)
-    forward = plain if make_recorder is None else RecordedForward(plain, make_recorder)
-    engine._forward = forward
-    count, length = bench.pick((24, 96), (5, 12))
-
-    async def write() -> list[Completion]:
-        asked = (
-            engine.complete(
-                Request(
-                    bench.tokens(NAME, n, bench.pick(300, 10) + n),
-                    Sampling(max_new_tokens=length - n % 3),
-                    noise_key=(0, "graphs", n),
-                )
-            )
-            for n in range(count)
-        )
-        found = await asyncio.gather(*asked)
-        await engine.close()
-        return found
-
-    completions = asyncio.run(write())
-    used = forward._recordings.values() if isinstance(forward, RecordedForward) else ()
-    return completions, sum(one.is_proven for one in used)
 
 
 def _one_rank(bench: Bench) -> None:

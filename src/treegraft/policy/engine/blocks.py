@@ -38,8 +38,7 @@ class BlockPool:
     def __init__(self, model: Any, max_bytes: float) -> None:
         """`max_bytes` limits the blocks that are kept; a path that is alone may take more.
 
-        On a GPU all of them are allocated here: growing would copy and leave holes, and recorded
-        steps would have to be recorded anew.
+        On a GPU all of them are allocated here: growing would copy and leave holes.
         """
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -352,14 +351,8 @@ class PathCache:
         return self._free_blocks.pop()
 
     def _grow(self) -> None:
-        """Adds blocks; where memory runs out and there are idle ones, the pool stays as it is."""
         before = self.pool.num_blocks
-        try:
-            self.pool.grow(before + 1)
-        except torch.OutOfMemoryError:
-            if not self._idle:
-                raise
-            self.pool.max_blocks = before
+        self.pool.grow(before + 1)
         self._free_blocks.extend(range(before, self.pool.num_blocks))
 
     def _drop(self, node: Node) -> None:

@@ -66,10 +66,6 @@ class Forward(Protocol):
         """Takes over weights that have changed in place."""
         ...
 
-    def release(self) -> None:
-        """Gives up memory that can be had again."""
-        ...
-
 
 class HookedForward:
     """transformers' own layers with our attention in them."""
@@ -92,9 +88,6 @@ class HookedForward:
     def refresh(self) -> None:
         for product in self._products:
             product.refresh()
-
-    def release(self) -> None:
-        """It holds none."""
 
 
 class _Layer:
@@ -182,9 +175,6 @@ class FusedForward:
     def refresh(self) -> None:
         for product in (*(product for product, _ in self.products()), *self._head):
             product.refresh()
-
-    def release(self) -> None:
-        """It holds none."""
 
     def give_back(self) -> None:
         """Leaves the model as it was."""
@@ -319,20 +309,10 @@ def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None
     # From a layer that was written for other arguments, or a configuration without attention.
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({first_line(error)})"
-    gap = distance(states, plain)
-    # Asked this way round, so that NaN is a problem.
-    if gap <= limit_of(model.dtype):
+    gap = float((states.float() - plain.float()).norm() / plain.float().norm())
+    # The largest that is rounding; asked this way round, so that NaN is a problem.
+    if gap <= (1e-4 if model.dtype == torch.float32 else 0.05):
         return None
     return (
         f"its hidden states differ from those of a plain forward pass by {gap:.3g} of their length"
     )
-
-
-def distance(states: Tensor, plain: Tensor) -> float:
-    """Returns ‖states - plain‖ / ‖plain‖."""
-    return float((states.float() - plain.float()).norm() / plain.float().norm())
-
-
-def limit_of(dtype: torch.dtype) -> float:
-    """Returns the largest distance from a plain forward pass that is rounding."""
-    return 1e-4 if dtype == torch.float32 else 0.05

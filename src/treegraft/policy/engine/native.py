@@ -29,13 +29,11 @@ from treegraft.core.threads import release_threads
 from treegraft.core.types import NO_FILTERS, Completion
 from treegraft.policy.engine.blocks import BlockPool, PathCache, cache_bytes, common_length
 from treegraft.policy.engine.filters import filtered
-from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
-from treegraft.policy.engine.graphs import RecordedForward, recorder_maker
+from treegraft.policy.engine.forward import Forward, build_forward
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
 from treegraft.policy.engine.requests import LiveRequest, Order, post, settler
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
-from treegraft.policy.engine.transfer import moved
 from treegraft.policy.output_head import OutputHead, end_token_ids, first_line, max_context
 from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings
@@ -43,9 +41,6 @@ from treegraft.settings.policy import EngineSettings
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-PASSES_OF_ROOM = 100
-"""Forward passes after which one may take in twice as many tokens again, where memory had run
-out."""
 MIN_SHARED = 32
 """Tokens from which a request waits for another that is taking in the same ones."""
 
@@ -77,17 +72,12 @@ class NativeEngine:
                 f"engine: the native engine cannot run this model: {problem}; choose another model"
                 " or another engine.kind"
             )
-        make_recorder = recorder_maker(model.device)
-        # Only this one: the fused pass runs on CPUs, where a launch costs nothing.
-        if make_recorder is not None and isinstance(forward, HookedForward):
-            forward = RecordedForward(forward, make_recorder)
         self._forward: Forward = forward
         self._head = OutputHead(model)
         room = cache_bytes(own.cache_gb, model.device)
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._room = self._buckets[-1]
-        self._num_passes_of_room = 0
         self._inbox: queue.SimpleQueue[LiveRequest | Order | None] = queue.SimpleQueue()
         self._waiting: list[LiveRequest] = []
         self._running: list[LiveRequest] = []
@@ -334,29 +324,20 @@ class NativeEngine:
         complete = [n for n, one in enumerate(segments) if one.count == one.row.num_unfed]
         ends = [segments[n].offset + segments[n].count - 1 for n in complete]
         done = [requests[n] for n in complete]
-        # Where all decode these are the first rows, which need no index.
-        first = ends == [*range(len(ends))]
-        at = slice(len(ends)) if first else moved(torch.tensor(ends), hidden.device)
-        found = self._sample(done, hidden[at]) if complete else []
+        found = self._sample(done, hidden[ends]) if complete else []
         for segment in segments:
             self._cache.fed(segment.row, segment.count)
         for live, (token, logprob, entropy) in zip(done, found, strict=True):
             self._append(live, token, logprob, entropy)
-        self._num_passes_of_room += 1
-        if self._num_passes_of_room == PASSES_OF_ROOM and self._room < self._buckets[-1]:
-            self._room, self._num_passes_of_room = min(2 * self._room, self._buckets[-1]), 0
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Halves the tokens of a pass; where they are few already, fails what would run."""
-        self._forward.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self._num_passes_of_room = 0
         if self._room > MIN_ROWS:
             self._room = max(MIN_ROWS, self._room // 2)
             _log.warning(
-                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens for"
-                " now",
+                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens now",
                 first_line(error),
                 self._room,
             )
@@ -430,9 +411,8 @@ class NativeEngine:
                 keys[row], positions[row] = live.request.noise_key, len(live.sampled)
         columns = sample_tokens(logits, temperatures, keys, positions, self._forward.kernels)
         self._draw_filtered(requests, logits, keys, columns)
-        # One copy from the device: a double holds a token's number as well as it holds a float.
-        found = torch.stack([column.double() for column in columns], dim=1)[: len(requests)]
-        return [(int(token), logprob, entropy) for token, logprob, entropy in found.tolist()]
+        tokens, logprobs, entropies = (column[: len(requests)].tolist() for column in columns)
+        return list(zip(tokens, logprobs, entropies, strict=True))
 
     def _draw_filtered(
         self,

@@ -1,8 +1,8 @@
 """Attention of one forward pass over ragged rows: some decode one token, some take in many.
 
 A token's numbers depend on its own path only: on which blocks of 64 positions it is spread, never
-on who shares them or on the other rows of the batch. On a CPU our kernels run it block by block;
-elsewhere torch's operators run it over gathered blocks.
+on who shares them or on the other rows of the batch. On a CPU our kernels run it block by block.
+Without them, and on a card, torch's operators run it over copies of the blocks, which is slow.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.errors import ModelError
-from treegraft.policy.attention_hook import AttentionOptions
+from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.engine.blocks import BlockPool, Row
-from treegraft.policy.engine.gathered import Gathered
-from treegraft.policy.engine.transfer import moved
 from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass
 
 MIN_ROWS = 16
@@ -36,6 +34,56 @@ class Segment:
     row: Row
     count: int
     offset: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """R paths of n tokens each, R or n being 1, over B blocks."""
+
+    positions: Tensor
+    """[R * n]"""
+    used: Tensor
+    """[R, B] the blocks of each path."""
+
+    def store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Puts key and value [kv heads, R * n, width] into their blocks."""
+        numbers, places = self.positions // BLOCK, self.positions % BLOCK
+        blocks = self.used.gather(1, numbers.view(len(self.used), -1)).flatten()
+        keys[blocks, :, :, places] = key.transpose(0, 1)
+        # Values are padded to whole vector registers; the padding stays 0.
+        values[blocks, :, places, : value.shape[-1]] = value.transpose(0, 1)
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Returns [R * n, heads, width] for query [heads, R * n, width], over copies of the paths'
+        blocks laid side by side; the query heads of a kv head are stacked."""
+        heads, count, width = query.shape
+        num_paths, kv_heads = self.used.shape[0], keys.shape[1]
+        length, group = count // num_paths, heads // kv_heads
+        own_keys = keys[self.used].permute(0, 2, 1, 4, 3).reshape(num_paths, kv_heads, -1, width)
+        own_values = (
+            values[self.used]
+            .permute(0, 2, 1, 3, 4)
+            .reshape(num_paths, kv_heads, -1, values.shape[-1])[..., :width]
+        )
+        stacked = query.reshape(kv_heads, group, num_paths, length, width).permute(2, 0, 1, 3, 4)
+        # A block's places behind the path's last token hold what an earlier path left there; their
+        # columns are larger than every position, so the causal mask hides them too.
+        rows = self.positions.view(num_paths, 1, 1, length, 1)
+        columns = torch.arange(own_keys.shape[2], device=query.device)
+        visible = columns <= rows
+        if options.window is not None:
+            visible &= rows - columns < options.window
+        visible = visible.expand(-1, -1, group, -1, -1).reshape(num_paths, 1, group * length, -1)
+        part = partial_attention(
+            stacked.reshape(num_paths, kv_heads, -1, width), own_keys, own_values, visible, options
+        )
+        sinks = None
+        if options.sinks is not None:
+            sinks = options.sinks.float().view(kv_heads, group, 1).repeat_interleave(length, dim=1)
+        merged = merge_partials([part], sinks).reshape(num_paths, kv_heads, group, length, width)
+        return merged.permute(0, 3, 1, 2, 4).reshape(count, heads, width)
 
 
 class RaggedPlan:
@@ -65,27 +113,12 @@ class RaggedPlan:
         self._columns = torch.tensor([ids, positions, slots], dtype=torch.int32)
         self._positions, self._slots = self._columns[1:]
         self._batch: Pass | None = None
-        self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
         self._gathered: list[tuple[slice, Gathered]] | None = None
 
     def inputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns [num_tokens] token ids and [num_tokens] positions on `device`."""
-        if self.kernels is not None:
-            ids, positions = self._columns[:2].to(device, torch.long)
-            return ids, positions
-        ids, positions, _ = self._moved(device)
+        ids, positions = self._columns[:2].to(device, torch.long)
         return ids, positions
-
-    def _moved(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, positions and [segments, blocks] the blocks of the segments' paths, in one copy."""
-        if self._on_device is None:
-            slots = torch.tensor([segment.row.slot for segment in self._segments])
-            used = self._table[slots, : int(self._positions.max()) // BLOCK + 1]
-            parts = (*self._columns[:2], used.flatten())
-            sizes = [len(part) for part in parts]
-            ids, positions, blocks = moved(torch.cat(parts), device).long().split(sizes)
-            self._on_device = ids, positions, blocks.view(used.shape)
-        return self._on_device
 
     def attend(
         self,
@@ -143,17 +176,10 @@ class RaggedPlan:
             output[tokens] = part.attend(query[:, tokens], keys, values, options).to(output.dtype)
         return output
 
-    def blocks_of_decoding(self, device: torch.device) -> Tensor | None:
-        """Returns [rows, blocks] the blocks of each row's path where every row takes in a single
-        token, else None."""
-        if any(segment.count > 1 for segment in self._segments):
-            return None
-        return self._moved(device)[2]
-
     def _groups(self, device: torch.device) -> Iterator[tuple[slice, Gathered]]:
         """Rows that decode, side by side, in one call; chunks one by one, since their lengths
         differ and padding them to the longest would cost more than the calls."""
-        _, positions, used = self._moved(device)
+        _, positions = self.inputs(device)
         first = 0
         while first < len(self._segments):
             group = [self._segments[first]]
@@ -163,8 +189,8 @@ class RaggedPlan:
                 group.append(one)
             last = max(one.row.fed + one.count for one in group) - 1
             tokens = slice(group[0].offset, group[-1].offset + group[-1].count)
-            blocks = used[first : first + len(group), : last // BLOCK + 1]
-            yield tokens, Gathered.of(positions[tokens], blocks)
+            used = self._table[[one.row.slot for one in group], : last // BLOCK + 1]
+            yield tokens, Gathered(positions[tokens], used.to(device, torch.long))
             first += len(group)
 
 

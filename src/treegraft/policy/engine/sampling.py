@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.interfaces import NoiseKey
-from treegraft.policy.engine.transfer import moved
 from treegraft.policy.kernels.engine import DRAWN, Kernels
 from treegraft.policy.noise import noise_words, philox_gumbels
 
@@ -50,8 +49,8 @@ def sample_tokens(
         (t if t > 0 else 1.0, *((0, 0, -1) if key is None else (*noise_words(key), position)))
         for t, key, position in zip(temperatures, noise_keys, positions, strict=True)
     ]
-    # All in one copy: a double holds words of 32 bits.
-    numbers = moved(torch.tensor(rows, dtype=torch.float64), device)
+    # A double holds words of 32 bits.
+    numbers = torch.tensor(rows, dtype=torch.float64, device=device)
     scale, draws = numbers[:, 0].float(), numbers[:, 1:].long()
     is_whole = size <= DRAWN
     # Noise for the blocks and for one block's tokens, not for the whole vocabulary: drawing it took
@@ -62,8 +61,8 @@ def sample_tokens(
     if is_whole:
         return _sample_at_once(logits / scale[:, None], noise)
     is_greedy = draws[:, 2] < 0 if any(key is None for key in noise_keys) else None
-    # The kernels go row by row themselves, and a GPU is faster with all rows at once.
-    step = ROWS if device.type == "cpu" and kernels is None else len(logits)
+    # The kernels go row by row themselves.
+    step = ROWS if kernels is None else len(logits)
     parts = [
         _sample_by_blocks(
             logits[first : first + step],
