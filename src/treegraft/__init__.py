@@ -7,8 +7,9 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from treegraft.core.lazy import ABOVE, homes, loader
+from treegraft.core.lazy import homes, loader
 from treegraft.core.moved import find_moved
+from treegraft.core.shown import ABOVE
 
 if TYPE_CHECKING:
     from treegraft.algo.arpo import branch_probability, entropy_change, shared_advantages

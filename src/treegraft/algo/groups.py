@@ -9,8 +9,6 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.types import Trajectory
-
 Floats = npt.NDArray[np.float64]
 
 Scale = Literal["std", "none", "leave-one-out"]
@@ -127,11 +125,3 @@ def whitened(
     mean = (counts * every).sum() / total
     variance = (counts * (every - mean) ** 2).sum() / (total - 1)
     return [(group - mean) / math.sqrt(variance + eps) for group in values]
-
-
-def num_loss_tokens(path: Trajectory) -> int:
-    """Returns |y|, the loss tokens of a whole path; of a stored trajectory, those that its agent
-    wrote."""
-    if path.is_stored:
-        return sum(len(step.lesson_ids) for step in path.steps)
-    return sum(sum(step.loss_mask) for step in path.steps)

@@ -1,5 +1,4 @@
-"""Names that are loaded on first use: those of public modules, and what data do by code above
-them."""
+"""Names of public modules that are loaded on first use."""
 
 from __future__ import annotations
 
@@ -29,14 +28,3 @@ def loader(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
         return importlib.import_module(f"{places[name]}.{name}") if found is None else found
 
     return load
-
-
-ABOVE: dict[str, str] = {}
-"""What data and results do by code that stands above them: a name -> "module:name". The package
-fills it, so that no arrow points up."""
-
-
-def above(name: str) -> Any:
-    """Returns the object of that name in `ABOVE`."""
-    module, _, attribute = ABOVE[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -9,8 +9,8 @@ from typing import Any, Unpack
 
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.given import GivenObjects
-from treegraft.core.lazy import above
 from treegraft.core.packages import not_installed
+from treegraft.core.shown import above
 from treegraft.core.types import Tree
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
 from treegraft.runs.start import find_checkpoint, update_latest

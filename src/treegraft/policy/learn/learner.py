@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treegraft.algo.groups import num_loss_tokens
 from treegraft.algo.losses import (
     Denominators,
     contribution_weights,
@@ -426,7 +425,7 @@ class Learner:
             # A truncated path counts also where it carries no loss: without it, answers cut short
             # would raise the weight of those that remain.
             tokens += sum(
-                path.leaf.weight * num_loss_tokens(path)
+                path.leaf.weight * path.num_loss_tokens
                 for path in tree.trajectories()
                 if path.status.rule.in_denominator
             )

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treegraft.algo.groups import num_loss_tokens
 from treegraft.core.types import (
     Leaf,
     Origin,
@@ -137,7 +136,7 @@ class TreeBatch:
         # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
         owners = self.trajectories[self.carries_loss]
         sampled = torch.bincount(owners, minlength=len(self.paths)).to(torch.float64)
-        stored = [num_loss_tokens(path) if path.is_stored else 0 for path in self.paths]
+        stored = [path.num_loss_tokens if path.is_stored else 0 for path in self.paths]
         return sampled + sampled.new_tensor(stored)
 
     def engine_gaps(self, logprobs: Tensor, version: int | None) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treegraft.algo.groups import num_loss_tokens
 from treegraft.algo.rapo import shaping_factor
 from treegraft.core.errors import SettingError
 from treegraft.core.types import LEARNING_RULES, Origin, Trajectory, Tree
@@ -113,7 +112,7 @@ def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
         origins=path.origins[start:],
         shaping=float(shaping_factor(leaf.retrieved_frac, shaping_weight)),
         weight=leaf.weight,
-        num_denominator=num_loss_tokens(path),
+        num_denominator=path.num_loss_tokens,
         reward=leaf.reward,
         is_correct=leaf.is_correct,
         group_id=group_id,
