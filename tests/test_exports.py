@@ -169,7 +169,12 @@ def test_a_trajectory_has_the_flat_lists() -> None:
 def test_a_run_says_where_its_results_are() -> None:
     from treegraft.train import RunResult
 
-    assert [field.name for field in fields(RunResult)] == ["run_dir", "checkpoint_dir", "metrics", "given"]
+    assert [field.name for field in fields(RunResult)] == [
+        "run_dir",
+        "checkpoint_dir",
+        "metrics",
+        "given",
+    ]
 
 
 def test_the_root_package_lists_what_it_has() -> None:

@@ -82,7 +82,7 @@ def test_smoke_test_of_a_first_agent(tmp_path: Path) -> None:
     ("name", "said"),
     [
         ("look_at_trees", "expert similarity"),
-        ("own_tool_reward_data", "{'exact_match': 1.0, '__main__:thrift': -2.0} -> 0.8"),
+        ("own_tool_reward_data", "{'exact_match': 1.0, 'thrift': -2.0} -> 0.8"),
     ],
 )
 def test_smoke_test_of_the_other_notebooks(name: str, said: str, tmp_path: Path) -> None:
