@@ -150,3 +150,8 @@ class OneByOne(Independent):
 def always_half(completions: list[str], **_: Any) -> list[float]:
     """A reward that teaches nothing."""
     return [0.5 for _ in completions]
+
+
+def by_length(completions: Sequence[str], **_: Any) -> list[float]:
+    """A reward that differs among trajectories whatever the agent has learned."""
+    return [len(one) % 7 / 7 for one in completions]

@@ -16,6 +16,14 @@ LOSS_TYPES = {"token-mean": "dapo", "sequence-mean": "grpo", "sequence-sum": "dr
 """TRL's name of each aggregation: the same sums."""
 
 
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in GRPOConfig.__dataclass_fields__
+)
+"""Its name in the version of transformers that is installed; newer ones have both."""
+
+
 class Only(NamedTuple):
     """A setting or an argument that has to keep its value, and the reason."""
 
@@ -117,9 +125,7 @@ def derived(config: Config) -> dict[str, Derived]:
         "lr_scheduler_kwargs": Derived(schedule_options, "learn.final_lr_frac"),
         "max_steps": Derived(config.run.num_updates * learn.num_epochs, "run.num_updates"),
         "seed": Derived(config.run.seed, "run.seed"),
-        "gradient_checkpointing": Derived(
-            model.gradient_checkpointing, "model.gradient_checkpointing"
-        ),
+        CHECKPOINTING: Derived(model.gradient_checkpointing, "model.gradient_checkpointing"),
         "trust_remote_code": Derived(model.trust_remote_code, "model.trust_remote_code"),
         # Ratios of the first step are 1 in Treegraft.
         "disable_dropout": Derived(True, "model"),
@@ -156,6 +162,8 @@ def grpo_config(
     """
     config = load_config(recipe)
     check_recipe(config)
+    if "gradient_checkpointing" in trl_arguments:
+        trl_arguments[CHECKPOINTING] = trl_arguments.pop("gradient_checkpointing")
     given = {name: one.value for name, one in derived(config).items()}
     given["bf16"] = config.model.dtype == "bfloat16"
     args = GRPOConfig(**(given | _batches(config, trl_arguments) | trl_arguments))
