@@ -152,6 +152,6 @@ def always_half(completions: list[str], **_: Any) -> list[float]:
     return [0.5 for _ in completions]
 
 
-def by_length(completions: Sequence[str], **_: Any) -> list[float]:
+def by_letters(completions: Sequence[str], **_: Any) -> list[float]:
     """A reward that differs among trajectories whatever the agent has learned."""
-    return [len(one) % 7 / 7 for one in completions]
+    return [sum(map(ord, one)) % 7 / 7 for one in completions]

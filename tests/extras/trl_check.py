@@ -30,7 +30,7 @@ RAPO: Mapping[str, Any] = {
         "graft": {"num_hybrid": 3, "probability": 1.0},
     },
     "buffer": {"path": "expert", "encoder": "hashing"},
-    "reward": {"funcs": ["tests.tiny_parts:by_length"]},
+    "reward": {"funcs": ["tests.tiny_parts:by_letters"]},
     "loss": {"graft_coef": 0.0},
     "learn": {"num_minibatches": 1, "lr": 1e-2},
 }
@@ -84,7 +84,7 @@ def own_gradient(
 
     learner.optimiser.step = step  # type: ignore[method-assign]
     _, metrics = learner.learn(trees)
-    return found, metrics["learn/clip_frac"]
+    return found, metrics.get("learn/clip_frac", 0.0)
 
 
 class Checked(TreeGRPOTrainer):  # type: ignore[misc]
@@ -144,7 +144,8 @@ def with_failures(trees: list[Tree], config: Config) -> list[Tree]:
 
 def train(config: Config, folder: Path, **own: Any) -> Checked:
     """A trainer that has trained."""
-    trainer = Checked(None, config, grpo_config(config, output_dir=str(folder), **QUIET, **own))
+    args = grpo_config(config, output_dir=str(folder), **QUIET | own)
+    trainer = Checked(None, config, args)
     trainer.train()
     return trainer
 
