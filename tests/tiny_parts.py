@@ -152,6 +152,7 @@ def always_half(completions: list[str], **_: Any) -> list[float]:
     return [0.5 for _ in completions]
 
 
-def by_letters(completions: Sequence[str], **_: Any) -> list[float]:
-    """A reward that differs among trajectories whatever the agent has learned."""
-    return [sum(map(ord, one)) % 7 / 7 for one in completions]
+def by_text(completions: Sequence[str], **_: Any) -> list[float]:
+    """A reward that differs among texts, whatever the agent has learned: by their length, and among
+    those of one length by their letters."""
+    return [len(one) % 7 / 7 + sum(map(ord, one)) % 11 / 1000 for one in completions]

@@ -29,8 +29,8 @@ RAPO: Mapping[str, Any] = {
         "entropy": {"num_starts": 2, "base_prob": 0.9},
         "graft": {"num_hybrid": 3, "probability": 1.0},
     },
-    "buffer": {"path": "expert", "encoder": "hashing"},
-    "reward": {"funcs": ["tests.tiny_parts:by_letters"]},
+    "buffer": {"path": "expert", "encoder": "hashing", "terminal": "exclude"},
+    "reward": {"funcs": ["tests.tiny_parts:by_text"]},
     "loss": {"graft_coef": 0.0},
     "learn": {"num_minibatches": 1, "lr": 1e-2},
 }
@@ -110,11 +110,13 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
             )
         ours, clipped = own_gradient(before, trees, config, self._first)
         theirs = {name: w.grad for name, w in plain.named_parameters() if w.grad is not None}
-        pair = [torch.cat([one[name].flatten() for name in sorted(ours)]) for one in (theirs, ours)]
+        # Without anything to learn from, ours has none.
+        pairs = [(w, ours.get(name, torch.zeros_like(w))) for name, w in theirs.items()]
+        flat = [torch.cat([one.flatten() for one in side]) for side in zip(*pairs, strict=True)]
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         self.gaps.append(
             Gap(
-                distance(*pair),
+                distance(*flat),
                 clipped,
                 sum(isinstance(step.cause, GraftCause) for tree in trees for step in tree.steps),
                 sum(leaf.status is Status.FAILED for leaf in leaves),
