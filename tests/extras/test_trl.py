@@ -64,7 +64,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "sequence-sum": (("loss.aggregation=sequence-sum", "loss.length_constant=9"), {}),
     "m = 0.6, clip at ratio 1": ((*HARD, *SHAPED), {}),
     "two passes": ((*SHAPED, "learn.num_epochs=2"), {}),
-    "inverse_branching": ((*HARD, "credit.leaf_weight=inverse_branching"), {}),
+    "inverse_branching": (
+        (*HARD, "credit.leaf_weight=inverse_branching", "explore.graft.num_hybrid=1"),
+        {},
+    ),
     "truncated, without loss": (
         (*HARD, "rollout.max_completion_tokens=16", "loss.learn_from_truncated=false"),
         {},
@@ -99,6 +102,8 @@ def test_law_19_gradients_are_those_of_our_learner(name: str, base: Path, tmp_pa
     assert sum(gap.num_grafts for gap in gaps) > 0 or "truncated" in name
     if name in ACTS:
         assert max(gap.clipped for gap in gaps) > 0
+    if name == "inverse_branching":
+        assert min(gap.num_weights for gap in gaps) > 1
     if "truncated" in name:
         assert sum(gap.num_truncated for gap in gaps) > 0
 

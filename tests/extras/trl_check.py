@@ -54,6 +54,8 @@ class Gap(NamedTuple):
     num_grafts: int
     num_failed: int
     num_truncated: int
+    num_weights: int
+    """Different leaf weights."""
 
 
 def recipe(base: Path | str, *overrides: str) -> Config:
@@ -121,6 +123,7 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
                 sum(isinstance(step.cause, GraftCause) for tree in trees for step in tree.steps),
                 sum(leaf.status is Status.FAILED for leaf in leaves),
                 sum(leaf.status is Status.TRUNCATED for leaf in leaves),
+                len({leaf.weight for leaf in leaves}),
             )
         )
         return loss
