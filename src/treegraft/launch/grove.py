@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 from treegraft.assemble import Parts, assemble, build_own_learner, training_explorer
 from treegraft.core.errors import SettingError, first_cause
+from treegraft.core.files import write_atomically
 from treegraft.core.given import GivenObjects, giving
 from treegraft.core.interfaces import CreditRule, Engine, Explorer, WeightSource
 from treegraft.core.types import Task, Tree
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.runs.checkpoint import TrainState
+from treegraft.runs.record import RunFolder, write_trees
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
 from treegraft.settings.objects import Objects, with_objects
@@ -277,6 +279,23 @@ class Grove:
             found |= part.take_metrics()
         return found
 
+    def record(
+        self,
+        folder: Path | str,
+        trees: Sequence[Tree],
+        number: int,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Writes an update's trees into a folder that `treegraft view` shows, and a line of
+        metrics, None for none; what the folder has of this update and of later ones gives way."""
+        place = RunFolder(Path(folder))
+        place.cut_before(number)
+        write_atomically(place.path / "config.json", config_json(self.config))
+        if trees:
+            write_trees(place.trees_path(number), trees)
+        if metrics is not None:
+            place.append_metrics(number, metrics)
+
     # ------------------------------------------------------------------ weights
 
     @cached_property
@@ -303,8 +322,8 @@ class Grove:
         """Gives the engine weights, which later trees are sampled with.
 
         Args:
-            weights: `Learner.weights()`, or tensors by name, as of a transformers model's
-                `state_dict()`: all of the plain model's, adapters merged.
+            weights: `Learner.weights()`, a transformers or peft model (whose adapters are merged),
+                or tensors by name: all of the plain model's.
             version: noted in each step that they sample; 0 is the engine's first.
 
         Raises:
@@ -319,10 +338,10 @@ class Grove:
 
     async def _published(self, weights: Any, version: int) -> None:
         from treegraft.policy.publish import hand_over
-        from treegraft.policy.weights import ModelWeights
+        from treegraft.policy.weights import ModelWeights, named_weights
 
         if not hasattr(weights, "fingerprint"):
-            named = dict(weights)
+            named = dict(named_weights(weights) if hasattr(weights, "state_dict") else weights)
             weights = ModelWeights({name: tensor.detach() for name, tensor in named.items()})
         await hand_over(self.engine, cast(WeightSource, weights), version)
 

@@ -342,6 +342,16 @@ class RunFolder:
         files = self.trees_dir.glob("update-*.jsonl")
         return sorted((int(one.stem.removeprefix("update-")), one) for one in files)
 
+    def cut_before(self, update: int) -> None:
+        """Removes the metrics and trees of `update` and of later ones."""
+        size = 0
+        if self.metrics_path.exists():
+            lines = read_metrics(self.path)
+            num_kept = sum(line["update"] < update for line in lines)
+            texts = self.metrics_path.read_bytes().split(b"\n")[:num_kept]
+            size = sum(len(text) + 1 for text in texts)
+        self.cut_to(update - 1, size)
+
     def cut_to(self, update: int, metrics_size: int) -> None:
         """Removes all metrics and trees written after the checkpoint of `update`."""
         if self.metrics_path.exists():

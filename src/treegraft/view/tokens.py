@@ -30,7 +30,9 @@ class TokenTexts:
         """The tokenizer of any checkpoint: it is the same throughout a run, and a live run has no
         checkpoint at first."""
         if self._loaded is None:
-            for path in sorted(self._run_dir.glob("checkpoints/*/tokenizer.json")):
+            # Of our checkpoints, or of those that TRL's trainer saves.
+            places = ("checkpoints/*/tokenizer.json", "checkpoint-*/tokenizer.json")
+            for path in sorted(one for place in places for one in self._run_dir.glob(place)):
                 if leads_outside(path, self._run_dir):
                     continue
                 # The library raises plain exceptions; another checkpoint may be whole.

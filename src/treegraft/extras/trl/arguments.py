@@ -1,0 +1,310 @@
+"""From a recipe to TRL's arguments; what cannot mean anything there is refused by its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trl import GRPOConfig
+
+from treegraft import Config, SettingError, load_config
+from treegraft.parts import value_of
+
+LOSS_TYPES = {"token-mean": "dapo", "sequence-mean": "grpo", "sequence-sum": "dr_grpo"}
+"""TRL's name of each aggregation: the same sums."""
+
+
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in GRPOConfig.__dataclass_fields__
+)
+"""Its name in the version of transformers that is installed; newer ones have both."""
+
+
+class Only(NamedTuple):
+    """A setting or an argument that has to keep its value, and the reason."""
+
+    name: str
+    value: Any
+    why: str
+
+
+_NO_TEXTS = "rows hold what the policy sampled, and imitated texts are none of it"
+_ONE_RATIO = "one ratio for a whole row does not go with steps that have advantages of their own"
+_SHARDS = "TRL and accelerate divide weights among processes"
+RECIPE = (
+    Only("loss.objective", "clip", "TRL's other losses are not those of Treegraft"),
+    Only("loss.graft_coef", 0.0, _NO_TEXTS),
+    Only("loss.lesson_coef", 0.0, _NO_TEXTS),
+    Only("loss.engine_ratio_cap", None, "TRL has this correction for vLLM's samples alone"),
+    Only(
+        "learn.num_minibatches",
+        1,
+        "TRL mixes the rows of all trees among the steps of a generation, and a step has to hold"
+        " whole trees",
+    ),
+    Only("learn.replicate", 1, _SHARDS),
+    Only("learn.offload", False, _SHARDS),
+    Only("rollout.max_rounds", 1, "TRL fixes the number of prompts of a step"),
+    Only("replay.fresh_frac", 1.0, "TRL generates every batch anew"),
+    Only("sampler.kind", "epochs", "TRL chooses the prompts of a step"),
+    Only(
+        "warmup.num_steps",
+        0,
+        "TRL's trainer has no warm-up; run `treegraft sft` first, with its checkpoint as the model",
+    ),
+)
+"""Settings of a recipe that rows in TRL's loss cannot have another value of."""
+
+_BY_TREES = "the rollouts are trees by the recipe's [explore], [rollout] and [engine]"
+_BY_REWARD = "rewards and their weights are the recipe's [reward]"
+TRL = (
+    Only("use_vllm", False, "vLLM's server and colocate modes are not built; the native engine is"),
+    Only("mask_truncated_completions", False, "loss.learn_from_truncated of the recipe says it"),
+    Only("importance_sampling_level", "token", _ONE_RATIO),
+    Only("multi_objective_aggregation", "sum_then_normalize", _BY_REWARD),
+    Only("reward_weights", None, _BY_REWARD),
+    Only(
+        "off_policy_mask_threshold",
+        None,
+        "it masks whole rows by the sign of their advantage, which tokens differ in here",
+    ),
+    Only("top_p", 1.0, _BY_TREES),
+    Only("top_k", 0, _BY_TREES),
+    Only("min_p", None, _BY_TREES),
+    Only("repetition_penalty", 1.0, _BY_TREES),
+    Only("generation_kwargs", None, _BY_TREES),
+    Only("cache_implementation", None, _BY_TREES),
+    Only("use_transformers_continuous_batching", False, _BY_TREES),
+    Only("max_tool_calling_iterations", None, "rollout.max_tool_calls of the recipe says it"),
+    Only("chat_template_kwargs", None, "format.template_options of the recipe says it"),
+    Only("num_train_epochs", 3.0, "run.num_updates of the recipe is the length of the training"),
+    Only("remove_unused_columns", False, "rows find their task by a column"),
+    Only("do_eval", False, "trees are for training; measure a checkpoint with `treegraft eval`"),
+)
+"""TRL's arguments that have to keep their default."""
+
+
+class Derived(NamedTuple):
+    """An argument of TRL that a recipe gives."""
+
+    value: Any
+    source: str
+    """Dotted name of the setting that says it."""
+
+
+def derived(config: Config) -> dict[str, Derived]:
+    """Returns TRL's arguments that a recipe gives, by name; batch sizes are not among them."""
+    loss, learn, model = config.loss, config.learn, config.model
+    schedule, schedule_options = _schedule(config)
+    return {
+        "num_generations": Derived(config.explore.num_leaves, "explore.num_leaves"),
+        "temperature": Derived(config.rollout.temperature, "rollout.temperature"),
+        "max_completion_length": Derived(
+            config.rollout.max_completion_tokens, "rollout.max_completion_tokens"
+        ),
+        "loss_type": Derived(LOSS_TYPES[loss.aggregation], "loss.aggregation"),
+        "epsilon": Derived(loss.clip_low, "loss.clip_low"),
+        "epsilon_high": Derived(loss.clip_high, "loss.clip_high"),
+        "delta": Derived(loss.dual_clip, "loss.dual_clip"),
+        "beta": Derived(loss.kl_coef, "loss.kl_coef"),
+        # Treegraft's KL term has no ratio, and TRL's holds RAPO's shaping.
+        "use_bias_correction_kl": Derived(False, "loss.kl_coef"),
+        "scale_rewards": Derived("none", "credit.advantage"),
+        "num_iterations": Derived(learn.num_epochs, "learn.num_epochs"),
+        "learning_rate": Derived(learn.lr, "learn.lr"),
+        "adam_beta1": Derived(learn.betas[0], "learn.betas"),
+        "adam_beta2": Derived(learn.betas[1], "learn.betas"),
+        "weight_decay": Derived(learn.weight_decay, "learn.weight_decay"),
+        "max_grad_norm": Derived(learn.max_grad_norm, "learn.max_grad_norm"),
+        "warmup_steps": Derived(learn.lr_warmup_steps, "learn.lr_warmup_steps"),
+        "lr_scheduler_type": Derived(schedule, "learn.schedule"),
+        "lr_scheduler_kwargs": Derived(schedule_options, "learn.final_lr_frac"),
+        "max_steps": Derived(config.run.num_updates * learn.num_epochs, "run.num_updates"),
+        "seed": Derived(config.run.seed, "run.seed"),
+        CHECKPOINTING: Derived(model.gradient_checkpointing, "model.gradient_checkpointing"),
+        "trust_remote_code": Derived(model.trust_remote_code, "model.trust_remote_code"),
+        # Ratios of the first step are 1 in Treegraft.
+        "disable_dropout": Derived(True, "model"),
+    }
+
+
+def _schedule(config: Config) -> tuple[str, dict[str, float]]:
+    """The scheduler of transformers with the same learning rates behind the warm-up."""
+    learn = config.learn
+    if learn.schedule == "constant":
+        return "constant_with_warmup" if learn.lr_warmup_steps else "constant", {}
+    if not learn.final_lr_frac:
+        return learn.schedule, {}
+    if learn.schedule == "linear":
+        return "polynomial", {"lr_end": learn.final_lr_frac * learn.lr, "power": 1.0}
+    return "cosine_with_min_lr", {"min_lr_rate": learn.final_lr_frac}
+
+
+def grpo_config(
+    recipe: Config | Mapping[str, Any] | str | Path, **trl_arguments: Any
+) -> GRPOConfig:
+    """Returns TRL's arguments for a recipe.
+
+    What both could say is the recipe's: see `derived`. A step holds the run.tasks_per_update trees
+    of an update, over all processes; where neither per_device_train_batch_size nor
+    gradient_accumulation_steps is given, a pass holds one tree.
+
+    Args:
+        trl_arguments: of `GRPOConfig`, for all else: output_dir, bf16, save_steps, deepspeed, ...
+
+    Raises:
+        SettingError: a setting or an argument that cannot mean anything there, or two that
+            contradict each other.
+    """
+    config = load_config(recipe)
+    check_recipe(config)
+    if "gradient_checkpointing" in trl_arguments:
+        trl_arguments[CHECKPOINTING] = trl_arguments.pop("gradient_checkpointing")
+    given = {name: one.value for name, one in derived(config).items()}
+    given["bf16"] = config.model.dtype == "bfloat16"
+    args = GRPOConfig(**(given | _batches(config, trl_arguments) | trl_arguments))
+    check_arguments(config, args)
+    return args
+
+
+def _batches(config: Config, given: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that are not given, so that a step holds the trees of an update."""
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    leaves = config.explore.num_leaves
+    own = config.run.tasks_per_update * leaves // num_processes
+    if "gradient_accumulation_steps" in given:
+        num_passes = max(1, given["gradient_accumulation_steps"])
+        return {"per_device_train_batch_size": max(1, own // num_passes)}
+    rows = given.get("per_device_train_batch_size", leaves)
+    return {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": max(1, own // max(1, rows)),
+    }
+
+
+def check_recipe(config: Config) -> None:
+    """Raises `SettingError` for a recipe with a setting that TRL's loss or loop cannot have."""
+    for one in RECIPE:
+        _refuse_other(one, value_of(config, one.name))
+    if config.engine.kind == "vllm":
+        raise SettingError(
+            "engine.kind: got 'vllm', expected 'native' inside TRL: its servers are not given the"
+            " weights of TRL's trainer yet."
+        )
+    if config.model.path == "tiny" or config.model.path.startswith("shape:"):
+        raise SettingError(
+            f"model.path: got '{config.model.path}', expected a hub id or a folder inside TRL,"
+            " which loads models from files; name a checkpoint of `treegraft sft` or `train`."
+        )
+    if not config.run.num_updates:
+        raise SettingError("run.num_updates: got 0, expected 1 or more inside TRL.")
+    for name, field in type(config.loss).model_fields.items():
+        value = getattr(config.loss, name)
+        if name not in KNOWN_LOSS and value != field.get_default(call_default_factory=True):
+            raise SettingError(
+                f"loss.{name}: got {value!r}, expected {field.default!r} inside TRL, whose loss"
+                " has no such factor."
+            )
+    _check_pairs(config)
+
+
+KNOWN_LOSS = (
+    *("aggregation", "objective", "clip_low", "clip_high", "kept_low", "kept_high", "dual_clip"),
+    *("old_logprobs", "engine_ratio_cap", "engine_ratio", "kl_coef", "length_constant"),
+    *("learn_from_truncated", "shaping_weight", "graft_coef", "graft_form", "graft_gamma"),
+    "lesson_coef",
+)
+"""Settings of [loss] that are derived, used, idle or refused by name; others are of plugins."""
+
+
+def _check_pairs(config: Config) -> None:
+    loss = config.loss
+    # TRL bounds the ratio itself, which is the same from there on.
+    if loss.dual_clip is not None and loss.dual_clip < 1 + loss.clip_high:
+        raise SettingError(
+            f"loss.dual_clip: got {loss.dual_clip:g}, expected 1 + loss.clip_high ="
+            f" {1 + loss.clip_high:g} or more inside TRL, whose delta also bounds positive"
+            " advantages."
+        )
+    if not loss.kl_coef:
+        return
+    unequal = {
+        "credit.leaf_weight": config.credit.leaf_weight != "uniform",
+        "credit.advantage": config.credit.advantage not in ("grpo", "dr_grpo", "rloo"),
+        "loss.learn_from_truncated": not loss.learn_from_truncated,
+        "loss.length_constant": loss.length_constant is not None,
+    }
+    for name, differs in unequal.items():
+        if differs:
+            raise SettingError(
+                f"loss.kl_coef: got {loss.kl_coef:g}, expected 0 inside TRL beside {name} ="
+                f" {value_of(config, name)!r}: leaf weights are factors of the advantages there,"
+                " which do not reach the KL term."
+            )
+
+
+def check_arguments(config: Config, args: GRPOConfig) -> None:
+    """Raises `SettingError` for arguments of TRL that cannot mean anything beside trees, or that
+    contradict the recipe; `grpo_config` makes the right ones."""
+    for one in TRL:
+        _refuse_other(one, getattr(args, one.name))
+    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
+        raise SettingError(
+            f"eval_strategy: got '{args.eval_strategy}', expected 'no': trees are for training;"
+            " measure a checkpoint with `treegraft eval`."
+        )
+    for name, (value, source) in derived(config).items():
+        got = getattr(args, name)
+        if got != value and (got or value):
+            raise SettingError(
+                f"{name}: got {got!r}, expected {value!r} by {source} of the recipe, which says it;"
+                " change it there, and make the arguments with grpo_config(recipe, ...)."
+            )
+    _check_batches(config, args)
+
+
+def _check_batches(config: Config, args: GRPOConfig) -> None:
+    if args.steps_per_generation != args.gradient_accumulation_steps:
+        raise SettingError(
+            f"steps_per_generation: got {args.steps_per_generation}, expected"
+            f" {args.gradient_accumulation_steps}, that of gradient_accumulation_steps: an"
+            " optimiser step has to hold all rows of its trees."
+        )
+    leaves, num_processes = config.explore.num_leaves, args.world_size
+    own = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    sizes = (
+        f"per_device_train_batch_size {args.per_device_train_batch_size} *"
+        f" gradient_accumulation_steps {args.gradient_accumulation_steps}"
+    )
+    if own % leaves:
+        raise SettingError(
+            f"{sizes}: got {own} rows for each process, expected whole trees of"
+            f" {leaves} leaves (explore.num_leaves)."
+        )
+    if own * num_processes != config.run.tasks_per_update * leaves:
+        raise SettingError(
+            f"{sizes}, on {num_processes} processes: got {own * num_processes // leaves} trees for"
+            f" each step, expected {config.run.tasks_per_update} by run.tasks_per_update of the"
+            " recipe; whole trees have to lie on each process."
+        )
+    across = {
+        "credit.advantage": config.credit.advantage.startswith("reinforce++"),
+        "credit.token_entropy_weight": bool(getattr(config.credit, "token_entropy_weight", 0.0)),
+    }
+    for name, compares in across.items():
+        if compares and num_processes > 1:
+            raise SettingError(
+                f"{name}: got {value_of(config, name)!r} on {num_processes} processes; expected"
+                " one: it compares all trees of an update, and each process has its own."
+            )
+
+
+def _refuse_other(one: Only, value: Any) -> None:
+    if value != one.value:
+        raise SettingError(
+            f"{one.name}: got {value!r}, expected {one.value!r} inside TRL: {one.why}."
+        )

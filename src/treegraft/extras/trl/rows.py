@@ -1,0 +1,136 @@
+"""Rows of trees as the tensors of TRL's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treegraft import Config, SettingError, Tree
+from treegraft.parts import LeafRow, leaf_rows
+
+
+class Row(NamedTuple):
+    """A row of TRL's batch: a leaf, or what fills a group up."""
+
+    prompt_ids: list[int]
+    leaf: LeafRow | None
+    """None for a leaf that failed, and for one that the tree does not have."""
+
+
+def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
+    """Returns explore.num_leaves rows for each tree, in the order of its leaves."""
+    size, rows = config.explore.num_leaves, list[Row]()
+    for tree in trees:
+        if len(tree.leaves) > size:
+            raise SettingError(
+                f"tree '{tree.group_id}' has {len(tree.leaves)} leaves, expected at most"
+                f" explore.num_leaves = {size}: TRL fixes the rows of a group. Raise it."
+            )
+        counting = {row.leaf_id: row for row in leaf_rows([tree], config)}
+        leaves = [counting.get(leaf.step_id) for leaf in tree.leaves]
+        prompt_ids = list(tree.steps[0].token_ids)
+        rows += [Row(prompt_ids, one) for one in leaves + [None] * (size - len(leaves))]
+    for row in rows:
+        if row.leaf and any(one != config.rollout.temperature for one in _temperatures(row.leaf)):
+            raise SettingError(
+                f"tree '{row.leaf.group_id}': a token was sampled at another temperature than"
+                f" rollout.temperature = {config.rollout.temperature:g}, the one that TRL scores"
+                " all tokens at."
+            )
+    return rows
+
+
+def _temperatures(row: LeafRow) -> list[float]:
+    pairs = zip(row.temperatures, row.loss_mask, strict=True)
+    return [temperature for temperature, carries in pairs if carries]
+
+
+def rollout_fields(rows: Sequence[Row], filler: int) -> dict[str, list[object]]:
+    """Returns what a `rollout_func` of TRL returns.
+
+    Args:
+        filler: the token of a row without tokens, of which TRL reads the last one; it carries no
+            loss.
+    """
+    leaves = [row.leaf for row in rows]
+    return {
+        "prompt_ids": [row.prompt_ids for row in rows],
+        "completion_ids": [(one.completion_ids if one else []) or [filler] for one in leaves],
+        "logprobs": [(one.sampling_logprobs if one else []) or [0.0] for one in leaves],
+        # Tool results, grafts, forced and stored text carry no loss.
+        "env_mask": [list(map(int, one.loss_mask if one else [])) or [0] for one in leaves],
+        "reward": [one.reward if one else None for one in leaves],
+    }
+
+
+def own_sums(rows: Sequence[Row]) -> Tensor:
+    """Returns [2] this process's part of Σ w_i |y_i|, and of the number of groups that count."""
+    leaves = [row.leaf for row in rows if row.leaf]
+    tokens = sum(one.weight * one.num_denominator for one in leaves)
+    return torch.tensor([tokens, float(len({one.group_id for one in leaves}))])
+
+
+def factors(
+    rows: Sequence[Row], config: Config, *, sums: Tensor, num_tokens: float, num_rows: int
+) -> Tensor:
+    """Returns [B] what turns TRL's coefficient of each row into that of `leaf_rows`: 1 where no
+    leaf failed and all weights of a group are equal.
+
+        token-mean      (w_i / Σ_j w_j |y_j|) / (1 / num_tokens)
+        sequence-mean   (w_i / (|y_i| |G|)) / (1 / (loss tokens of i · num_rows))
+        sequence-sum    (w_i / (constant |G|)) / (1 / (rollout.max_completion_tokens · num_rows))
+
+    TRL's minimum of two terms is homogeneous in positive factors of the advantage, so they may
+    stand there.
+
+    Args:
+        sums: of all processes, see `own_sums`.
+        num_tokens: loss tokens of all processes.
+        num_rows: of all processes, fillers included.
+    """
+    tokens, groups = map(float, sums.clamp(min=1e-12))
+    longest = config.rollout.max_completion_tokens
+    constant = config.loss.length_constant or longest
+
+    def factor(row: LeafRow) -> float:
+        if config.loss.aggregation == "token-mean":
+            return row.weight * num_tokens / tokens
+        of_group = row.weight * num_rows / groups
+        if config.loss.aggregation == "sequence-sum":
+            return of_group * longest / constant
+        return of_group * sum(row.loss_mask) / max(1, row.num_denominator)
+
+    return torch.tensor([factor(row.leaf) if row.leaf else 0.0 for row in rows])
+
+
+def row_advantages(rows: Sequence[Row], width: int) -> Tensor:
+    """Returns [B, width] the advantage of each token, 0 behind a row's end."""
+    found = torch.zeros(len(rows), width)
+    for place, row in enumerate(rows):
+        if row.leaf:
+            found[place, : len(row.leaf.advantages)] = torch.tensor(row.leaf.advantages)
+    return found
+
+
+def row_shaping(rows: Sequence[Row]) -> Tensor:
+    """Returns [B, 1] RAPO's 1 + m F."""
+    return torch.tensor([[row.leaf.shaping if row.leaf else 1.0] for row in rows])
+
+
+def shaped_at_one(advantages: Tensor, shaping: Tensor, config: Config) -> Tensor:
+    """Returns [B, T] the advantages of a step whose ratios are all 1, with RAPO's factor in them:
+
+        (1 + m F) A,   0 where the clip acts: A > 0 and 1 + m F > 1 + clip_high,
+                       or A < 0 and 1 + m F > dual_clip
+
+    Source: RAPO (arXiv 2603.03078, eq. 8 and 11). TRL forms no old log-probabilities there, which
+    the factor could be taken from.
+    """
+    loss = config.loss
+    is_clipped = (advantages > 0) & (shaping > 1 + loss.clip_high)
+    if loss.dual_clip is not None:
+        is_clipped |= (advantages < 0) & (shaping > loss.dual_clip)
+    return torch.where(is_clipped, 0.0, advantages * shaping)

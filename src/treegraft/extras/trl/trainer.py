@@ -1,0 +1,333 @@
+"""TRL's trainer with trees by a recipe in place of its own rollouts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from treegraft import Config, SettingError, Tree, load_config, read_trees
+from treegraft.extras.trl.arguments import check_arguments, check_recipe, grpo_config
+from treegraft.extras.trl.rows import (
+    Row,
+    factors,
+    own_sums,
+    rollout_fields,
+    row_advantages,
+    row_shaping,
+    shaped_at_one,
+    tree_rows,
+)
+from treegraft.parts import Grove, grove
+
+OF_RECIPE = {
+    "train_dataset": "[tasks]",
+    "reward_funcs": "[reward]",
+    "reward_processing_classes": "[reward]",
+    "tools": "[tools]",
+    "environment_factory": "[environment]",
+    "rollout_func": "[explore]",
+}
+"""Arguments of GRPOTrainer that a recipe says, and where."""
+REFUSED = {
+    "eval_dataset": "trees are for training; measure a checkpoint with `treegraft eval`",
+    "quantization_config": "the engine needs the plain model's weights",
+}
+"""Its arguments that mean nothing beside trees."""
+
+
+def tree_reward(*, reward: Sequence[float | None], **_: Any) -> list[float | None]:
+    """Returns the rewards that the recipe's functions gave; None for a leaf that failed."""
+    return list(reward)
+
+
+class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """Trees by a recipe inside TRL's loop: its optimiser, loss, accelerate, DDP, LoRA and
+    checkpoints; the tasks, tools, rewards, rollouts and per-token advantages are the recipe's.
+
+    At each generation a native engine gets the trainer's weights, a tree is grown for each prompt,
+    and its leaves are the rows of the prompt. The trees are written to args.output_dir, which
+    `treegraft view` shows.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        recipe: Config | Mapping[str, Any] | str | Path,
+        args: GRPOConfig | None = None,
+        *,
+        processing_class: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = (None, None),
+        peft_config: Any = None,
+        **others: Any,
+    ) -> None:
+        """Makes the recipe's parts and TRL's.
+
+        Args:
+            model: a name, or a transformers or peft model that was loaded from files; it goes
+                before model.path and model.dtype of the recipe. None takes those.
+            args: of `grpo_config`; None makes them.
+            processing_class: a tokenizer equal to the recipe's; None takes that.
+            callbacks, optimizers, peft_config: as in GRPOTrainer; model.lora of the recipe makes
+                a peft_config too.
+
+        Raises:
+            SettingError: what the recipe says already, or what cannot mean anything beside trees.
+        """
+        _refuse_others(others)
+        self.recipe = config = _with_model(load_config(recipe), model)
+        check_recipe(config)
+        args = grpo_config(config) if args is None else args
+        check_arguments(config, args)
+        if model is None or isinstance(model, str):
+            model, given = config.model.path, dict(args.model_init_kwargs or {})
+            args.model_init_kwargs = {**given, "dtype": _same_dtype(given, config)}
+        self._held = ExitStack()
+        self._rows: list[Row] = []
+        self._of_update: list[Tree] = []
+        self.trees: list[Tree] = []
+        """This process's trees of the last generation."""
+        # Also where `train` is never called.
+        weakref.finalize(self, self._held.close)
+        self._open()
+        tasks = self._check_tasks(self._grove.tasks)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
+            super().__init__(
+                model=model,
+                args=args,
+                train_dataset=Dataset.from_list(tasks),
+                reward_funcs=tree_reward,
+                rollout_func=self._roll_out,
+                processing_class=_same_tokenizer(processing_class, self._grove.tokenizer),
+                callbacks=callbacks,
+                optimizers=optimizers,
+                peft_config=_lora(config, peft_config),
+            )
+        self._refuse_shards()
+        # A model of another shape is refused here, before any work.
+        self._grove.publish(self.accelerator.unwrap_model(self.model), 0)
+
+    # ------------------------------------------------------------------ begin and end
+
+    def _open(self) -> None:
+        self._grove: Grove = self._held.enter_context(grove(self.recipe))
+        self._is_open, self._published = True, -1
+
+    def close(self) -> None:
+        """Ends the engine and the tools; `train` does so at its end, and opens them again."""
+        self._held.close()
+        self._is_open = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as TRL's trainer does."""
+        if not self._is_open:
+            self._open()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.close()
+
+    def _check_tasks(self, tasks: Sequence[Any]) -> list[dict[str, Any]]:
+        needed = self.recipe.run.tasks_per_update
+        if len(tasks) < needed:
+            raise SettingError(
+                f"run.tasks_per_update: got {needed}, expected at most {len(tasks)}, the training"
+                " tasks of the recipe: TRL gives a step each task once."
+            )
+        return [{"prompt": task.question, "task": place} for place, task in enumerate(tasks)]
+
+    def _refuse_shards(self) -> None:
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
+            raise SettingError(
+                "FSDP or DeepSpeed ZeRO-3: got weights in shards, expected whole ones on each"
+                " process (DDP, ZeRO-1 or ZeRO-2): the engine is given the trainer's weights."
+            )
+
+    # ------------------------------------------------------------------ trees
+
+    @property
+    def _number(self) -> int:
+        """Of the update, from 1 on: a generation and its passes."""
+        return int(self.state.global_step) // int(self.num_iterations) + 1
+
+    def _publish(self) -> None:
+        if self.state.global_step != self._published:
+            self._grove.publish(self.accelerator.unwrap_model(self.model), self._number - 1)
+            self._published = self.state.global_step
+
+    def _grow(self, places: Sequence[int]) -> None:
+        """Grows a tree for each prompt of this process, once those of the last update have been
+        learned from.
+
+        Args:
+            places: of the tasks, each as often as a tree has leaves.
+        """
+        number, leaves = self._number, self.recipe.explore.num_leaves
+        if self._of_update:
+            self._grove.remember(self._of_update, number - 1)
+        self._publish()
+        tasks = self._grove.tasks
+        self.trees = self._grove.grow([tasks[place] for place in places[::leaves]], number)
+        self._rows = tree_rows(self.trees, self.recipe)
+        self._of_update = self._of_all(self.trees, number)
+        if self.accelerator.is_main_process:
+            metrics = self._grove.take_metrics(self._of_update)
+            for name, value in metrics.items():
+                self._metrics["train"][f"tree/{name}"].append(value)
+            kept = self._of_update if self.recipe.track.record_trees else []
+            self._grove.record(self.args.output_dir, kept, number, metrics)
+
+    def _of_all(self, trees: Sequence[Tree], number: int) -> list[Tree]:
+        """The trees of all processes, in their order; sent as JSON."""
+        if self.accelerator.num_processes == 1:
+            return list(trees)
+        with tempfile.TemporaryDirectory() as folder:
+            self._grove.record(folder, trees, number)
+            (path,) = Path(folder, "trees").glob("*.jsonl")
+            own = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+            own = own.to(self.accelerator.device)
+            sizes = self.accelerator.gather(torch.tensor([len(own)], device=own.device)).tolist()
+            padded = torch.nn.functional.pad(own, (0, max(sizes) - len(own)))
+            parts = self.accelerator.gather(padded).view(len(sizes), -1).cpu()
+            path.write_bytes(
+                b"".join(
+                    part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
+                )
+            )
+            return read_trees(path)
+
+    # ------------------------------------------------------------------ what TRL calls
+
+    def _roll_out(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[object]]:
+        return rollout_fields(self._rows, trainer.processing_class.eos_token_id)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns TRL's batch of a generation, with advantages by token and RAPO's shaping."""
+        self._grow([one["task"] for one in inputs])
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        return output | self._credit(output, self._rows)
+
+    def _credit(self, output: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+        """What differs from TRL's batch."""
+        device, config = self.accelerator.device, self.recipe
+        scale = factors(
+            rows,
+            config,
+            sums=self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu(),
+            num_tokens=float(output["num_items_in_batch"]),
+            num_rows=len(rows) * self.accelerator.num_processes,
+        )
+        plain = row_advantages(rows, output["completion_ids"].shape[1])
+        advantages = plain * scale[:, None]
+        shaping = row_shaping(rows)
+        old = output.get("old_per_token_logps")
+        if config.loss.old_logprobs == "engine":
+            old = output["sampling_per_token_logps"]
+        found = {}
+        if old is None:
+            advantages = shaped_at_one(advantages, shaping, config)
+        else:
+            # TRL's ratio is then (1 + m F) ρ, which its clip acts on (RAPO, eq. 8 and 11).
+            found["old_per_token_logps"] = old - shaping.log().to(device)
+        # In TRL's table of completions, in place of what it made of the rewards.
+        means = torch.tensor([_mean(row) for row in rows], device=device)
+        self._logs["advantages"].extend(self.accelerator.gather(means).tolist())
+        return found | {"advantages": advantages.to(device)}
+
+
+def _mean(row: Row) -> float:
+    """The mean advantage of a row's loss tokens, 0 without any."""
+    if row.leaf is None or not any(row.leaf.loss_mask):
+        return 0.0
+    pairs = zip(row.leaf.advantages, row.leaf.loss_mask, strict=True)
+    own = [advantage for advantage, carries in pairs if carries]
+    return sum(own) / len(own)
+
+
+def _refuse_others(others: Mapping[str, Any]) -> None:
+    for name in others:
+        if name in OF_RECIPE:
+            raise SettingError(
+                f"{name}: expected none: {OF_RECIPE[name]} of the recipe says it; see docs/trl.md."
+            )
+        if name in REFUSED:
+            raise SettingError(f"{name}: expected none: {REFUSED[name]}.")
+        raise SettingError(f"{name}: TreeGRPOTrainer has no such argument; see docs/trl.md.")
+
+
+def _with_model(config: Config, model: Any) -> Config:
+    """The recipe with the path and the type of a model that is given."""
+    if model is None:
+        return config
+    if isinstance(model, str):
+        return _changed(config, path=model)
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        raise SettingError("model: got a quantised one, expected float32 or bfloat16 weights.")
+    path, dtype = model.config.name_or_path, str(model.dtype).removeprefix("torch.")
+    if not path:
+        raise SettingError(
+            "model: got one without files, expected one that was loaded from a hub id or a folder,"
+            " where the engine and the tokenizer come from; save it and load it from there."
+        )
+    return _changed(config, path=path, dtype=dtype)
+
+
+def _changed(config: Config, **model: str) -> Config:
+    return load_config(config, [f"model.{key}={json.dumps(value)}" for key, value in model.items()])
+
+
+def _same_dtype(given: Mapping[str, Any], config: Config) -> str:
+    """The type that TRL loads the model in."""
+    got = str(given.get("dtype", config.model.dtype)).removeprefix("torch.")
+    if got != config.model.dtype:
+        raise SettingError(
+            f"model_init_kwargs: got dtype {got}, expected {config.model.dtype} by model.dtype of"
+            " the recipe, which says it; change it there."
+        )
+    return got
+
+
+def _same_tokenizer(given: Any, own: Any) -> Any:
+    """A tokenizer for TRL, which changes it; the given one is compared with the recipe's."""
+    if given is None:
+        return copy.deepcopy(own)
+    same = (
+        hasattr(given, "get_vocab")
+        and given.get_vocab() == own.get_vocab()
+        and given.eos_token_id == own.eos_token_id
+    )
+    if not same:
+        raise SettingError(
+            "processing_class: got a tokenizer that differs from the model's, which the trees are"
+            " written with; expected that one, or none."
+        )
+    return given
+
+
+def _lora(config: Config, given: Any) -> Any:
+    lora = config.model.lora
+    if not lora.rank:
+        return given
+    if given is not None:
+        raise SettingError(
+            "peft_config: expected none: model.lora of the recipe says it; set model.lora.rank = 0"
+            " or leave it out."
+        )
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets
+    )

@@ -1,0 +1,486 @@
+"""Trees inside TRL's GRPOTrainer: at each optimiser step the gradient is our learner's (law 19)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import tiny
+from tests.trees import Part, build_tree
+
+pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
+
+from tests.extras.trl_check import QUIET, recipe, train, with_failures
+from trl import GRPOTrainer
+
+from treegraft import SettingError, Status, load_config, read_trees
+from treegraft import train as train_run
+from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
+from treegraft.extras.trl.arguments import check_arguments
+from treegraft.extras.trl.rows import rollout_fields, tree_rows
+from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
+from treegraft.parts import Grove, RunReader, credit_trees
+
+# transformers renames its own arguments, and TRL still says the old names.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "trl.md"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An agent that has learned a little: it searches, and answers too early."""
+    tables = tiny(
+        run={"num_updates": 0, "dir": str(tmp_path_factory.mktemp("runs")), "name": "base"},
+        model={"tiny": {"max_context": 160}},
+        eval={"every": 0, "at_start": False, "at_end": False},
+        warmup={"num_steps": 60},
+    )
+    return train_run(tables, display=False).checkpoint_dir
+
+
+# ---------------------------------------------------------------------- gradients
+
+HARD = ("credit.attribution=hard", "loss.aggregation=token-mean")
+SHAPED = ("loss.shaping_weight=0.6", "loss.clip_high=0.05")
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "sequence-mean": ((), {}),
+    "token-mean, hard": (HARD, {}),
+    "sequence-sum": (("loss.aggregation=sequence-sum", "loss.length_constant=9"), {}),
+    "m = 0.6, clip at ratio 1": ((*HARD, *SHAPED), {}),
+    "two passes": ((*SHAPED, "learn.num_epochs=2"), {}),
+    "inverse_branching": (
+        (*HARD, "credit.leaf_weight=inverse_branching", "explore.graft.num_hybrid=1"),
+        {},
+    ),
+    "truncated, without loss": (
+        (*HARD, "rollout.max_completion_tokens=16", "loss.learn_from_truncated=false"),
+        {},
+    ),
+}
+MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "one pass of all rows": ((), {"per_device_train_batch_size": 8}),
+    "passes of parts of trees": (HARD, {"per_device_train_batch_size": 2}),
+    "engine's log-probabilities": ((*HARD, "loss.old_logprobs=engine", *SHAPED), {}),
+    "dual clip": (("loss.dual_clip=1.3", "loss.shaping_weight=0.6"), {}),
+    "dual clip, two passes": (
+        ("loss.dual_clip=1.06", "loss.clip_high=0.05", "learn.num_epochs=2"),
+        {},
+    ),
+    "truncated": (("rollout.max_completion_tokens=16",), {}),
+    "KL": (("loss.kl_coef=0.1",), {}),
+}
+ACTS = ("m = 0.6, clip at ratio 1", "two passes", "dual clip", "dual clip, two passes")
+"""Cases in which the clip has to act."""
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
+def test_law_19_gradients_are_those_of_our_learner(name: str, base: Path, tmp_path: Path) -> None:
+    overrides, own = (CASES | MORE)[name]
+    config = recipe(base, *overrides)
+    gaps = train(config, tmp_path / "out", **own).gaps
+    assert len(gaps) == config.run.num_updates * config.learn.num_epochs
+    print(name, [f"{gap.relative:.1e}" for gap in gaps], [f"{gap.clipped:.2f}" for gap in gaps])
+    assert all(gap.relative < 1e-5 for gap in gaps), gaps
+    assert sum(gap.num_grafts for gap in gaps) > 0 or "truncated" in name
+    if name in ACTS:
+        assert max(gap.clipped for gap in gaps) > 0
+    if name == "inverse_branching":
+        assert min(gap.num_weights for gap in gaps) > 1
+    if "truncated" in name:
+        assert sum(gap.num_truncated for gap in gaps) > 0
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum"])
+def test_law_19_with_failed_leaves(
+    aggregation: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed leaf, and a tree of failed leaves alone, count for nothing."""
+    grow = Grove.grow
+
+    def failing(self: Grove, tasks: Any, number: int) -> Any:
+        return with_failures(grow(self, tasks, number), self.config)
+
+    monkeypatch.setattr(Grove, "grow", failing)
+    config = recipe(base, f"loss.aggregation={aggregation}", "run.tasks_per_update=3")
+    trainer = train(config, tmp_path / "out")
+    print(aggregation, "failed", [f"{gap.relative:.1e}" for gap in trainer.gaps])
+    assert [gap.num_failed for gap in trainer.gaps] == [5, 5]
+    assert all(gap.relative < 1e-5 for gap in trainer.gaps), trainer.gaps
+
+
+@pytest.mark.slow
+def test_law_19_on_two_ranks(base: Path, tmp_path: Path) -> None:
+    """Each holds whole trees; the gradient is that of all, and the trees lie in one file."""
+    overrides = (*HARD, "credit.leaf_weight=inverse_branching", "run.tasks_per_update=4")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", str(ROOT / "tests" / "extras" / "trl_check.py")]
+    done = subprocess.run(
+        [*command, str(base), str(tmp_path / "out"), *overrides],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("GAP")]
+    print("two ranks", lines)
+    assert [line[1:] for line in lines] == [["2", "4"]] * 2
+    assert all(float(line[0]) < 1e-5 for line in lines)
+    # The same trees as one process grows.
+    alone = train(recipe(base, *overrides, "run.num_updates=1"), tmp_path / "alone")
+    both = [tree for tree in read_trees(tmp_path / "out") if tree.group_id.startswith("1/")]
+    assert [tree.steps for tree in both] == [tree.steps for tree in alone.trees]
+
+
+@pytest.mark.slow
+def test_adapters_reach_the_engine(base: Path, tmp_path: Path) -> None:
+    """After updates of LoRA, TRL's log-probabilities of the sampled tokens are the engine's."""
+    gaps = []
+
+    class Noted(TreeGRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            shaping = torch.tensor([[row.leaf.shaping if row.leaf else 1.0] for row in self._rows])
+            own = output["old_per_token_logps"] + shaping.log()
+            mask = output["completion_mask"] * output["tool_mask"]
+            gaps.append(float(((own - output["sampling_per_token_logps"]) * mask).abs().max()))
+            return output
+
+    config = recipe(base, "model.lora.rank=8", "learn.lr=0.03", "learn.num_epochs=2")
+    args = grpo_config(config, output_dir=str(tmp_path / "out"), **QUIET)
+    trainer = Noted(None, config, args)
+    trainer.train()
+    products = [w for name, w in trainer.model.named_parameters() if "lora_B" in name]
+    assert max(float(w.abs().max()) for w in products) > 1e-2
+    print("LoRA gaps", gaps)
+    assert len(gaps) == 2 and max(gaps) < 1e-4
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_rows_keep_the_places_of_leaves_and_fill_the_group() -> None:
+    part = Part.of(
+        "ppp",
+        Part("", status=Status.FAILED),
+        Part.of("sst", Part("s", reward=1.0), Part("", reward=-1.0, status=Status.TRUNCATED)),
+    )
+    config = load_config({"loss": {"graft_coef": 0.0}, "explore": {"num_leaves": 4}})
+    trees = credit_trees([build_tree(part)], config)
+    fields = rollout_fields(tree_rows(trees, config), filler=2)
+    path = trees[0].trajectories()[1].completion_ids
+    assert fields["completion_ids"] == [[2], path, path[:3], [2]]
+    assert fields["env_mask"] == [[0], [1, 1, 0, 1], [1, 1, 0], [0]]
+    assert fields["reward"] == [None, 1.0, -1.0, None]
+    assert fields["prompt_ids"] == [list(trees[0].root.token_ids)] * 4
+
+
+def test_rows_without_tokens_of_a_leaf_that_counts() -> None:
+    """A prompt that leaves no room: the row is a filler, and its leaf still has its weight."""
+    part = Part.of("ppp", Part("", reward=-1.0, status=Status.TRUNCATED), Part("s", reward=1.0))
+    config = load_config({"loss": {"graft_coef": 0.0}, "explore": {"num_leaves": 2}})
+    rows = tree_rows(credit_trees([build_tree(part)], config), config)
+    fields = rollout_fields(rows, filler=2)
+    assert fields["completion_ids"][0] == [2] and fields["env_mask"] == [[0], [1]]
+    assert rows[0].leaf is not None and rows[0].leaf.weight == 0.5
+
+
+def test_a_tree_with_more_leaves_than_rows_is_refused() -> None:
+    part = Part.of("pp", Part("s"), Part("s"), Part("s"))
+    config = load_config({"loss": {"graft_coef": 0.0}, "explore": {"num_leaves": 2}})
+    with pytest.raises(SettingError, match=r"3 leaves, expected at most explore\.num_leaves = 2"):
+        tree_rows(credit_trees([build_tree(part)], config), config)
+
+
+def test_a_token_of_another_temperature_is_refused() -> None:
+    part = Part.of("pp", Part("s", temperature=0.7), Part("s"))
+    config = load_config({"loss": {"graft_coef": 0.0}, "explore": {"num_leaves": 2}})
+    with pytest.raises(SettingError, match="at another temperature"):
+        tree_rows(credit_trees([build_tree(part)], config), config)
+
+
+# ---------------------------------------------------------------------- TRL's side
+
+
+@contextlib.contextmanager
+def batch_of(base: Path, folder: Path, *overrides: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A trainer, and the batch of its first generation."""
+    config = recipe(base, *overrides)
+    args = grpo_config(config, output_dir=str(folder), **QUIET, per_device_train_batch_size=8)
+    trainer = TreeGRPOTrainer(None, config, args)
+    try:
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        inputs = next(iter(trainer.get_train_dataloader()))
+        yield trainer, trainer._generate_and_score_completions(inputs)
+    finally:
+        trainer.close()
+
+
+def gradient(trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+    trainer.model.zero_grad()
+    loss.backward()
+    return torch.cat([w.grad.flatten() for w in trainer.model.parameters()])
+
+
+def logprob(trainer: Any, batch: dict[str, Any], row: int, place: int) -> torch.Tensor:
+    """Of one token, by a plain forward pass of its row."""
+    prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
+    ids = torch.cat([prompt, batch["completion_ids"][row][: place + 1]])[None]
+    logits = trainer.model(input_ids=ids, use_cache=False).logits[0, -2]
+    return torch.log_softmax(logits, -1)[ids[0, -1]]
+
+
+def test_contract_the_method_and_its_batch(base: Path, tmp_path: Path) -> None:
+    method = GRPOTrainer._generate_and_score_completions
+    assert list(inspect.signature(method).parameters) == ["self", "inputs"]
+    with batch_of(base, tmp_path, "learn.num_epochs=2") as (_, batch):
+        assert set(batch) == {
+            *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
+            *("advantages", "num_items_in_batch"),
+            *("old_per_token_logps", "sampling_per_token_logps"),
+        }
+        assert batch["advantages"].shape == batch["completion_ids"].shape
+        # Tokens of one row have advantages of their own.
+        loss_mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+        assert int(batch["num_items_in_batch"]) == int(loss_mask.sum())
+
+
+def test_contract_one_advantage_gives_one_tokens_gradient(base: Path, tmp_path: Path) -> None:
+    """L = -A ρ / (rows · longest completion), so ∇L = -A ∇log π / (8 · 48)."""
+    with batch_of(base, tmp_path, "loss.aggregation=sequence-sum") as (trainer, batch):
+        mask = batch["completion_mask"] * batch["tool_mask"]
+        row, place = mask.nonzero()[-1].tolist()
+        assert place > 0
+        advantages = torch.zeros_like(batch["advantages"])
+        advantages[row, place] = 2.5
+        theirs = gradient(
+            trainer, trainer.compute_loss(trainer.model, {**batch, "advantages": advantages})
+        )
+        own = gradient(trainer, -2.5 * logprob(trainer, batch, row, place) / (8 * 48))
+        torch.testing.assert_close(theirs, own, rtol=1e-4, atol=1e-7)
+
+
+def test_contract_a_shift_of_the_old_logprobs_moves_the_clip(base: Path, tmp_path: Path) -> None:
+    """r^ = s ρ at ρ = 1: below 1 + clip_high the gradient is s times as large, above it is 0 for
+    A > 0 and s times as large for A < 0."""
+    overrides = ("loss.aggregation=sequence-sum", "loss.clip_high=0.3", "learn.num_epochs=2")
+    with batch_of(base, tmp_path, *overrides, "loss.shaping_weight=0.0") as (trainer, batch):
+        ones = torch.ones_like(batch["advantages"])
+
+        def at(shift: float, sign: float) -> torch.Tensor:
+            old = batch["old_per_token_logps"] - torch.tensor(shift).log()
+            changed = {**batch, "advantages": sign * ones, "old_per_token_logps": old}
+            return gradient(trainer, trainer.compute_loss(trainer.model, changed))
+
+        plain = at(1.0, 1.0)
+        torch.testing.assert_close(at(1.2, 1.0), 1.2 * plain, rtol=1e-4, atol=1e-6)
+        assert float(at(1.4, 1.0).abs().max()) == 0.0
+        torch.testing.assert_close(at(1.4, -1.0), -1.4 * plain, rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def test_trees_are_recorded_as_in_our_runs(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    (folder / "trees").mkdir(parents=True)
+    (folder / "trees" / "update-000009.jsonl").write_text("of an earlier training")
+    trainer = train(recipe(base), folder, save_steps=2, save_strategy="steps")
+    reader = RunReader(folder)
+    assert reader.config()["explore"]["num_leaves"] == 4 and reader.tokens.is_there
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [1, 2]
+    names = [path.name for path in sorted((folder / "trees").iterdir())]
+    assert names == ["update-000001.jsonl", "update-000002.jsonl"]
+    last = read_trees(folder)[-2:]
+    assert [tree.leaves for tree in last] == [tree.leaves for tree in trainer.trees]
+    logged = [line for line in trainer.state.log_history if "tree/reward/mean" in line]
+    assert [line["tree/reward/mean"] for line in logged] == [one["reward/mean"] for one in lines]
+    # TRL's mean is the same one, of the recipe's rewards.
+    assert logged[0]["reward"] == pytest.approx(lines[0]["reward/mean"], abs=1e-6)
+
+
+def test_training_goes_on_after_its_end_and_from_a_checkpoint(base: Path, tmp_path: Path) -> None:
+    """The engine opens again; a resumed training goes on with the next update."""
+    config, folder = recipe(base), tmp_path / "out"
+    own = {**QUIET, "save_strategy": "steps", "save_steps": 1}
+    args = grpo_config(config, output_dir=str(folder), **own)
+    trainer = TreeGRPOTrainer(None, config, args)
+    trainer.train()
+    whole = [tree.steps for tree in read_trees(folder)]
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    assert [tree.steps for tree in read_trees(folder)] == whole
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["update"] for line in lines] == [1, 2]
+
+
+# ---------------------------------------------------------------------- what is refused
+
+RECIPE = {
+    "loss.objective=gspo": "loss.objective",
+    "loss.objective=cispo": "loss.objective",
+    "loss.graft_coef=1.0": "loss.graft_coef",
+    "loss.lesson_coef=0.5": "loss.lesson_coef",
+    "loss.engine_ratio_cap=2.0": "loss.engine_ratio_cap",
+    "loss.dual_clip=1.1": "loss.dual_clip",
+    "learn.num_minibatches=2": "learn.num_minibatches",
+    "rollout.max_rounds=2": "rollout.max_rounds",
+    "replay.fresh_frac=0.5": "replay.fresh_frac",
+    "sampler.kind=difficulty": "sampler.kind",
+    "warmup.num_steps=5": "warmup.num_steps",
+    "engine.kind=vllm": "engine.kind",
+    "model.path=tiny": "model.path",
+    "run.num_updates=0": "run.num_updates",
+    "loss.future_weight=0.5": "loss.future_weight",
+}
+
+
+@pytest.mark.parametrize("override", RECIPE)
+def test_refused_in_a_recipe(override: str, base: Path) -> None:
+    # Replayed groups need the engine's log-probabilities, which are no matter here.
+    config = recipe(base, override, *(["loss.old_logprobs=engine"] if "replay" in override else []))
+    with pytest.raises(SettingError, match=rf"^{re.escape(RECIPE[override])}: got .* expected"):
+        grpo_config(config, **QUIET)
+    if override.startswith("loss.objective"):
+        return
+    # The trainer asks too, for arguments that were made elsewhere.
+    with pytest.raises(SettingError, match=re.escape(RECIPE[override])):
+        TreeGRPOTrainer(None, config, grpo_config(recipe(base), **QUIET))
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "credit.leaf_weight=inverse_branching",
+        "loss.learn_from_truncated=false",
+        "credit.advantage=appo",
+    ],
+)
+def test_kl_beside_unequal_leaf_weights_is_refused(beside: str, base: Path) -> None:
+    name = beside.partition("=")[0]
+    with pytest.raises(SettingError, match=rf"loss\.kl_coef: got 0\.1, .* beside {name}"):
+        grpo_config(recipe(base, "loss.kl_coef=0.1", beside), **QUIET)
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "vllm": ({"use_vllm": True}, "use_vllm"),
+    "truncated": ({"mask_truncated_completions": True}, "mask_truncated_completions"),
+    "scale": ({"scale_rewards": "group"}, "scale_rewards"),
+    "loss": ({"loss_type": "sapo"}, "loss_type"),
+    "sequence": ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+    "leaves": ({"num_generations": 8}, "num_generations"),
+    "temperature": ({"temperature": 0.7}, "temperature"),
+    "clip": ({"epsilon_high": 0.1}, "epsilon_high"),
+    "rate": ({"learning_rate": 1e-6}, "learning_rate"),
+    "steps": ({"max_steps": 7}, "max_steps"),
+    "epochs": ({"num_train_epochs": 1}, "num_train_epochs"),
+    "top_p": ({"top_p": 0.9}, "top_p"),
+    "weights": ({"reward_weights": [0.5]}, "reward_weights"),
+    "mask": ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
+    "eval": ({"eval_strategy": "steps", "eval_steps": 1}, "do_eval|eval_strategy"),
+    "columns": ({"remove_unused_columns": True}, "remove_unused_columns"),
+    "recompute": ({"gradient_checkpointing": True}, "checkpointing"),
+    "other number of trees": (
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+        "got 4 trees for each step, expected 2",
+    ),
+    "several steps": ({"steps_per_generation": 4}, "steps_per_generation"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_refused_among_trls_arguments(name: str, base: Path, tmp_path: Path) -> None:
+    own, text = ARGUMENTS[name]
+    with pytest.raises(SettingError, match=text):
+        grpo_config(recipe(base), output_dir=str(tmp_path), **QUIET, **own)
+
+
+def test_arguments_that_were_made_without_the_recipe_are_refused(base: Path) -> None:
+    from trl import GRPOConfig
+
+    with pytest.raises(SettingError, match=r"num_generations: got 8, expected 4 by explore"):
+        TreeGRPOTrainer(None, recipe(base), GRPOConfig(**QUIET, scale_rewards="none", bf16=False))
+
+
+@pytest.mark.parametrize("name", [*OF_RECIPE, *REFUSED, "rewards"])
+def test_what_the_recipe_says_is_refused_beside_it(name: str, base: Path) -> None:
+    with pytest.raises(SettingError, match=f"^{name}: "):
+        TreeGRPOTrainer(None, recipe(base), **{name: []})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "own", "text"),
+    [
+        (["run.tasks_per_update=3"], {}, "got 6 trees for each step, expected 3"),
+        (["run.tasks_per_update=3"], {"per_device_train_batch_size": 2}, "whole trees of 4 leaves"),
+        (["credit.advantage=reinforce++"], {}, r"credit\.advantage: .* on 2 processes"),
+    ],
+)
+def test_several_processes_need_whole_trees_on_each(
+    overrides: list[str], own: dict[str, int], text: str, base: Path
+) -> None:
+    args = grpo_config(recipe(base, *overrides), **QUIET)
+
+    class Two:
+        """The arguments as a second process changes them."""
+
+        world_size = 2
+
+        def __getattr__(self, name: str) -> Any:
+            return own.get(name, getattr(args, name))
+
+    config = recipe(base, *overrides)
+    if "reinforce++" in text or "credit" in text:
+        config = recipe(base, *overrides, "run.tasks_per_update=4")
+    with pytest.raises(SettingError, match=text):
+        check_arguments(config, Two())
+
+
+def test_models_and_tokenizers_that_do_not_fit(base: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = recipe(base)
+    args = grpo_config(config, output_dir=str(tmp_path), **QUIET)
+    other = AutoTokenizer.from_pretrained(base)
+    other.add_tokens(["one", "more"])
+    with pytest.raises(SettingError, match="processing_class: got a tokenizer that differs"):
+        TreeGRPOTrainer(None, config, args, processing_class=other)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.config.name_or_path = ""
+    with pytest.raises(SettingError, match="model: got one without files"):
+        TreeGRPOTrainer(model, config, args)
+    with pytest.raises(SettingError, match="model_init_kwargs: got dtype bfloat16"):
+        own = grpo_config(config, **QUIET, model_init_kwargs={"dtype": "bfloat16"})
+        TreeGRPOTrainer(None, config, own)
+    with pytest.raises(SettingError, match="peft_config: expected none"):
+        lora = recipe(base, "model.lora.rank=4")
+        TreeGRPOTrainer(None, lora, grpo_config(lora, **QUIET), peft_config=object())
+    with pytest.raises(SettingError, match=r"run\.tasks_per_update: got 24, expected at most 12"):
+        TreeGRPOTrainer(None, recipe(base, "run.tasks_per_update=24"))
+
+
+def test_other_versions_of_trl_are_refused() -> None:
+    check_version("1.16.3")
+    for version in ("1.15.0", "1.17.0", "2.0.0"):
+        with pytest.raises(SettingError, match=rf"TRL {version} is installed, expected 1\.16"):
+            check_version(version)
