@@ -11,20 +11,10 @@ from typing import TYPE_CHECKING
 from treegraft.core.lazy import homes, loader
 
 if TYPE_CHECKING:
-    from treegraft.algo import (
-        losses,
-        objectives,
-    )
-    from treegraft.assemble import (
-        assemble_engine,
-        assemble_training,
-    )
-    from treegraft.cli import (
-        commands,
-    )
-    from treegraft.cli.doctor import (
-        Machine,
-    )
+    from treegraft.algo import losses, objectives
+    from treegraft.assemble import assemble_engine, assemble_training
+    from treegraft.cli import commands
+    from treegraft.cli.doctor import Machine
     from treegraft.core import (
         errors,
         files,
@@ -35,9 +25,7 @@ if TYPE_CHECKING:
         packages,
         spans,
     )
-    from treegraft.core.finding import (
-        Finding,
-    )
+    from treegraft.core.finding import Finding
     from treegraft.core.plugin import (
         Command,
         ExplorerFacts,
@@ -47,9 +35,7 @@ if TYPE_CHECKING:
         Plugin,
         TrackerKind,
     )
-    from treegraft.core.text import (
-        plain,
-    )
+    from treegraft.core.text import plain
     from treegraft.core.types import (
         Below,
         Branch,
@@ -69,105 +55,36 @@ if TYPE_CHECKING:
         StoredCause,
         ToolCall,
     )
-    from treegraft.core.workers import (
-        WorkerPool,
-    )
-    from treegraft.evals import (
-        suites,
-    )
-    from treegraft.explore.entropy import (
-        EntropyBranching,
-    )
-    from treegraft.explore.independent import (
-        Independent,
-    )
-    from treegraft.launch.grove import (
-        Grove,
-        grove,
-    )
-    from treegraft.policy.learn.credit import (
-        credit_trees,
-    )
-    from treegraft.policy.learn.learner import (
-        Learner,
-    )
-    from treegraft.policy.learn.rows import (
-        LeafRow,
-        leaf_rows,
-    )
-    from treegraft.policy.publish import (
-        Publisher,
-    )
-    from treegraft.policy.shapes import (
-        ModelShape,
-    )
-    from treegraft.runs import (
-        metrics,
-    )
-    from treegraft.runs.display import (
-        NoDisplay,
-    )
-    from treegraft.runs.tracked import (
-        Tracked,
-    )
-    from treegraft.settings import (
-        recipe,
-    )
-    from treegraft.settings.load import (
-        setting_rows,
-    )
-    from treegraft.settings.table import (
-        Contradiction,
-        Settings,
-        has,
-        setting,
-        value_of,
-        when,
-    )
-    from treegraft.settings.tools import (
-        EnvironmentSettings,
-    )
-    from treegraft.tasks import (
-        fields,
-        readers,
-    )
-    from treegraft.tasks.open import (
-        OpenTasks,
-    )
-    from treegraft.tasks.sampler import (
-        Epochs,
-    )
-    from treegraft.tools.environments.own import (
-        ClassEnvironments,
-        EnvironmentTool,
-    )
-    from treegraft.tools.own_thread import (
-        run_in_thread,
-    )
-    from treegraft.tools.search.encoders import (
-        build_encoder,
-    )
-    from treegraft.tools.search.lexical import (
-        best_texts,
-    )
-    from treegraft.traces import (
-        remote,
-    )
-    from treegraft.traces.fill import (
-        BufferBuild,
-    )
-    from treegraft.traces.prune_buffer import (
-        BufferPruning,
-    )
-    from treegraft.view.bundle import (
-        standalone_page,
-    )
-    from treegraft.view.runs import (
-        RunReader,
-    )
-    from treegraft.view.trained import (
-        Trained,
-    )
+    from treegraft.core.workers import WorkerPool
+    from treegraft.evals import suites
+    from treegraft.explore.entropy import EntropyBranching
+    from treegraft.explore.independent import Independent
+    from treegraft.launch.grove import Grove, grove
+    from treegraft.policy.learn.credit import credit_trees
+    from treegraft.policy.learn.learner import Learner
+    from treegraft.policy.learn.rows import LeafRow, leaf_rows
+    from treegraft.policy.publish import Publisher
+    from treegraft.policy.shapes import ModelShape
+    from treegraft.runs import metrics
+    from treegraft.runs.display import NoDisplay
+    from treegraft.runs.tracked import Tracked
+    from treegraft.settings import recipe
+    from treegraft.settings.load import setting_rows
+    from treegraft.settings.table import Contradiction, Settings, has, setting, value_of, when
+    from treegraft.settings.tools import EnvironmentSettings
+    from treegraft.tasks import fields, readers
+    from treegraft.tasks.open import OpenTasks
+    from treegraft.tasks.sampler import Epochs
+    from treegraft.tools.environments.own import ClassEnvironments, EnvironmentTool
+    from treegraft.tools.own_thread import run_in_thread
+    from treegraft.tools.search.encoders import build_encoder
+    from treegraft.tools.search.lexical import best_texts
+    from treegraft.traces import remote
+    from treegraft.traces.fill import BufferBuild
+    from treegraft.traces.prune_buffer import BufferPruning
+    from treegraft.view.bundle import standalone_page
+    from treegraft.view.runs import RunReader
+    from treegraft.view.trained import Trained
 
 __all__ = [
     "Below",
