@@ -494,7 +494,8 @@ def test_other_versions_of_trl_are_refused() -> None:
 
 def test_the_page_names_every_table_and_argument() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    tables = {name.partition(".")[0] for name, *_ in setting_rows(load_config({}))}
+    names = [row.name for row in setting_rows(load_config({}))]
+    tables = {name.partition(".")[0] for name in names}
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in sorted(tables) if not re.search(rf"`{name}[.`]", rows)] == []
     for name in (*(one.name for one in (*RECIPE_ONLY, *TRL_ONLY)), *OF_RECIPE, *REFUSED):
