@@ -63,6 +63,29 @@ def test_the_room_of_a_gpu_is_a_share_of_its_free_memory(monkeypatch: pytest.Mon
         cache_bytes(51, gpu)
 
 
+def test_a_pool_that_cannot_grow_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 blocks; the second path of 40 takes 16 of the first one, which nobody uses any more."""
+    cache = make_cache()
+    first = open_and_feed(cache, [1] * (40 * BLOCK))
+    cache.close(first)
+
+    def full(needed: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert cache.pool.num_blocks == 64
+    monkeypatch.setattr(cache.pool, "grow", full)
+    second = open_and_feed(cache, [2] * (40 * BLOCK))
+    assert stored(cache, second) == [2] * (40 * BLOCK)
+    assert cache.num_evictions == 16 and cache.pool.max_blocks == 64
+    # The limit is known now, so a further path waits for room. One that is alone may not.
+    assert cache.open([3] * (25 * BLOCK), 25 * BLOCK) is None
+    cache.close(second)
+    alone = cache.open([4] * (65 * BLOCK), 65 * BLOCK)
+    assert alone is not None
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.extend(alone, 65 * BLOCK)
+
+
 def test_a_row_that_finds_no_memory_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -846,7 +846,7 @@ def test_no_memory_for_a_row_lets_it_wait_and_then_fails_it(
 def test_out_of_memory_shrinks_the_passes_and_changes_no_token(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two failures: from 1024 tokens a pass to 256."""
+    """Two failures: from 1024 tokens a pass to 256, and back after so many passes."""
     sampling = Sampling(max_new_tokens=20)
 
     async def work(engine: NativeEngine) -> list[Completion]:
@@ -870,8 +870,11 @@ def test_out_of_memory_shrinks_the_passes_and_changes_no_token(
     assert f"at most {most // 4} tokens" in caplog.text
 
 
-def test_memory_that_does_not_come_back_fails_what_runs_and_not_the_engine() -> None:
+def test_memory_that_does_not_come_back_fails_what_runs_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """From 1024 tokens to 16 are six halvings; the seventh failure is passed on."""
+    monkeypatch.setattr("treegraft.policy.engine.native.PASSES_OF_ROOM", 3)
 
     async def work(engine: NativeEngine) -> tuple[Completion, int]:
         sampling = Sampling(max_new_tokens=4)
@@ -883,7 +886,7 @@ def test_memory_that_does_not_come_back_fails_what_runs_and_not_the_engine() -> 
     assert engine._room == 1024
     out_of_memory(engine, "_run", set(range(1, 8)))
     later, room = run(engine, work)
-    assert later.token_ids and room == 16
+    assert later.token_ids and room > 16
 
 
 def test_closing_tells_those_who_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -15,7 +16,15 @@ import pytest
 import torch
 from tests.tiny import tiny
 
-from treegraft import DataError, ScriptedEngine, SettingError, TraceBuffer, Tree, load_config
+from treegraft import (
+    DataError,
+    ScriptedEngine,
+    SettingError,
+    TraceBuffer,
+    Tree,
+    load_config,
+    read_trees,
+)
 from treegraft.core.errors import EngineError
 from treegraft.parts import Grove, grove
 
@@ -279,3 +288,19 @@ def test_a_copy_in_memory_finds_the_same(tmp_path: Path) -> None:
             copy.add([trace(7)], update=1)
             copy.roll_back(0)
             assert [*copy] == [*buffer]
+
+
+def test_a_loop_s_trees_are_recorded_for_the_viewer(tmp_path: Path) -> None:
+    """An update that comes again replaces itself and what followed; a model is published as it
+    is."""
+    with grove(tiny(**SMALL)) as trees_of:
+        trees = trees_of.grow(trees_of.tasks[:2], 1)
+        for number in (1, 2, 3, 2):
+            trees_of.record(tmp_path, trees, number, {"reward/mean": float(number)})
+        trees_of.publish(trees_of.learner.model, 1)
+        assert trees_of.engine.policy_version == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [1, 2]
+    names = sorted(path.name for path in (tmp_path / "trees").iterdir())
+    assert names == ["update-000001.jsonl", "update-000002.jsonl"]
+    assert read_trees(tmp_path) == [*trees, *trees]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import json
 import os
@@ -26,10 +27,12 @@ from trl import GRPOTrainer
 from treegraft import SettingError, Status, load_config, read_trees
 from treegraft import train as train_run
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
+from treegraft.extras.trl.arguments import RECIPE as RECIPE_ONLY
+from treegraft.extras.trl.arguments import TRL as TRL_ONLY
 from treegraft.extras.trl.arguments import check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
 from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
-from treegraft.parts import Grove, RunReader, credit_trees
+from treegraft.parts import Grove, RunReader, credit_trees, setting_rows
 
 # transformers renames its own arguments, and TRL still says the old names.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -484,3 +487,39 @@ def test_other_versions_of_trl_are_refused() -> None:
     for version in ("1.15.0", "1.17.0", "2.0.0"):
         with pytest.raises(SettingError, match=rf"TRL {version} is installed, expected 1\.16"):
             check_version(version)
+
+
+# ---------------------------------------------------------------------- pages and examples
+
+
+def test_the_page_names_every_table_and_argument() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    names = [row.name for row in setting_rows(load_config({}))]
+    tables = {name.partition(".")[0] for name in names}
+    rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
+    assert [name for name in sorted(tables) if not re.search(rf"`{name}[.`]", rows)] == []
+    for name in (*(one.name for one in (*RECIPE_ONLY, *TRL_ONLY)), *OF_RECIPE, *REFUSED):
+        if name != "reward_processing_classes":
+            assert f"`{name}`" in page, name
+
+
+def test_the_page_s_code_runs(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(base, "run.num_updates=1")
+    monkeypatch.chdir(tmp_path)
+    # A resolved configuration is read like a recipe.
+    Path("agent.json").write_text(config.model_dump_json(exclude_unset=True))
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[0]
+    code = code.replace("agent.toml", "agent.json")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    exec(compile(code, "docs/trl.md", "exec"), {})
+    assert len(read_trees("out")) == 2 and Path("agent", "model.safetensors").exists()
+
+
+def test_the_examples_differ_in_few_lines() -> None:
+    rows, trees = (
+        (ROOT / "examples" / "trl" / f"{name}.py").read_text().splitlines()
+        for name in ("with_rows", "with_trees")
+    )
+    blocks = difflib.SequenceMatcher(None, rows, trees, autojunk=False).get_opcodes()
+    changed = [max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in blocks if kind != "equal"]
+    assert 0 < sum(changed) <= 8

@@ -91,7 +91,7 @@ def factors(
         num_tokens: loss tokens of all processes.
         num_rows: of all processes, fillers included.
     """
-    tokens, groups = map(float, sums.clamp(min=1e-12))
+    tokens, groups = (float(one) for one in sums.clamp(min=1e-12))
     longest = config.rollout.max_completion_tokens
     constant = config.loss.length_constant or longest
 

@@ -351,8 +351,14 @@ class PathCache:
         return self._free_blocks.pop()
 
     def _grow(self) -> None:
+        """Adds blocks; where memory runs out and there are idle ones, the pool stays as it is."""
         before = self.pool.num_blocks
-        self.pool.grow(before + 1)
+        try:
+            self.pool.grow(before + 1)
+        except torch.OutOfMemoryError:
+            if not self._idle:
+                raise
+            self.pool.max_blocks = before
         self._free_blocks.extend(range(before, self.pool.num_blocks))
 
     def _drop(self, node: Node) -> None:

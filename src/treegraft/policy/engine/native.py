@@ -41,6 +41,9 @@ from treegraft.settings.policy import EngineSettings
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
+PASSES_OF_ROOM = 100
+"""Forward passes after which one may take in twice as many tokens again, where memory had run
+out."""
 MIN_SHARED = 32
 """Tokens from which a request waits for another that is taking in the same ones."""
 
@@ -78,6 +81,7 @@ class NativeEngine:
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._room = self._buckets[-1]
+        self._num_passes_of_room = 0
         self._inbox: queue.SimpleQueue[LiveRequest | Order | None] = queue.SimpleQueue()
         self._waiting: list[LiveRequest] = []
         self._running: list[LiveRequest] = []
@@ -329,15 +333,20 @@ class NativeEngine:
             self._cache.fed(segment.row, segment.count)
         for live, (token, logprob, entropy) in zip(done, found, strict=True):
             self._append(live, token, logprob, entropy)
+        self._num_passes_of_room += 1
+        if self._num_passes_of_room == PASSES_OF_ROOM and self._room < self._buckets[-1]:
+            self._room, self._num_passes_of_room = min(2 * self._room, self._buckets[-1]), 0
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Halves the tokens of a pass; where they are few already, fails what would run."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        self._num_passes_of_room = 0
         if self._room > MIN_ROWS:
             self._room = max(MIN_ROWS, self._room // 2)
             _log.warning(
-                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens now",
+                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens for"
+                " now",
                 first_line(error),
                 self._room,
             )
