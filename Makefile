@@ -8,7 +8,7 @@ CORE_STAMP := $(VENV)/.treegraft-core
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test border cluster-test check smoke bench mutants gpu docs install clean
+.PHONY: vllm-env demo figures test border printed cluster-test check smoke bench mutants gpu docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -50,10 +50,13 @@ border: install
 	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/test_%.py)
 BORDER := files names rapo explore loop pack tools buffer rewards evals_scores health view assemble train
 
-# Each of the papers' recipes, each study, each benchmark of speed and each command of the pages, in miniature; the notebooks.
+# Each of the papers' recipes, each study and each benchmark of speed, in miniature; the notebooks.
 smoke: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k "smoke_test or test_bench.py or printed_command_runs" tests/test_recipe_files.py tests/test_study.py tests/test_bench.py \
-	    tests/test_notebooks.py tests/test_printed_commands.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k "smoke_test or test_bench.py" tests/test_recipe_files.py tests/test_study.py tests/test_bench.py tests/test_notebooks.py
+
+# Every command of the pages, run in miniature: a quarter of an hour.
+printed: install
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k printed_command_runs tests/test_printed_commands.py
 
 # Runs on a Ray cluster of three nodes on the loopback interface, disturbed and compared with undisturbed ones: takes minutes.
 cluster-test: install

@@ -236,10 +236,13 @@ def commands_page() -> str:
     """Returns every command with its arguments and options."""
     import typer
 
-    from treegraft.cli.main import app
+    from treegraft.cli.main import app, loaded_command
+    from treegraft.core.plugin import offered
 
-    lines = [COMMANDS_HEAD]
-    for name, command in commands(typer.main.get_command(app), "treegraft"):
+    lines, whole = [COMMANDS_HEAD], [*commands(typer.main.get_command(app), "treegraft")]
+    for name, one in offered("commands").items():
+        whole += commands(loaded_command(name, one.path), f"treegraft {name}")
+    for name, command in whole:
         lines += ["", f"## {name}", "", *described(name, command)]
     return "\n".join(lines) + "\n"
 

@@ -45,6 +45,7 @@ def small_demo(tmp_path: Path) -> Iterator[Path]:
     recipe["tasks"] |= {"num_train": 16}
     recipe["rollout"] |= {"max_completion_tokens": 40}
     recipe["warmup"] |= {"num_steps": 2, "batch_size": 8}
+    del recipe["smoke"]
     disabled = logging.root.manager.disable
     yield write_recipe(tmp_path / "small.json", recipe)
     logging.disable(disabled)

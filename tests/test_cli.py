@@ -68,20 +68,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         return record
 
-    train, evaluate = (
-        types.ModuleType("treegraft.train"),
-        types.ModuleType("treegraft.evals.evaluate"),
+    train, evaluate, agent = map(
+        types.ModuleType, ("treegraft.train", "treegraft.evals.evaluate", "treegraft.evals.agent")
     )
     vars(train).update(train=recorder("train", None), sft=recorder("sft", None))
     result = Result({"eval/accuracy": 0.5, "reward/my_rewards:brief": 0.25}, out=Path("x.jsonl"))
-    vars(evaluate).update(
-        evaluate_checkpoint=recorder("eval", result),
+    vars(evaluate).update(evaluate_checkpoint=recorder("eval", result))
+    vars(agent).update(
         answer_question=recorder(
             "run", (example_tree(thought="[b]hm[/b]").trajectories()[0], None)
         ),
     )
     monkeypatch.setitem(sys.modules, "treegraft.train", train)
-    monkeypatch.setitem(sys.modules, "treegraft.evals.evaluate", evaluate)
+    for one in (evaluate, agent):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
     return seen
 
 

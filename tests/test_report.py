@@ -32,13 +32,13 @@ from treegraft.extras.lab.report.hybrid import TreeMeans
 from treegraft.extras.lab.report.page import group_notes, inline
 from treegraft.extras.lab.report.records import (
     Record,
-    flatten,
     read_records,
     read_run,
     split_label,
 )
 from treegraft.extras.lab.report.trees import read_updates, spread
 from treegraft.runs.record import RunFolder, write_trees
+from treegraft.settings.recipe import flatten
 from treegraft.view.metrics import clean_lines
 from treegraft.view.runs import RunReader
 

@@ -27,11 +27,11 @@ from treegraft.extras.ray.placement import lasting
 from treegraft.extras.ray.remote_engine import ClusterEngine
 from treegraft.extras.ray.supervisor import SLOW_LOOKS, Keeper, Member, State
 from treegraft.runs.checkpoint import prune_checkpoints, tidy
+from treegraft.runs.roles import roles_line
 from treegraft.settings.config import Config
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
-from treegraft.view.roles import roles_line
 
 FLOATS = st.floats(allow_nan=False)
 

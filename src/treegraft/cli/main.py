@@ -89,10 +89,10 @@ class _Commands(TyperGroup):
         plugged = offered("commands").get(name)
         if plugged is None:
             return super().resolve_command(ctx, args)
-        return name, _loaded_command(name, plugged.path), args[1:]
+        return name, loaded_command(name, plugged.path), args[1:]
 
 
-def _loaded_command(name: str, path: str) -> Any:
+def loaded_command(name: str, path: str) -> Any:
     """The command of a plugin, from a typer function or a `typer.Typer`."""
     found = load_object(path)
     if not isinstance(found, typer.Typer):
