@@ -492,6 +492,20 @@ def test_an_object_of_the_wrong_kind_is_refused_before_work(case: str, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+def test_servers_take_no_model_of_this_process(tmp_path: Path) -> None:
+    class Model:
+        config = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    settings = {name: one for name, one in QUICK.items() if name != "model"}
+    settings["engine"] = {"kind": "vllm"}
+    with pytest.raises(SettingError) as caught:
+        run(tmp_path, settings, model=(Model(), ""))
+    assert "save_pretrained" in str(caught.value)
+
+
 def test_two_objects_for_one_setting_are_refused(tmp_path: Path) -> None:
     settings = {**QUICK, "reward": {"funcs": ["f1"]}}
     with pytest.raises(SettingError) as caught:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.core.given import GivenObjects, giving
+from treegraft.core.given import GIVEN, GivenObjects, giving
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Tree
 from treegraft.settings.config import Config
@@ -84,7 +84,13 @@ def with_objects(
         if value is not None:
             settings |= _ARGUMENTS[argument](value, given)
     with giving(given):
-        return load_config(source, overrides, given=settings, replaces=replaces), given
+        config = load_config(source, overrides, given=settings, replaces=replaces)
+    if config.model.path.startswith(GIVEN) and config.engine.kind == "vllm":
+        raise SettingError(
+            "model: got a pair (model, tokenizer) beside engine.kind = 'vllm', whose servers read"
+            " files; expected a path. Save both with save_pretrained, and pass the folder."
+        )
+    return config, given
 
 
 def _named(data: Any, given: GivenObjects, place: str) -> Any:
