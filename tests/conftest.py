@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 
 # One thread unless a test says otherwise: the models are tiny, and two threads that wait for each
 # other on a busy machine take five times as long. Read by torch when it is imported, here and in
@@ -11,6 +12,10 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import settings
+
+# trackio reads its folder when it is first imported, which TRL does too: never the user's own.
+_trackio = tempfile.TemporaryDirectory(prefix="treegraft-trackio-")
+os.environ["TRACKIO_DIR"] = _trackio.name
 
 # How long an example takes is a matter of the machine's other work.
 settings.register_profile("no deadline", deadline=None)

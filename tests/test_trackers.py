@@ -211,7 +211,6 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
     folder and their names."""
     folder = tmp_path_factory.mktemp("tracked")
     environment = {
-        "TRACKIO_DIR": str(folder / "trackio"),
         "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -222,7 +221,6 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        # Imported after that: trackio reads its folder once.
         names = [name for name, kind in KINDS.items() if _is_installed(kind.module)]
         start(folder, *names)
         start(folder, *names, updates=3, resume=True)
