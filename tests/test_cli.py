@@ -116,7 +116,7 @@ def test_there_are_at_most_a_hundred_options() -> None:
         own = sum(one.param_type_name == "option" for one in command.params)
         return own + sum(map(count, getattr(command, "commands", {}).values()))
 
-    brought = [cli._loaded_command(name, one.path) for name, one in offered("commands").items()]
+    brought = [cli.loaded_command(name, one.path) for name, one in offered("commands").items()]
     assert sum(map(count, [typer.main.get_command(cli.app), *brought])) <= 100
 
 
