@@ -3,6 +3,7 @@ that cannot be taken. Each in a process of its own, as plugins are loaded once."
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,7 +15,8 @@ import pytest
 from tests.tiny import tiny
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, plugins
+from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, offered, offered_commands, plugins
+from treegraft.extras import BUILT_IN, WITH_COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -375,6 +377,12 @@ def test_our_own_are_whole_and_take_no_name_of_the_core() -> None:
     assert plugins().problems == ()
     for kind, names in CORE_NAMES.items():
         assert not {*names} & {*plugins().offered(kind)}
+
+
+def test_the_list_of_those_with_commands_is_right() -> None:
+    bring = [one for one in BUILT_IN if importlib.import_module(one).plugin.commands]
+    assert list(WITH_COMMANDS) == bring
+    assert offered_commands() == offered("commands")
 
 
 def test_an_import_path_that_leads_nowhere_is_told_when_it_is_used() -> None:

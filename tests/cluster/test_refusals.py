@@ -18,8 +18,8 @@ from tests.tiny import tiny, write_recipe
 from treegraft.__main__ import main
 from treegraft.core.errors import SettingError
 from treegraft.extras.ray import ray as joining
-from treegraft.extras.ray.plugin import ClusterSettings
 from treegraft.extras.ray.ray import refuse_unfit
+from treegraft.extras.ray.settings import ClusterSettings
 from treegraft.settings.config import Config
 
 Seen = dict[str, str]

@@ -17,7 +17,6 @@ from treegraft.cli.commands import AsJson, Overrides, say, split_overrides
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
-from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -76,6 +75,8 @@ def build(
 
 def _fill(work: BufferBuild, min_reward: float, out: Path, as_json: bool) -> None:
     """Does the work and says what came of it."""
+    from treegraft.runs.display import display_on
+
     with no_empty_file(out):
         try:
             with display_on(sys.stderr if as_json else None) as display:

@@ -28,7 +28,6 @@ from treegraft.cli.commands import (
 from treegraft.core.errors import SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.shipped import names_recipe
-from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.evals.judge import JudgeSettings
@@ -248,6 +247,7 @@ def _run_suite(
             )
     checkpoint, config = _agent_of(run, recipe, overrides)
     from treegraft.evals.run import evaluate_suite
+    from treegraft.runs.display import display_on
 
     with display_on(sys.stderr) as display:
         result = evaluate_suite(checkpoint, plan, config, overrides, display=display)
@@ -311,6 +311,7 @@ def _held_out(
     checkpoint, config = _agent_of(run, recipe, settings)
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.evals.evaluate import evaluate_checkpoint
+    from treegraft.runs.display import display_on
 
     # With a recipe the overrides are in `config` already.
     own = settings if config is None else []

@@ -52,9 +52,8 @@ from treegraft.core.errors import (
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
-from treegraft.core.plugin import Command, load_object, offered
+from treegraft.core.plugin import Command, load_object, offered_commands
 from treegraft.core.text import plain
-from treegraft.core.types import Status
 
 _RETIRED = {
     "bench": " Benchmarks run in a clone: python -m benchmarks.speed engine. Of a recipe: treegraft"
@@ -68,10 +67,10 @@ class _Commands(TyperGroup):
     one."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *offered("commands")]
+        return [*super().list_commands(ctx), *offered_commands()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        plugged: Command | None = offered("commands").get(cmd_name)
+        plugged: Command | None = offered_commands().get(cmd_name)
         if plugged is None:
             return super().get_command(ctx, cmd_name)
         # For the list of commands its sentence is enough; `resolve_command` loads it.
@@ -86,7 +85,7 @@ class _Commands(TyperGroup):
                 f"command line: there is no command '{name}'; expected one of"
                 f" {', '.join(names)}.{hint}"
             )
-        plugged = offered("commands").get(name)
+        plugged = offered_commands().get(name)
         if plugged is None:
             return super().resolve_command(ctx, args)
         return name, loaded_command(name, plugged.path), args[1:]
@@ -205,6 +204,7 @@ def run(
     overrides: Overrides = None,
 ) -> None:
     """Ask a trained agent one question and print its steps."""
+    from treegraft.core.types import Status
     from treegraft.evals.agent import answer_question
     from treegraft.runs.transcript import transcript
     from treegraft.settings.load import refuse_ignored

@@ -18,7 +18,6 @@ from treegraft.cli.commands import AsJson, Overrides, say, table
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
-from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.core.types import Trace
@@ -68,6 +67,7 @@ def prune(
     lower. Nothing is sampled, and no tool is called but an environment's. The same command
     continues an interrupted one.
     """
+    from treegraft.runs.display import display_on
     from treegraft.settings.load import load_config
     from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
 

@@ -215,9 +215,9 @@ class Plugin:
     """Sections of `treegraft doctor RECIPE` by their titles: each called with the configuration and
     a `Machine`; returns `Finding`s, in place of the core's section of that title, or None for
     nothing. Or import paths."""
-    settings: Mapping[str, type] = field(default_factory=dict)
+    settings: Mapping[str, type | str] = field(default_factory=dict)
     """Classes of settings whose fields join the table of this dotted name ("" for the root): a
-    field whose type is a table of settings is a table of the plugin's own."""
+    field whose type is a table of settings is a table of the plugin's own. Or import paths."""
     checks: tuple[Callable[[Any], Iterable[Any]], ...] = ()
     """Functions of the configuration that yield a `Contradiction` for settings that do not fit each
     other."""
@@ -263,11 +263,15 @@ class Plugins:
 
 
 @functools.cache
-def plugins() -> Plugins:
-    """Returns the plugins of this process: ours, then other people's, each loaded once."""
+def plugins(listed: str = "BUILT_IN") -> Plugins:
+    """Returns the plugins of this process: ours, then other people's, each loaded once.
+
+    Args:
+        listed: the list in `treegraft.extras` that names ours.
+    """
     members: list[Plugin] = []
     problems: list[str] = []
-    for where, path in _listed():
+    for where, path in _listed(listed):
         try:
             found = _loaded(where, path)
             _refuse_twice(where, found, members)
@@ -281,6 +285,11 @@ def plugins() -> Plugins:
 def offered(kind: str) -> dict[str, Any]:
     """Returns what all plugins bring of one of `KINDS`, by name."""
     return plugins().offered(kind)
+
+
+def offered_commands() -> dict[str, Command]:
+    """Returns the commands of all plugins, by name; of ours, it loads only those that bring one."""
+    return plugins("WITH_COMMANDS").offered("commands")
 
 
 def loaded(entry: Any) -> Any:
@@ -304,10 +313,10 @@ def chosen(name: str, core: Mapping[str, Any], kind: str, setting: str) -> Any:
     return loaded(found) if name in plugged else found
 
 
-def _listed() -> Iterator[tuple[str, str]]:
+def _listed(name: str) -> Iterator[tuple[str, str]]:
     """The plugins that there are: each in words, and its import path."""
     try:
-        built_in: Iterable[str] = importlib.import_module(EXTRAS).BUILT_IN
+        built_in: Iterable[str] = getattr(importlib.import_module(EXTRAS), name)
     except ModuleNotFoundError as error:
         # The core alone: the folder of extensions may be missing as a whole.
         if error.name != EXTRAS:

@@ -25,6 +25,14 @@ BUILT_IN = (
 )
 """The modules of our own plugins, in the order in which they are loaded."""
 
+WITH_COMMANDS = (
+    "treegraft.extras.data.plugin",
+    "treegraft.extras.hub.plugin",
+    "treegraft.extras.lab.plugin",
+    "treegraft.extras.ray.plugin",
+)
+"""Those of them that bring commands: the command line lists its commands without loading others."""
+
 MOVED = {
     "treegraft.study": "treegraft.extras.lab.study",
     "treegraft.tasks.arithmetic": "treegraft.extras.tasks.arithmetic",

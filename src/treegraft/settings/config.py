@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import plugins
+from treegraft.core.plugin import loaded, plugins
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
@@ -194,13 +194,15 @@ def _with_plugins(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]
         added: dict[str, list[type[Settings]]] = {}
         for _, tables in members:
             for name, table in tables.items():
-                added.setdefault(name, []).append(table)
+                added.setdefault(name, []).append(loaded(table))
         return joined(core, added, __name__), known.problems
     except SettingError:
         # One by one, so that the others stay whole.
         for owner, tables in members:
             try:
-                core = joined(core, {name: [table] for name, table in tables.items()}, __name__)
+                core = joined(
+                    core, {name: [loaded(table)] for name, table in tables.items()}, __name__
+                )
             except SettingError as error:
                 problems.append(f"plugin '{owner}': {error}")
         return core, (*known.problems, *problems)

@@ -20,9 +20,9 @@ from typing import Any
 
 from treegraft import Config
 from treegraft.extras.ray.actors import Place, value_of
-from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.rank import RankActor
 from treegraft.extras.ray.ray import ADDRESS, reachable
+from treegraft.extras.ray.settings import cluster_settings
 from treegraft.parts import errors, interrupt, plain
 
 GRACE_S = 20.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import Config, SettingError
-from treegraft.extras.ray.plugin import ClusterSettings, cluster_settings
+from treegraft.extras.ray.settings import ClusterSettings, cluster_settings
 from treegraft.parts import files, plain
 
 TESTED = (2, 60)
