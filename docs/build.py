@@ -129,7 +129,7 @@ def settings_page() -> str:
 
 def servers_table() -> str:
     """Returns the settings of one entry of tools.mcp, which have no dotted names."""
-    from treegraft.settings.tools import McpSettings
+    from treegraft.extras.mcp.plugin import McpSettings
 
     rows = [
         "",

@@ -82,10 +82,9 @@ TORCH = (
     "algo.losses",
     "algo.objectives",
     "tools.search.encoders",
-    "runs.tensorboard",
     "extras",
 )
-"""Where tensors live, the tracker whose SummaryWriter torch brings, and the profile of both."""
+"""Where tensors live, and extensions."""
 
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
 """Exceptions from the above: what must answer without torch."""

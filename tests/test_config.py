@@ -538,14 +538,12 @@ def test_facts_speak_of_settings_that_exist() -> None:
 def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
     from treegraft.core.plugin import CORE_NAMES
     from treegraft.explore.build import MAKERS
-    from treegraft.runs.trackers import TRACKERS
     from treegraft.tasks.build import TASKS
     from treegraft.tasks.rewards import REWARDS
     from treegraft.tools.build import TOOLS
 
     tables = {
         "explore.explorers": MAKERS,
-        "track.trackers": TRACKERS,
         "tasks.kind": TASKS,
         "reward.funcs": REWARDS,
         "tools.use": TOOLS,

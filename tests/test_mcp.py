@@ -23,13 +23,15 @@ from mcp_hostile import GOOD, OVER_HTTP, WAYS
 from treegraft.core.errors import SettingError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Signature, Tool
 from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.extras.mcp.client import McpServer, McpTool
+from treegraft.extras.mcp.plugin import McpSettings
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
-from treegraft.settings.tools import McpSettings, ToolsSettings
+from treegraft.settings.table import value_of, with_value
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.function import tag_of
-from treegraft.tools.mcp import McpServer, McpTool
 from treegraft.tools.toolbox import Toolbox
 
 pytest.importorskip("mcp", reason="the extra 'mcp' is not installed")
@@ -45,6 +47,10 @@ def over_stdio(**options: Any) -> McpSettings:
     return McpSettings(
         name="local", command=[sys.executable, SCRIPT], start_timeout_s=STARTED_S, **options
     )
+
+
+def with_servers(servers: list[McpSettings]) -> ToolsSettings:
+    return with_value(Config().tools, "mcp", servers)
 
 
 def toolbox_of(tools: list[Tool]) -> Toolbox:
@@ -127,7 +133,7 @@ def check_answers(tools: list[Tool]) -> None:
 def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_TEST_KEY", "sesame")
     monkeypatch.setenv("MCP_OTHER_KEY", "secret")
-    tools = build_tools(ToolsSettings(mcp=[over_stdio(env=["MCP_TEST_KEY"])]), ())
+    tools = build_tools(with_servers([over_stdio(env=["MCP_TEST_KEY"])]), ())
     by_name = {tool.name: tool for tool in tools}
     assert list(by_name) == [
         "get_weather",
@@ -178,7 +184,7 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_url(http_server: str) -> None:
     tools = build_tools(
-        ToolsSettings(mcp=[McpSettings(name="far", url=http_server, start_timeout_s=STARTED_S)]), ()
+        with_servers([McpSettings(name="far", url=http_server, start_timeout_s=STARTED_S)]), ()
     )
     try:
         check_answers(tools)
@@ -193,7 +199,7 @@ def check_hostile(settings: McpSettings, ways: Mapping[str, str], folder: Path) 
         "import asyncio, resource, sys, time\n"
         "from test_mcp import *\n"
         "settings = McpSettings.model_validate_json(sys.argv[1])\n"
-        "tools = build_tools(ToolsSettings(mcp=[settings]), ())\n"
+        "tools = build_tools(with_servers([settings]), ())\n"
         "toolbox = toolbox_of(tools)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "pids = set()\n"
@@ -250,7 +256,7 @@ def test_a_bad_answer_fails_its_own_call_and_no_other() -> None:
         start_timeout_s=STARTED_S,
         max_restarts=0,
     )
-    tools = build_tools(ToolsSettings(mcp=[settings]), ())
+    tools = build_tools(with_servers([settings]), ())
 
     async def talk() -> list[Observation]:
         toolbox = toolbox_of(tools)
@@ -277,7 +283,7 @@ def test_a_storm_of_restarts_ends(caplog: pytest.LogCaptureFixture) -> None:
             start_timeout_s=STARTED_S,
             max_restarts=3,
         )
-        tools = build_tools(ToolsSettings(mcp=[settings]), ())
+        tools = build_tools(with_servers([settings]), ())
 
         async def talk() -> None:
             toolbox = toolbox_of(tools)
@@ -287,22 +293,20 @@ def test_a_storm_of_restarts_ends(caplog: pytest.LogCaptureFixture) -> None:
                 await toolbox.call(ToolCall("about", ""), TASK)
             await toolbox.close()
 
-        with caplog.at_level(logging.WARNING, logger="treegraft.tools.mcp"):
+        with caplog.at_level(logging.WARNING, logger="treegraft.extras.mcp.client"):
             asyncio.run(talk())
-    told = [one.getMessage() for one in caplog.records if one.name == "treegraft.tools.mcp"]
+    told = [one.getMessage() for one in caplog.records if one.name == "treegraft.extras.mcp.client"]
     assert len(told) == 4 and "stays so after 3 restarts" in told[-1]
     assert "its last line on stderr: not again" in told[1]
 
 
 def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    tools = build_tools(
-        ToolsSettings(mcp=[over_stdio(max_restarts=1, tools=["crash", "about"])]), ()
-    )
+    tools = build_tools(with_servers([over_stdio(max_restarts=1, tools=["crash", "about"])]), ())
     assert [tool.name for tool in tools] == ["crash", "about"]
 
     async def crash() -> None:
         toolbox = toolbox_of(tools)
-        with caplog.at_level(logging.WARNING, logger="treegraft.tools.mcp"):
+        with caplog.at_level(logging.WARNING, logger="treegraft.extras.mcp.client"):
             first, crashed = await ask(toolbox, ("about", ""), ("crash", ""))
             assert (crashed.text, crashed.is_error) == (
                 "the server of crash ended during the call",
@@ -317,7 +321,9 @@ def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCapt
 
     asyncio.run(crash())
     reported = [
-        record.getMessage() for record in caplog.records if record.name == "treegraft.tools.mcp"
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "treegraft.extras.mcp.client"
     ]
     assert "restart 1" in reported[0] and "its last line on stderr: the end is near" in reported[0]
     assert "stays so after 1 restarts" in reported[1]
@@ -383,7 +389,7 @@ def test_without_the_sdk_the_error_says_what_to_install(monkeypatch: pytest.Monk
 def test_settings_that_make_no_server(servers: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(SettingError, match=reason):
         load_config({"tools": {"mcp": servers}})
-    assert Config().tools.mcp == []
+    assert value_of(Config(), "tools.mcp") == []
 
 
 def test_faults_within_a_list_of_tables_name_the_setting() -> None:

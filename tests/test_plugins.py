@@ -326,7 +326,7 @@ examine(config, num_gpus=3)
 
 def test_its_section_takes_the_place_of_ours_and_gpus_need_one() -> None:
     done = run(SEVERAL)
-    assert done.stdout.splitlines() == ["['all: H100']", "sum"]
+    assert done.stdout.splitlines() == ["['all: H100']", "memory"]
     assert "SettingError: command line: --gpus: got 3; expected a plugin" in done.stderr
 
 

@@ -24,16 +24,20 @@ import pytest
 from starlette.testclient import TestClient
 
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.core.interfaces import Passage
 from treegraft.core.listener import address_of, listen
 from treegraft.core.types import Task
-from treegraft.settings.tools import ToolsSettings
+from treegraft.extras.search.remote import RemoteSearch, retrieve_url
+from treegraft.extras.search.serve import search_app
+from treegraft.extras.search.web import PROVIDERS, WebSearch
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
+from treegraft.settings.table import with_value
 from treegraft.tools.build import build_tools
-from treegraft.tools.search.corpus import Passage
-from treegraft.tools.search.remote import RemoteSearch, retrieve_url
-from treegraft.tools.search.serve import search_app
 from treegraft.tools.search.tool import SearchTool, open_corpus
-from treegraft.tools.search.web import PROVIDERS, WebSearch
 
+TOOLS = type(Config().tools)
+"""The table [tools] with what plugins add."""
 TASK = Task(id="t", question="?", reference=())
 ROWS = [
     {"id": "0", "contents": '"Paris"\nParis is the capital of France.'},
@@ -161,7 +165,7 @@ def test_the_tool_asks_the_server(retrieval: str) -> None:
     # Another event loop, with the connections of the first one gone.
     asyncio.run(work())
     assert retrieve_url(retrieval.removesuffix("/retrieve")) == retrieval
-    settings = ToolsSettings.model_validate(
+    settings = TOOLS.model_validate(
         {"use": ["search"], "search": {"kind": "http", "url": retrieval}}
     )
     (built,) = build_tools(settings, ())
@@ -224,9 +228,7 @@ def test_a_server_that_is_not_there_is_noticed_before_the_run() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        settings = ToolsSettings.model_validate(
-            {"use": ["search"], "search": {"kind": "http", "url": url}}
-        )
+        settings = TOOLS.model_validate({"use": ["search"], "search": {"kind": "http", "url": url}})
         with pytest.raises(
             SettingError,
             match=r"tools\.search\.url: .* cannot be reached.*treegraft serve search CORPUS",
@@ -497,7 +499,7 @@ def test_whose_fault_it_was(status: int, kind: type[ToolError], message: str, ke
 def test_a_missing_key_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, provider in PROVIDERS.items():
         monkeypatch.delenv(provider.key_variable, raising=False)
-        settings = ToolsSettings.model_validate(
+        settings = TOOLS.model_validate(
             {"use": ["search"], "search": {"kind": "web", "provider": name}}
         )
         with pytest.raises(SettingError, match=f"{provider.key_variable} is not set"):
@@ -516,5 +518,31 @@ def test_a_missing_corpus_is_an_error_before_the_run(tmp_path: Path) -> None:
     for kind in ("bm25", "dense"):
         search = {"kind": kind, "corpus": str(tmp_path / "nowhere.jsonl"), "encoder": "hashing"}
         with pytest.raises(DataError, match="there is no such file"):
-            build_tools(ToolsSettings.model_validate({"use": ["search"], "search": search}), ())
+            build_tools(TOOLS.model_validate({"use": ["search"], "search": search}), ())
     assert os.listdir(tmp_path) == []
+
+
+def test_a_search_of_ones_own_at_an_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_search.py").write_text(
+        "from treegraft.parts import interfaces\n"
+        "class Echo:\n"
+        "    is_remote, fingerprint = False, 'echo'\n"
+        "    def __init__(self, search):\n"
+        "        if search.top_k > 9:\n"
+        "            raise ValueError('nine at most')\n"
+        "    async def search(self, queries, top_k):\n"
+        "        return [[interfaces.Passage('1', one.upper(), 1.0)] * top_k for one in queries]\n"
+        "    async def close(self):\n"
+        "        pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tables = {"use": ["search"], "search": {"kind": "own_search:Echo", "top_k": 2}}
+    tools = load_config({"tools": tables, "tasks": {"kind": "dataset"}}).tools
+    (tool,) = build_tools(tools, ())
+    assert asyncio.run(tool("yes", TASK)) == "Doc 1: YES\nDoc 2: YES"
+    with pytest.raises(SettingError, match="'own_search:Echo' raised ValueError: nine at most"):
+        build_tools(with_value(tools, "search.top_k", 10), ())
+    with pytest.raises(SettingError, match=r"tools\.search\.kind: got 'htp'.*Did you mean 'http'"):
+        load_config({"tools": {"use": ["search"], "search": {"kind": "htp"}}})

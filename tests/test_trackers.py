@@ -23,13 +23,13 @@ from treegraft.core.plugin import offered
 from treegraft.core.types import Tree
 from treegraft.runs.record import read_metrics
 from treegraft.runs.tracked import Tracked
-from treegraft.runs.trackers import TRACKERS, Trackers
+from treegraft.runs.trackers import Trackers
 from treegraft.settings.recipe import flatten
 from treegraft.train import RunResult, train
 
 SECRET = "local-0123456789abcdef0123456789abcdef01234567"
 
-KINDS = {**TRACKERS, **offered("trackers")}
+KINDS = offered("trackers")
 
 
 class Own:

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from treegraft.tools.own_thread import run_in_thread
     from treegraft.tools.search.encoders import build_encoder
     from treegraft.tools.search.lexical import best_texts
+    from treegraft.tools.search.tool import open_corpus
     from treegraft.traces import remote
     from treegraft.traces.fill import BufferBuild
     from treegraft.traces.prune_buffer import BufferPruning
@@ -153,6 +154,7 @@ __all__ = [
     "losses",
     "metrics",
     "objectives",
+    "open_corpus",
     "packages",
     "plain",
     "readers",
@@ -208,6 +210,7 @@ _HOMES = homes(
         "tools.own_thread": "run_in_thread",
         "tools.search.encoders": "build_encoder",
         "tools.search.lexical": "best_texts",
+        "tools.search.tool": "open_corpus",
         "traces": "remote",
         "traces.fill": "BufferBuild",
         "traces.prune_buffer": "BufferPruning",

@@ -1,5 +1,5 @@
 """The command line: `treegraft init | train | sft | eval | run | view | compare | buffer |
-serve | config | doctor`, and what plugins bring.
+config | doctor`, and what plugins bring.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -41,7 +41,6 @@ from treegraft.cli.config import show_config
 from treegraft.cli.eval import compare_suites, eval_app
 from treegraft.cli.init import init
 from treegraft.cli.prune import PRUNED_BEFORE, prune, show
-from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
     DataError,
@@ -121,7 +120,6 @@ buffer_app.command(cls=command_without(RETIRED))(build)
 app.add_typer(buffer_app)
 buffer_app.command(cls=command_without(PRUNED_BEFORE))(prune)
 buffer_app.command()(show)
-app.add_typer(serve_app)
 
 Recipe = Annotated[
     str,

@@ -214,6 +214,39 @@ class Tool(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Passage:
+    r"""Passage(id="12", contents="\"Paris\"\nThe capital of France ...", score=7.3)"""
+
+    id: str | int
+    contents: str
+    """As in the corpus; in the wiki-18 dump a title in quotes, a line break, and the text."""
+    score: float
+    """Its match with the query, higher is better; the scale depends on the index."""
+
+
+class SearchBackend(Protocol):
+    """Where passages come from."""
+
+    is_remote: bool
+    """Whether a service elsewhere answers, so that calls are retried and their rate is limited."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names everything but the query that results depend on."""
+        ...
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """Returns for each query its best passages, best first, `top_k` at most.
+
+        Raises `ToolUnavailable` where the service behind it is down, and `ToolError` for a query
+        that it refuses.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
 @runtime_checkable
 class Environment(Protocol):
     """The world of one trajectory, as a class of the user's (TRL's convention): a fresh object for

@@ -196,6 +196,12 @@ class Plugin:
     tools: Mapping[str, Any] = field(default_factory=dict)
     """Makers of tools by their names in `tools.use`, called with the table [tools]; or import
     paths."""
+    toolsets: Mapping[str, Any] = field(default_factory=dict)
+    """By the setting of [tools] whose value asks for them: makers of several tools, called with the
+    value and `taken`, the names that others have. Or import paths."""
+    searches: Mapping[str, Any] = field(default_factory=dict)
+    """By names in `tools.search.kind`: makers of a `SearchBackend`, called with the table
+    [tools.search]; or import paths."""
     samplers: Mapping[str, Any] = field(default_factory=dict)
     """Makers of samplers, called with tasks, seed and the table [sampler]; or import paths."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
@@ -215,6 +221,9 @@ class Plugin:
     """Sections of `treegraft doctor RECIPE` by their titles: each called with the configuration and
     a `Machine`; returns `Finding`s, in place of the core's section of that title, or None for
     nothing. Or import paths."""
+    findings: Callable[[Any], Iterable[Any]] = _nothing
+    """A function of the configuration that yields a `Finding` for each key or address that doctor
+    shows beside the data."""
     settings: Mapping[str, type | str] = field(default_factory=dict)
     """Classes of settings whose fields join the table of this dotted name ("" for the root): a
     field whose type is a table of settings is a table of the plugin's own. Or import paths."""
@@ -230,14 +239,13 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "objectives": ("clip", "gspo", "cispo", "gppo"),
     "tasks": ("search_world", "dataset"),
     "tools": ("python", "search"),
+    "searches": ("bm25", "dense"),
     "samplers": ("epochs",),
-    "trackers": ("tensorboard",),
     "engines": ("native", "vllm"),
     "formats": ("tags", "chat"),
     "rewards": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "commands": (
         *("init", "train", "sft", "eval", "run", "compare", "buffer", "view", "doctor", "config"),
-        "serve",
     ),
 }
 """Names of the core, which no plugin may take."""

@@ -18,6 +18,8 @@ BUILT_IN = (
     "treegraft.extras.environments.sokoban.plugin",
     "treegraft.extras.environments.verifiers.plugin",
     "treegraft.extras.tasks.plugin",
+    "treegraft.extras.mcp.plugin",
+    "treegraft.extras.search.plugin",
     "treegraft.extras.trackers.plugin",
     "treegraft.extras.hub.plugin",
     "treegraft.extras.lab.plugin",

@@ -18,14 +18,6 @@ from treegraft.core.types import Tree
 from treegraft.runs.health import HealthWarning, explained
 from treegraft.runs.tracked import Tracked
 
-TRACKERS: Mapping[str, TrackerKind] = {
-    "tensorboard": TrackerKind(
-        path="treegraft.runs.tensorboard:TensorBoardTracker",
-        module="tensorboard",
-        install="treegraft[trackers]",
-    ),
-}
-"""The core's trackers."""
 Maker = Callable[[Path], Tracker]
 SETTING = "track.trackers"
 
@@ -40,7 +32,7 @@ def find_trackers(names: Sequence[str]) -> dict[str, Maker]:
 
 
 def _find(name: str) -> Maker:
-    known = {**TRACKERS, **offered("trackers")}
+    known = offered("trackers")
     found = pick(name, known, SETTING)
     if name not in known:
         return partial(_make_own, found, name)

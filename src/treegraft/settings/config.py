@@ -136,13 +136,7 @@ class CheckpointSettings(Settings):
 
 
 class TrackSettings(Settings):
-    trackers: list[str] = setting(
-        [],
-        built_in=("tensorboard",),
-        plugins="trackers",
-        resumable=True,
-        ignored_by_eval=True,
-    )
+    trackers: list[str] = setting([], plugins="trackers", resumable=True, ignored_by_eval=True)
     """Any of "tensorboard", "trackio", "wandb" and "mlflow", or import paths
     "package.module:Tracker"; metrics.jsonl is always written."""
     record_trees: bool = True

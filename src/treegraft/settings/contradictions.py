@@ -167,7 +167,8 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # Only for kinds that are known to bring no tools; another source may.
     toolless = {"dataset", *(kind for one in members for kind in one.toolless)}
     brings_none = config.tasks.kind in toolless
-    has_any = config.tools.use or config.tools.mcp or config.environment.kind
+    has_set = any(getattr(config.tools, one) for one in offered("toolsets"))
+    has_any = config.tools.use or has_set or config.environment.kind
     if brings_none and not has_any and config.rollout.max_tool_calls > 0:
         yield Contradiction(
             ("tools.use", "tasks.kind", "rollout.max_tool_calls"),
@@ -181,7 +182,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
             " tools.cache on.",
         )
-    yield from _mcp_wrong(config)
     # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
@@ -190,29 +190,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             f"reward.weights: got {len(weights)} ({weights}), expected one for each of"
             f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs}).",
         )
-
-
-def _mcp_wrong(config: Config) -> Iterator[Contradiction]:
-    servers = config.tools.mcp
-    names = [server.name for server in servers]
-    if len(set(names)) < len(names):
-        text = f"tools.mcp: got servers named {names}, expected each name once."
-        yield Contradiction(("tools.mcp",), text)
-    for server in servers:
-        if bool(server.command) == bool(server.url):
-            both = "both" if server.url else "neither"
-            yield Contradiction(
-                ("tools.mcp",),
-                f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of"
-                " them.",
-            )
-        for kind, unused in (("command", "token_env"), ("url", "env")):
-            if getattr(server, kind) and getattr(server, unused):
-                yield Contradiction(
-                    ("tools.mcp",),
-                    f"tools.mcp: server '{server.name}': {unused} would have no effect beside"
-                    f" {kind}.",
-                )
 
 
 def _run_wrong(config: Config) -> Iterator[Contradiction]:

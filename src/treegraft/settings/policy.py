@@ -172,6 +172,11 @@ class NativeSettings(Settings):
     """On a CPU: attention and the operations between the products by our own kernels, compiled once
     per machine with its C compiler."""
 
+    @property
+    def cpu_cache_gb(self) -> float:
+        """`cache_gb`, or what "auto" takes on a CPU."""
+        return CPU_CACHE_GB if self.cache_gb == "auto" else self.cache_gb
+
 
 class VllmSettings(Settings):
     servers: list[str] = setting([], same_answers=True)

@@ -20,17 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.errors import DataError, SettingError, ToolUnavailable
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    r"""Passage(id="12", contents="\"Paris\"\nThe capital of France ...", score=7.3)"""
-
-    id: str | int
-    contents: str
-    """As in the corpus; in the wiki-18 dump a title in quotes, a line break, and the text."""
-    score: float
-    """Its match with the query, higher is better; the scale depends on the index."""
+from treegraft.core.interfaces import Passage
 
 
 @dataclass(frozen=True, slots=True)

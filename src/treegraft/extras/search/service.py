@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from treegraft.core.errors import ToolError, ToolUnavailable
+from treegraft import ToolError, ToolUnavailable
 
 MAX_BYTES = 10_000_000
 """Longest answer that is read, in bytes after decompression."""

@@ -17,10 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from treegraft.core.errors import ToolError, ToolUnavailable
-from treegraft.core.listener import OwnNames, is_loopback
-from treegraft.tools.search.corpus import Passage
-from treegraft.tools.search.tool import SearchBackend
+from treegraft import ToolError, ToolUnavailable
+from treegraft.parts import interfaces, listener
 
 MAX_BYTES = 8_000_000
 """Longest request, in bytes."""
@@ -37,7 +35,7 @@ DEADLINE_S = 60.0
 """Longest time for one request, in seconds."""
 
 
-def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Starlette:
+def search_app(backend: interfaces.SearchBackend, *, default_top_k: int, host: str) -> Starlette:
     """Returns the application; it closes the backend at its end.
 
     Args:
@@ -63,7 +61,7 @@ def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Star
             return Response(status_code=400)  # nobody reads it
         except ValueError as error:
             return JSONResponse({"detail": str(error)}, status_code=422)
-        found: list[list[Passage]] = []
+        found: list[list[interfaces.Passage]] = []
         try:
             async with asyncio.timeout(DEADLINE_S):
                 for first in range(0, len(queries), SLICE):
@@ -92,11 +90,11 @@ def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Star
         routes=routes,
         lifespan=lifespan,
         # Beyond loopback other machines reach it anyway, by names that nobody here can list.
-        middleware=[Middleware(OwnNames, host=host)] if is_loopback(host) else [],
+        middleware=[Middleware(listener.OwnNames, host=host)] if listener.is_loopback(host) else [],
     )
 
 
-def _shown(passage: Passage, with_score: bool) -> dict[str, Any]:
+def _shown(passage: interfaces.Passage, with_score: bool) -> dict[str, Any]:
     document = {"id": passage.id, "contents": passage.contents}
     return {"document": document, "score": passage.score} if with_score else document
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.tools.search.corpus import Passage
-from treegraft.tools.search.service import Service, is_http
+from treegraft import SettingError, ToolError, ToolUnavailable
+from treegraft.extras.search.service import Service, is_http
+from treegraft.parts import interfaces, interrupt
 
 
 def retrieve_url(url: str) -> str:
@@ -59,7 +59,6 @@ class RemoteSearch(Service):
         Raises:
             SettingError: it cannot be reached or does not keep to the protocol.
         """
-        from treegraft.core.interrupt import run_to_end
 
         async def ask() -> None:
             try:
@@ -69,14 +68,14 @@ class RemoteSearch(Service):
                 await asyncio.shield(self.close())
 
         try:
-            run_to_end(ask())
+            interrupt.run_to_end(ask())
         except ToolError as error:
             raise SettingError(
                 f"tools.search.url: {error}. Start one with `treegraft serve search CORPUS`, or"
                 " correct the address."
             ) from error
 
-    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+    async def search(self, queries: Sequence[str], top_k: int) -> list[list[interfaces.Passage]]:
         """Returns for each query its best passages, in the server's order.
 
         Raises:
@@ -97,7 +96,7 @@ class RemoteSearch(Service):
         return found
 
 
-def _passage(entry: Any) -> Passage:
+def _passage(entry: Any) -> interfaces.Passage:
     # Without scores the entry is the document itself.
     document = entry.get("document", entry)
     contents = document.get("contents")
@@ -105,4 +104,12 @@ def _passage(entry: Any) -> Passage:
         title = f'"{document["title"]}"\n' if "title" in document else ""
         contents = title + document["text"]
     score = float(entry.get("score", 0.0)) if document is not entry else 0.0
-    return Passage(document.get("id", ""), str(contents), score)
+    return interfaces.Passage(document.get("id", ""), str(contents), score)
+
+
+def remote_search(search: Any) -> RemoteSearch:
+    """Returns the search that [tools.search] asks for, whose server has answered by then. Raises
+    as `RemoteSearch` and its `check`."""
+    remote = RemoteSearch(search.url, timeout_s=search.timeout_s)
+    remote.check()  # before the run, not at an agent's first question
+    return remote

@@ -18,16 +18,12 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Capability, Signature
-from treegraft.core.packages import require
-from treegraft.core.text import describe, plain
-from treegraft.core.types import Task
-from treegraft.settings.tools import McpSettings
+from treegraft import SettingError, Task, ToolError, ToolUnavailable
+from treegraft.extras.mcp.plugin import McpSettings
+from treegraft.parts import EnvironmentTool, interfaces, packages, plain
 
 if TYPE_CHECKING:
-    from treegraft.tools.mcp_bounds import Pipes
-from treegraft.tools.function import tag_of
+    from treegraft.extras.mcp.bounds import Pipes
 
 CLOSE_S = 10.0
 """Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a
@@ -46,17 +42,19 @@ class McpTool:
         """Takes name, description and arguments from `described`, the SDK's record of the tool."""
         self.own_name = str(described.name)
         """The server's name of it."""
-        self.name = tag_of(self.own_name)
+        self.name = EnvironmentTool.tag_of(self.own_name)
         words = described.description or described.title or f"The tool {self.own_name}."
         self.description = " ".join(words.split())
         chosen, hints = server.settings.capability, described.annotations
         # A tool that writes has a state, and no server can copy it for a branch.
         only_reads = chosen == "auto" and hints is not None and hints.read_only_hint
         self.capability = (
-            Capability.STATELESS if only_reads or chosen == "stateless" else Capability.NONE
+            interfaces.Capability.STATELESS
+            if only_reads or chosen == "stateless"
+            else interfaces.Capability.NONE
         )
         self.cacheable = server.settings.cacheable
-        self.signature = Signature.of_schema(described.input_schema)
+        self.signature = interfaces.Signature.of_schema(described.input_schema)
         self._server = server
 
     async def __call__(self, body: str, task: Task) -> str:
@@ -83,7 +81,7 @@ class McpServer:
         Raises `SettingError` where the SDK is missing, an environment variable is not set, or the
         server gives no tools in time.
         """
-        require("tools.mcp", "mcp")
+        packages.require("tools.mcp", "mcp")
         # What the SDK logs of a bad answer, with tracebacks, is the call's error already.
         for name in ("mcp", "client"):
             if (log := logging.getLogger(name)).level == logging.NOTSET:
@@ -150,20 +148,20 @@ class McpServer:
                 raise ToolError(text or "the call failed") from None
             self._lose(client, error.message)
         except ValueError as error:  # a result of unknown form
-            from treegraft.tools.mcp_bounds import reason_of
+            from treegraft.extras.mcp.bounds import reason_of
 
             raise ToolError(
                 f"the server answered in an unknown shape: {reason_of(error)}"
             ) from None
         except Exception as error:  # any error of the transport once the other end is gone
-            self._lose(client, describe(error))
+            self._lose(client, _said(error))
         else:
             text = _text_of(result)
             if result.is_error:
                 raise ToolError(text or "the call failed")
             return text
         # Not made again: the server may have acted on it before it ended.
-        raise ToolError(f"the server of {tag_of(name)} ended during the call")
+        raise ToolError(f"the server of {EnvironmentTool.tag_of(name)} ended during the call")
 
     def _lose(self, client: Any, reason: str) -> None:
         """Gives up a connection that ended by itself; the supervisor opens another."""
@@ -180,7 +178,7 @@ class McpServer:
             self._loop.run_until_complete(self._supervise())
         except (Exception, asyncio.CancelledError) as error:
             # Reported to the constructor if it still waits for the list, else to later calls.
-            self._error = describe(error)
+            self._error = _said(error)
         finally:
             if not self._listed.done():
                 self._listed.set_exception(ToolUnavailable(self._error or "it ended at once"))
@@ -202,7 +200,7 @@ class McpServer:
                 cause: BaseException = error
                 while isinstance(cause, BaseExceptionGroup) and cause.exceptions:
                     cause = cause.exceptions[0]  # the SDK's tasks wrap it in groups
-                self._error = describe(cause)
+                self._error = _said(cause)
                 if not self._listed.done():
                     raise
             if self._is_closing:
@@ -246,7 +244,7 @@ class McpServer:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        from treegraft.tools.mcp_bounds import BoundedTransport
+        from treegraft.extras.mcp.bounds import BoundedTransport
 
         max_bytes = self.settings.max_answer_mb * 2**20
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
@@ -315,6 +313,10 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list
     return list(tools.values())
 
 
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 def _text_of(result: Any) -> str:
     """The texts of a result; other contents by type and address."""
     parts: list[str] = []
@@ -336,7 +338,7 @@ def _text_of(result: Any) -> str:
 def _pipes_of(settings: McpSettings, env: Mapping[str, str]) -> Pipes | None:
     if not settings.command:
         return None
-    from treegraft.tools.mcp_bounds import Pipes
+    from treegraft.extras.mcp.bounds import Pipes
 
     command = [os.path.expandvars(word) for word in settings.command]
     return Pipes(command, env, settings.max_answer_mb * 2**20)
