@@ -209,6 +209,25 @@ def test_missing_sources_are_named_before_anything_is_read(tmp_path: Path) -> No
         read_set("gsm8k", write(tmp_path / "odd.jsonl", {"title": "q"}))
 
 
+def test_the_released_folders_are_found_and_their_counts_compared(tmp_path: Path) -> None:
+    rows = [{"question": f"q{n}", "answer": "1"} for n in range(125)]
+    for place, num in (
+        ("bamboogle/test.jsonl", 125),
+        ("hle/top.json", 4),
+        ("SimpleQA/test.jsonl", 3),
+    ):
+        (tmp_path / place).parent.mkdir()
+        (tmp_path / place).write_text("".join(json.dumps(one) + "\n" for one in rows[:num]))
+    names = parse_names("bamboogle,hle,simpleqa")
+    found = load_sets(names, data_dir=tmp_path, as_papers=True)
+    assert [len(one.tasks) for one in found] == [125, 4, 3]
+    said = "ARPO's released evaluation scores 500 rows of it, and these are {}: its numbers are of"
+    assert found[0].notes == ()
+    for one, num in zip(found[1:], (4, 3), strict=True):
+        assert one.notes[0].startswith(said.format(num))
+    assert not any(one.notes for one in load_sets(names, data_dir=tmp_path))
+
+
 @needs_data
 def test_the_shared_sets_are_read_whole() -> None:
     sizes = {

@@ -7,7 +7,7 @@ import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.tiny_parts import ANSWERS, ASKED, SlowSearch
 from treegraft.core import interrupt
 from treegraft.core.errors import DataError, DriftError, EngineError
 from treegraft.core.interfaces import WeightSource
-from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
+from treegraft.core.types import BranchCause, Status, StepContent, Task, ToolCall, Tree
 from treegraft.evals.agent import answer_question
 from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.canary import limit_for
@@ -737,7 +737,7 @@ def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path
     [
         ("", "the file has no rows"),
         ("no json\n", "line 1"),
-        ('{"question": "q", "steps": [{"answer": "a"}]}\n{"question": "q"}\n', "line 2.*'steps'"),
+        ('{"question": "q", "steps": [{"answer": "a"}]}\n{"question": "q"}\n', "line 2.*steps"),
         ('{"question": "q", "steps": []}\n', "no steps"),
         (
             '{"question": "q", "steps": [{"calls": [{"name": "fly", "body": "x"}]}]}\n',
@@ -758,6 +758,22 @@ def test_bad_traces_are_named_before_any_work(
         stored = read_demonstrations(path, settings, ()).demonstrations
         Demonstrations(world, form, settings, seed=0, stored=stored)
     assert str(path) in str(caught.value)
+
+
+def test_few_rows_that_the_format_cannot_write_are_left_out(
+    world: SearchWorld, form: TagsFormat
+) -> None:
+    good = [(task, world.expert(task, 0)) for task in world.warmup_tasks(19, 0)]
+    flies = StepContent(calls=(ToolCall("fly", "x"),))
+    stored = [*good, (replace(good[0][0], id="line 20"), (flies,))]
+    settings = WarmupSettings(traces="t.jsonl", batch_size=40)
+    found = Demonstrations(world, form, settings, seed=0, stored=stored)
+    assert found.left_out.startswith("1 of 20 cannot be written (line 20: ")
+    assert "no tool 'fly'" in found.left_out
+    # Two passes over twenty, of which the one is no demonstration.
+    assert len(found.batch(0)) == 38
+    with pytest.raises(DataError, match=r"'t.jsonl': 2 of 21 rows cannot be written \(line 20: "):
+        Demonstrations(world, form, settings, seed=0, stored=[*stored, stored[-1]])
 
 
 def test_an_expert_that_the_format_cannot_say_is_no_accident(

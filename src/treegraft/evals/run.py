@@ -17,7 +17,7 @@ from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
 from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
 from treegraft.evals.scores import suite_scorer
-from treegraft.evals.suites import EvalSet, load_sets, parse_names
+from treegraft.evals.suites import MEASURES, EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import NoDisplay
@@ -128,7 +128,13 @@ def evaluate_suite(
         reason = "trajectories are greedy; add eval.greedy=false"
         refuse_sampling(overrides, reason, "eval.num_samples")
     judge = None if plan.judge is None else Judge(plan.judge)
-    sets = load_sets(names, data_dir=plan.data_dir, num=plan.num, shuffle_seed=plan.shuffle_seed)
+    sets = load_sets(
+        names,
+        data_dir=plan.data_dir,
+        num=plan.num,
+        shuffle_seed=plan.shuffle_seed,
+        as_papers=any(one.strip() in MEASURES for one in plan.suite.split(",")),
+    )
     subject = str(config.model.path if checkpoint is None else checkpoint)
     asked = _asked(config, place, sampling)
     folder = EvalFolder.open(plan.into or default_folder(subject, place), asked, sets)

@@ -432,8 +432,8 @@ class WarmupSettings(Settings):
     """Optimiser steps of supervised fine-tuning before the first update; 0 for none."""
     traces: str = "expert"
     """The demonstrations: "expert" (the tasks' scripted expert), a Step-Trace Buffer, "buffer" for
-    the one of [buffer], or a JSONL file of {"question", "steps", "reward"}. Of a buffer, complete
-    trajectories on the training tasks count."""
+    the one of [buffer], or a file or run folder as `buffer import` reads it, with questions of its
+    own. Of a buffer, complete trajectories on the training tasks count."""
     min_reward: float | None = setting(None, idle_unless=(_stored,))
     """Reward from which a stored trajectory is imitated (reward-filtered fine-tuning); None for
     all."""
