@@ -5,6 +5,7 @@ BUILT_IN = (
     "treegraft.extras.methods.aepo",
     "treegraft.extras.methods.appo",
     "treegraft.extras.methods.axpo",
+    "treegraft.extras.methods.call_rewards",
     "treegraft.extras.methods.commit",
     "treegraft.extras.methods.dots.plugin",
     "treegraft.extras.methods.eapo",
