@@ -92,7 +92,8 @@ def read_demonstrations(
             advice = f"The best reward is {best:g}: lower warmup.min_reward"
         counted = f"none of its {num_found} trajectories can be imitated ({left_out}). {advice}."
         raise DataError(
-            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}"
+            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}",
+            code="no-demonstration",
         )
     return Chosen([(one.task, one.steps) for one in kept], left_out)
 
@@ -109,7 +110,8 @@ def _best(
         if one.reward is None:
             raise DataError(
                 f"warmup.traces '{path}', {one.task.id}: got no reward, which warmup.min_reward and"
-                ' warmup.num_best need; add a number "reward" to each line.'
+                ' warmup.num_best need; add a number "reward" to each line.',
+                code="demonstration-without-reward",
             )
         if least is None or one.reward >= least:
             rated.append((one.reward, one))
@@ -134,7 +136,8 @@ def _is_buffer(path: Path) -> bool:
     if not path.is_file():
         raise DataError(
             f"warmup.traces: there is no file '{path}'; expected JSONL of questions and steps, a"
-            ' Step-Trace Buffer, "buffer" for that of [buffer], or "expert"'
+            ' Step-Trace Buffer, "buffer" for that of [buffer], or "expert"',
+            code="demonstrations-missing",
         )
     with path.open("rb") as file:
         return file.read(len(SQLITE)) == SQLITE
@@ -178,7 +181,8 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise DataError(
             f"loss.lesson_coef: the buffer '{path}' has no success at the training tasks"
-            f" ({left_out or 'none that this format can say'}); name another buffer."
+            f" ({left_out or 'none that this format can say'}); name another buffer.",
+            code="no-lesson",
         )
     return book
 
@@ -232,10 +236,11 @@ def _of_file(path: Path) -> list[Stored]:
             raise DataError(
                 f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a"
                 " list of steps, each with thought, calls, observations or answer. Correct"
-                " the line or leave it out."
+                " the line or leave it out.",
+                code="demonstration-line-unfit",
             ) from error
         task = Task(id=f"line {number}", question=question, reference=())
         found.append(Stored(task, steps, reward))
     if not found:
-        raise DataError(f"warmup.traces '{path}': the file has no rows")
+        raise DataError(f"warmup.traces '{path}': the file has no rows", code="no-rows-in-file")
     return found
