@@ -569,7 +569,7 @@ def _tasks(exclude_tasks: Sequence[str | None] | None, num: int) -> Sequence[str
     tasks = exclude_tasks if exclude_tasks is not None else [None] * num
     if len(tasks) != num:
         raise SettingError(
-            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one for each, or None",
+            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one each, or None",
             code="exclude-tasks-unequal",
         )
     return tasks

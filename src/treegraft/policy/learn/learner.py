@@ -154,7 +154,7 @@ class Learner:
         # gradient from the others, without an error.
         if any(hasattr(weight, "placements") for weight in scoring.parameters()):
             raise ModelError(
-                "learner: got divided weights (DTensor), expected a whole model; torchrun divides it",
+                "learner: got divided weights (DTensor), expected a whole model; torchrun divides",
                 code="weights-divided",
             )
         return scoring
