@@ -21,9 +21,8 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs"
@@ -198,8 +197,7 @@ def metrics_page() -> str:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Raised:
+class Raised(NamedTuple):
     """A place of the source where an error of ours is made."""
 
     place: str

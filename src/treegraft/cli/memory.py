@@ -175,7 +175,7 @@ def _gguf_shape(path: Path) -> ModelShape:
     if missing := [name for name in names if name not in fields]:
         raise ModelError(
             f"model file '{path}' does not say its '{missing[0]}'; is it a language model?",
-            code="gguf-unfit",
+            code="gguf-invalid",
         )
     heads, num_kv_heads, width, num_layers = (int(fields[name].contents()) for name in names)
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}

@@ -238,7 +238,7 @@ def api_root(url: str, option: str = "buffer.build.agent") -> str:
         raise SettingError(
             f"{option} '{url}' is not the address of a server; expected one such as"
             " http://127.0.0.1:8000/v1",
-            code="address-unfit",
+            code="address-invalid",
         )
     # Users also paste the address of the route itself.
     path = parts.path.rstrip("/").removesuffix("/chat/completions")

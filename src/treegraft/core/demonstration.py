@@ -112,7 +112,7 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
             raise DataError(
                 f"{place}, returned a step of type {type(step).__name__}; expected StepContent,"
                 " such as StepContent(calls=(ToolCall('search', 'e9 r5'),)).",
-                code="expert-step-unfit",
+                code="expert-step-invalid",
             )
         calls: Sequence[Any] = step.calls
         for call in calls:
@@ -120,6 +120,6 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
                 raise DataError(
                     f"{place}, returned the call {call!r:.200}; expected ToolCall(NAME, TEXT),"
                     " where several arguments are the text of a JSON object.",
-                    code="expert-call-unfit",
+                    code="expert-call-invalid",
                 )
     return steps

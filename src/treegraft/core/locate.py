@@ -41,7 +41,7 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
             if kind == "model"
             else "no modules.json and no config.json; expected a saved sentence-transformers model"
         )
-        raise ModelError(f"{kind} '{path}': the folder has {expected}", code="model-folder-unfit")
+        raise ModelError(f"{kind} '{path}': the folder has {expected}", code="model-folder-invalid")
     # A hub id is NAME or OWNER/NAME; anything else was meant as a folder. RUNS/NAME looks like a
     # hub id, but is more likely a run that is not there.
     owner, _, rest = path.partition("/")
@@ -116,7 +116,7 @@ def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
         raise ModelError(
             f"{kind} 'pypi:{package}': '{package}' is not the name of a package; expected letters,"
             " digits, '-', '_' and '.'",
-            code="package-name-unfit",
+            code="package-name-invalid",
         )
     # By its metadata: an import would run the package's code.
     try:

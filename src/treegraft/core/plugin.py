@@ -352,7 +352,7 @@ def _loaded(where: str, path: str) -> Plugin:
             f"{where}: '{module}' has no object '{attribute or 'plugin'}' that is a"
             f" treegraft.parts.Plugin, but {type(found).__name__}; mend it, or uninstall the"
             " plugin.",
-            code="plugin-object-unfit",
+            code="plugin-object-invalid",
         )
     if found.interface != INTERFACE:
         raise SettingError(
@@ -496,7 +496,7 @@ def load_object(path: str) -> Any:
         part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
     ):
         raise SettingError(
-            f"'{path}' is no import path; write 'package.module:name'.", code="import-path-unfit"
+            f"'{path}' is no import path; write 'package.module:name'.", code="import-path-invalid"
         )
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:

@@ -74,7 +74,7 @@ def check_place(place: str | None) -> None:
         raise SettingError(
             f"{SETTING}: got '{place}', expected \"file\" or the address of a collector such as"
             " http://127.0.0.1:4318/v1/traces.",
-            code="spans-place-unfit",
+            code="spans-place-invalid",
         )
     require(f"{SETTING} = '{place}'", _MODULES[FILE if place == FILE else ""])
 

@@ -82,7 +82,7 @@ def task_of(question: str, history: Messages = ()) -> Task:
         raise DataError(
             f"history: got {error}; expected messages with role and content, such as `messages` of"
             " an earlier answer.",
-            code="history-unfit",
+            code="history-invalid",
         ) from error
     return Task(id="question", question=question, reference=(), messages=messages)
 

@@ -144,7 +144,7 @@ class EvalFolder:
             raise CheckpointError(
                 f"'{self.path}' is not the folder of an evaluation ({reason}); expected one"
                 " that `treegraft eval suite ... --into FOLDER` made.",
-                code="evaluation-folder-unfit",
+                code="evaluation-folder-invalid",
             ) from error
 
     # ------------------------------------------------------------------ trees
@@ -168,7 +168,7 @@ class EvalFolder:
                 raise DataError(
                     f"{error}; expected one that this evaluation wrote. Remove the line, and its"
                     " item runs again.",
-                    code="evaluation-line-unfit",
+                    code="evaluation-line-invalid",
                 ) from error
             found[tree.task.id] = tree
         return found
@@ -200,7 +200,7 @@ class EvalFolder:
                 raise DataError(
                     f"'{self.judge_path}', line {number}: not a verdict ({error!r}). Remove the"
                     " line, and its answer is judged again.",
-                    code="verdict-unfit",
+                    code="verdict-invalid",
                 ) from error
         return found
 

@@ -65,7 +65,7 @@ def grove(
         raise SettingError(
             f"engine: got a {type(engine).__name__}, expected an object with the methods of"
             " treegraft.parts.Engine, or None for the engine of the recipe.",
-            code="engine-unfit",
+            code="engine-invalid",
         )
     if missing := missing_packages(config):
         raise SettingError("\n".join(missing.values()), code="packages-missing")
@@ -376,7 +376,7 @@ def _check_order(tasks: Sequence[Any], number: Any) -> None:
     if not isinstance(number, int) or number < 0:
         raise SettingError(
             f"grow: got number {number!r}, expected the number of the update, 0 or more.",
-            code="update-number-unfit",
+            code="update-number-invalid",
         )
     for task in tasks:
         if not isinstance(task, Task):

@@ -416,5 +416,5 @@ def _metrics_line(line: bytes, where: str) -> dict[str, float]:
         raise DataError(
             f"{where}: not a line of metrics ({plain(str(error), 200)}); the file was damaged or"
             " changed by hand. Put back a copy of it, or remove the line to look at the rest",
-            code="metrics-line-unfit",
+            code="metrics-line-invalid",
         ) from error

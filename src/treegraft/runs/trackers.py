@@ -82,7 +82,7 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
             raise SettingError(
                 f"callbacks: entry {number} is {callback!r:.80}; expected a function of (update,"
                 f" metrics), or an object with some of the methods {', '.join(_METHODS)}.",
-                code="callback-unfit",
+                code="callback-invalid",
             )
         named = callback if methods else _FunctionTracker(callback)
         name = getattr(callback, "__name__", type(callback).__name__)

@@ -114,7 +114,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             raise SettingError(
                 f"{COMMAND_LINE}: '{shortened(override)}' is not an override; expected"
                 " table.setting=value, such as learn.lr=1e-5.",
-                code="override-unfit",
+                code="override-invalid",
             )
         name = _whole_name(name)
         found = tables_and_settings().get(name)
@@ -441,8 +441,10 @@ def load_config(
     config = _validate(data, where)
     found = contradictions(config)
     faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
-    faults += _idle(config, names, used)
-    if faults:
+    idle = list(_idle(config, names, used))
+    if idle and not faults:
+        raise SettingError("\n".join(idle), code="override-idle")
+    if faults := [*faults, *idle]:
         raise SettingError(
             "\n".join(faults),
             settings=[n for one in found for n in one.settings],

@@ -161,7 +161,7 @@ def _split_tasks(value: Mapping[Any, Any], given: GivenObjects) -> dict[str, Any
         raise SettingError(
             f"tasks: got a dict with {', '.join(map(repr, value)) or 'no keys'}; expected rows, or"
             " 'train' and, for held-out rows, 'eval'.",
-            code="tasks-keys-unfit",
+            code="tasks-keys-invalid",
         )
     settings: dict[str, Any] = {"tasks.kind": "dataset"}
     for setting, name in (("train", "train"), ("eval", next(iter(held_out), ""))):
@@ -287,7 +287,7 @@ def _maker_of(value: Any) -> Callable[..., Any]:
 
 def _wrong(argument: str, value: Any, expected: str) -> SettingError:
     return SettingError(
-        f"{argument}: got {_shown(value)}; expected {expected}.", code="argument-unfit"
+        f"{argument}: got {_shown(value)}; expected {expected}.", code="argument-invalid"
     )
 
 

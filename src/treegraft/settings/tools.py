@@ -136,5 +136,5 @@ class EnvironmentSettings(Settings):
             raise SettingError(
                 f'environment.options: for "{self.kind}": {faults}. It takes'
                 f" {', '.join(table.model_fields)}.",
-                code="environment-options-unfit",
+                code="environment-options-invalid",
             ) from error

@@ -157,7 +157,7 @@ class English:
         *relations, entity = self._parts(body)
         if not relations:
             raise ToolError(
-                f'Write one relation and one name, e.g. "{self._sample}".', code="query-unfit"
+                f'Write one relation and one name, e.g. "{self._sample}".', code="query-invalid"
             )
         for relation in relations:
             if relation not in self.relations:

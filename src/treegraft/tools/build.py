@@ -67,7 +67,7 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
         raise SettingError(
             f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class, or"
             " a function that makes an environment.",
-            code="environment-unfit",
+            code="environment-invalid",
         )
     with blaming(settings.kind, "environment.kind"):
         # The tools are the methods of its class, which only an object tells.
@@ -142,5 +142,5 @@ def _as_tool(found: Any, entry: str) -> Tool:
         return FunctionTool(found)
     raise SettingError(
         f"tools.use: '{entry}' is a {type(found).__name__}; expected a function or a tool.",
-        code="tool-unfit",
+        code="tool-invalid",
     )

@@ -57,7 +57,7 @@ class FunctionTool:
         if not own_name.isidentifier():  # the name is a tag in the agent's markup
             raise SettingError(
                 f"tool '{own_name}': got this as its name; expected letters and underscores.",
-                code="tool-name-unfit",
+                code="tool-name-invalid",
             )
         is_tag = re.fullmatch(r"[a-z][a-z_]*", own_name)
         self.name = own_name if is_tag else tag_of(own_name)

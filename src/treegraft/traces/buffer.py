@@ -560,7 +560,7 @@ def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         raise DataError(
             f"the encoder '{encoder.name}' gave an array of shape {vectors.shape} for {len(texts)}"
             f" texts; expected {shape}, every vector finite and of length 1",
-            code="vectors-unfit",
+            code="vectors-invalid",
         )
     return vectors
 

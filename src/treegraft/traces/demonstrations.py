@@ -237,7 +237,7 @@ def _of_file(path: Path) -> list[Stored]:
                 f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a"
                 " list of steps, each with thought, calls, observations or answer. Correct"
                 " the line or leave it out.",
-                code="demonstration-line-unfit",
+                code="demonstration-line-invalid",
             ) from error
         task = Task(id=f"line {number}", question=question, reference=())
         found.append(Stored(task, steps, reward))

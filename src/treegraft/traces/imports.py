@@ -127,7 +127,7 @@ def check_lines(path: Path) -> None:
         more = f" There are {others} more." if (others := len(report.problems) - 1) else ""
         raise DataError(
             f"{report.problems[0]}. Correct the line or leave it out.{more}",
-            code="import-line-unfit",
+            code="import-line-invalid",
         )
     if not num:
         raise DataError(f"'{path}' is empty; expected JSONL of trajectories.", code="import-empty")
@@ -146,7 +146,7 @@ def check_paths(paths: Sequence[Path]) -> None:
             raise DataError(
                 f"folder '{path}' holds no trees/update-*.jsonl; expected the folder of a run that"
                 " recorded its trees",
-                code="import-folder-unfit",
+                code="import-folder-invalid",
             )
 
 
@@ -419,5 +419,5 @@ def read_trace(line: str, number: int, defaults: Trace) -> Trace:
         raise DataError(
             f"stdin, line {number}: {_reason(error)}; expected JSON of a trace with at least a key"
             " and a value",
-            code="trace-line-unfit",
+            code="trace-line-invalid",
         ) from error

@@ -146,5 +146,5 @@ def check_trace(trace: Trace, number: int) -> None:
                 f"trace {number} (source '{trace.source}', task '{trace.task_id}', position"
                 f" {trace.position}): {problem}; expected a key, a value, a finite reward and a"
                 " position of 0 or more. Leave such steps out",
-                code="trace-unfit",
+                code="trace-invalid",
             )

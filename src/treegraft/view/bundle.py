@@ -106,7 +106,7 @@ def _parse_updates(text: str) -> Callable[[TreeFile], bool]:
             raise SettingError(
                 f"--updates {text}: '{part.strip()}' is not a number of an update; expected numbers"
                 " and ranges, such as 1,5,10-20, or all, or none",
-                code="updates-unfit",
+                code="updates-invalid",
             )
         ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
     return lambda file: any(file.update in some for some in ranges)

@@ -98,7 +98,7 @@ class RunReader:
         if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
             raise DataError(
                 f"'{path}' does not hold the settings of a run: expected named tables",
-                code="run-settings-unfit",
+                code="run-settings-invalid",
             )
         return found
 

@@ -66,7 +66,7 @@ def push(
         raise SettingError(
             f"command line: '{repo_id}' is not a repository's name; expected NAME or OWNER/NAME of"
             " letters, digits, '-', '_' and '.'",
-            code="repository-name-unfit",
+            code="repository-name-invalid",
         ) from error
     found = Trained.of(run)
     token = _token(dry_run)

@@ -141,7 +141,7 @@ def _spans(path: Path) -> Iterator[tuple[str, str, Interval, bool]]:
                 raise DataError(
                     f"'{path}', line {number}: got no span of OpenTelemetry ({error!r}). Remove"
                     " the line.",
-                    code="span-unfit",
+                    code="span-invalid",
                 ) from error
 
 

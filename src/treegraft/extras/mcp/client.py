@@ -156,7 +156,7 @@ class McpServer:
 
             raise ToolError(
                 f"the server answered in an unknown shape: {reason_of(error)}",
-                code="mcp-answer-unfit",
+                code="mcp-answer-invalid",
             ) from None
         except Exception as error:  # any error of the transport once the other end is gone
             self._lose(client, _said(error))

@@ -84,14 +84,14 @@ def refuse_unfit(config: Config) -> None:
         raise SettingError(
             f"cluster.engines: got {settings.engines} for cluster.server_gpus ="
             f" {settings.server_gpus}, expected a divisor of it, so that each engine has as many.",
-            code="engines-unfit",
+            code="engines-invalid",
         )
     num_ranks = settings.num_ranks
     if settings.learner_gpus and num_ranks != settings.learner_gpus:
         raise SettingError(
             f"cluster.learner_ranks: got {num_ranks} beside cluster.learner_gpus ="
             f" {settings.learner_gpus}, expected one rank on each GPU. Leave it out.",
-            code="learner-ranks-unfit",
+            code="learner-ranks-invalid",
         )
     if learn.ranks not in ("auto", num_ranks):
         raise SettingError(
@@ -103,7 +103,7 @@ def refuse_unfit(config: Config) -> None:
         raise SettingError(
             f"learn.replicate: got {learn.replicate} with {num_ranks} ranks; expected a divisor of"
             " the number of ranks. Change it, or cluster.learner_gpus or cluster.learner_ranks.",
-            code="replicate-unfit",
+            code="replicate-invalid",
         )
 
 
@@ -227,7 +227,7 @@ def check(config: Config, needs: Mapping[str, float]) -> None:
                 raise SettingError(
                     f"cluster: {where} cannot run Treegraft ({plain(str(error), 300)}); expected"
                     " the same Python environment as here. Install it there.",
-                    code="node-unfit",
+                    code="node-unusable",
                 ) from error
             _refuse_other(where, seen, own, runs)
 

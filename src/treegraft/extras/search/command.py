@@ -55,7 +55,7 @@ def search(
         raise SettingError(
             f"command line: tools.search.kind: got '{own.kind}', expected bm25 or dense, which"
             " search a corpus.",
-            code="search-kind-unfit",
+            code="search-kind-invalid",
         )
     # Making an index takes long, and says how far it is.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)

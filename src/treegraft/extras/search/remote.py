@@ -30,7 +30,7 @@ def retrieve_url(url: str) -> str:
         raise SettingError(
             f"tools.search.url: got {url!r}, expected the address of a retrieval server, such as"
             " http://127.0.0.1:8000/retrieve.",
-            code="address-unfit",
+            code="address-invalid",
         )
     parts = urlsplit(url)
     return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/retrieve"

@@ -41,7 +41,7 @@ class WebSearch(Service):
             raise SettingError(
                 f"tools.search.base_url: got {base_url!r}, expected an address such as"
                 f" {chosen.base_url}.",
-                code="address-unfit",
+                code="address-invalid",
             )
         key = os.environ.get(chosen.key_variable, "").strip()
         if not key:
@@ -55,7 +55,7 @@ class WebSearch(Service):
             raise SettingError(
                 f"the environment variable {chosen.key_variable} holds characters that no API key"
                 " has.",
-                code="key-unfit",
+                code="key-invalid",
             )
         super().__init__(f"the search provider '{provider}'", timeout_s=timeout_s, use_proxy=True)
         self._url = base.rstrip("/") + chosen.request[1]

@@ -74,7 +74,7 @@ class NativeEngine:
             raise ModelError(
                 f"engine: the native engine cannot run this model: {problem}; choose another model"
                 " or another engine.kind",
-                code="engine-model-unfit",
+                code="model-not-served",
             )
         self._forward: Forward = forward
         self._head = OutputHead(model)
@@ -487,7 +487,7 @@ def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
         odd = sorted(own.keys() ^ set(source.names))[:4]
         raise EngineError(
             f"engine: published weights do not fit its model; names in only one of them: {odd}",
-            code="weights-unfit",
+            code="weights-mismatch",
         )
     for name, tensor in source:
         # copy_ alone would broadcast.
@@ -495,6 +495,6 @@ def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
             raise EngineError(
                 f"engine: published weights do not fit its model: '{name}' has shape"
                 f" {tuple(tensor.shape)}, expected {tuple(own[name].shape)}",
-                code="weights-unfit",
+                code="weights-mismatch",
             )
         own[name].copy_(tensor)

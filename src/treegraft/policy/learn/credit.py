@@ -34,7 +34,7 @@ def find_credit_rule(config: Config) -> CreditRule | None:
         raise SettingError(
             f"credit.rule: '{name}' is a {type(rule).__name__}; expected a function that takes a"
             " tree and returns it.",
-            code="credit-rule-unfit",
+            code="credit-rule-invalid",
         )
     return rule
 
@@ -102,7 +102,7 @@ def _own(path: str) -> OutcomeKind:
         raise SettingError(
             f"credit.advantage: '{path}' is a {type(found).__name__}; expected a function of"
             " trajectories and eps, or an OutcomeKind.",
-            code="credit-advantage-unfit",
+            code="credit-advantage-invalid",
         )
     return OutcomeKind(compare=found)
 
@@ -178,7 +178,7 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
             raise SettingError(
                 f"{where}: step '{step.id}' has credit_factors {step.credit_factors}; expected"
                 " finite numbers, one for each of its tokens, or None.",
-                code="credit-factors-unfit",
+                code="credit-factors-invalid",
             )
     return found
 

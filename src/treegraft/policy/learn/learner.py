@@ -573,5 +573,5 @@ class Learner:
             self.optimiser.load_state(state)
         except KeyError as error:
             raise CheckpointError(
-                f"the optimiser state does not fit the model: {error}", code="optimiser-unfit"
+                f"the optimiser state does not fit the model: {error}", code="optimiser-mismatch"
             ) from error

@@ -158,7 +158,7 @@ class Demonstrations:
             where = "expert, task" if self._stored is None else f"'{self._settings.traces}',"
             raise DataError(
                 f"warmup.traces {where} {task.id}: {error} Correct it or leave it out.",
-                code="demonstration-unfit",
+                code="demonstration-invalid",
             ) from error
 
     def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:

@@ -246,7 +246,7 @@ class ShardedLearner(Learner):
             raise CheckpointError(
                 f"checkpoint '{folder}': the optimiser's state lacks {error}; expected that of this"
                 " model, in the files of all ranks that wrote it. Take another checkpoint.",
-                code="optimiser-unfit",
+                code="optimiser-mismatch",
             ) from error
 
 

@@ -216,7 +216,7 @@ class ClassEnvironment:
             raise ToolUnavailable(
                 f"environment '{self._kind.name}': fork() returned {made!r:.80}, expected a further"
                 " environment",
-                code="fork-unfit",
+                code="fork-invalid",
             )
         return ClassEnvironment(self._kind, made, self._rewards, is_over=self._is_over)
 

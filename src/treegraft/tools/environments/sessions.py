@@ -421,7 +421,7 @@ class EnvironmentSession:
             raise ToolUnavailable(
                 f"environment '{self.tree.kind.name}': get_reward returned {value!r:.80}, expected"
                 " a finite number or None",
-                code="environment-reward-unfit",
+                code="environment-reward-invalid",
             )
         return number
 

@@ -166,7 +166,7 @@ def _parse(line: bytes, place: str) -> tuple[str | int, str]:
         raise DataError(
             f"{place}: got a JSON {type(row).__name__}, expected an object with 'id' and"
             " 'contents'.",
-            code="corpus-row-unfit",
+            code="corpus-row-invalid",
         )
     kinds: dict[str, tuple[type[Any], ...]] = {"id": (str, int), "contents": (str,)}
     for key, expected in kinds.items():
@@ -178,6 +178,6 @@ def _parse(line: bytes, place: str) -> tuple[str | int, str]:
         if not isinstance(row[key], expected):
             raise DataError(
                 f"{place}: '{key}' is {type(row[key]).__name__}, expected {expected[0].__name__}.",
-                code="corpus-value-unfit",
+                code="corpus-value-invalid",
             )
     return row["id"], row["contents"]

@@ -296,7 +296,7 @@ def _playable(env: Any, taskset: str) -> list[str]:
         reason = "scores what verifiers itself has recorded, expected rewards that run() records"
     if reason is not None:
         raise SettingError(
-            f"environment.options: '{taskset}' {reason}.", code="verifiers-taskset-unfit"
+            f"environment.options: '{taskset}' {reason}.", code="verifiers-taskset-invalid"
         )
     return names
 

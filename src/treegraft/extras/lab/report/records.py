@@ -178,7 +178,7 @@ def _study_line(line: str, where: str, label: str | None) -> Record | None:
         raise DataError(
             f"{where} is not a run ({type(error).__name__}: {error}); expected an object with"
             ' method, seed and curve, a list of {"update": n, "accuracy": share}',
-            code="study-line-unfit",
+            code="study-line-invalid",
         ) from error
     measured = {key for point in curve for key in point if key.startswith("eval/")}
     costs = {key for point in curve for key in point} - {*_CURVE_ONLY, *measured}

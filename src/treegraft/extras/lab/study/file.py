@@ -192,9 +192,9 @@ def _checked(data: Mapping[str, Any], path: Path) -> StudyFile:
             f"{path}: '{'.'.join(map(str, one['loc']))}': got {shown(one['input'])}; {one['msg']}."
             for one in error.errors()
         ]
-        raise SettingError("\n".join(faults), code="study-unfit") from error
+        raise SettingError("\n".join(faults), code="study-invalid") from error
     if faults := list(_names_wrong(study)):
-        raise SettingError("\n".join(f"{path}: {fault}" for fault in faults), code="study-unfit")
+        raise SettingError("\n".join(f"{path}: {fault}" for fault in faults), code="study-invalid")
     return study
 
 

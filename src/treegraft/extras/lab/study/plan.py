@@ -226,7 +226,7 @@ class _Planner:
             self._recipe = recipe.read_based(place if place.is_file() else Path(study.recipe))
             self._recipe.pop(SMOKE, None)
         except SettingError as error:
-            raise SettingError(f"{path}: 'recipe': {error}", code="study-recipe-unfit") from error
+            raise SettingError(f"{path}: 'recipe': {error}", code="study-recipe-invalid") from error
         kinds = (study.worlds, study.arms, study.buffers)
         tables = [one.settings for kind in kinds for one in kind.values()]
         self._differing = sorted(
@@ -292,7 +292,7 @@ class _Planner:
         except SettingError as error:
             lines = (line.removeprefix("settings: ") for line in str(error).splitlines())
             raise SettingError(
-                "\n".join(f"{self._path}: {where}: {line}" for line in lines), code="study-unfit"
+                "\n".join(f"{self._path}: {where}: {line}" for line in lines), code="study-invalid"
             ) from error
         rows = [row for row in setting_rows(config) if row.name not in LABELS]
         # Without those at their default, so that settings of later versions change nothing; where

@@ -43,7 +43,7 @@ def read_results(path: Path) -> list[Line]:
             raise DataError(
                 f"'{path}', line {number}: not a run of a study ({error!r}); expected an object"
                 " with world, method, seed and curve. Remove the line, and the run is made again.",
-                code="study-line-unfit",
+                code="study-line-invalid",
             ) from error
         found.append(line)
     return found

@@ -184,7 +184,7 @@ def _address(url: str) -> str:
         raise SettingError(
             f"engine.vllm.servers: '{url}' is not the address of a server; expected one such as"
             " http://127.0.0.1:8000",
-            code="vllm-address-unfit",
+            code="vllm-address-invalid",
         )
     return url.rstrip("/").removesuffix("/v1")
 
@@ -204,7 +204,7 @@ def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: 
         raise SettingError(
             f'publish.kind: got "shared", but {fault}; expected servers that share memory with this'
             ' process. Use "disk", with publish.folder on a disk that the servers see too.',
-            code="shared-memory-unfit",
+            code="shared-memory-unusable",
         )
     if settings.kind == "disk" or not (is_local and has_memory):
         parent = Path(settings.folder).expanduser().absolute() if settings.folder else work

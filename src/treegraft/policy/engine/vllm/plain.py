@@ -37,7 +37,7 @@ def plain_parameters(sampling: Sampling, key: NoiseKey, offset: int) -> dict[str
             f'engine.vllm.entropies = "top_k": got {sampling.filters}, which servers without'
             " Treegraft's plugin apply in another order; expected none. Leave them out, or use"
             ' "exact".',
-            code="filters-unfit",
+            code="filters-invalid",
         )
     return {
         "temperature": sampling.temperature,
