@@ -17,6 +17,7 @@ import pytest
 import typer
 from tests.test_terminal import example_tree
 
+from error_codes import raises_code
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
 from treegraft.core.plugin import offered
@@ -402,7 +403,7 @@ def test_an_empty_question_is_refused(tmp_path: Path) -> None:
     """Before a checkpoint is looked for: the folder is not there."""
     from treegraft.evals.agent import answer_question
 
-    with pytest.raises(DataError, match="question: got an empty text"):
+    with raises_code("question-empty", match="question: got an empty text"):
         answer_question(tmp_path / "nothing", "  ")
 
 

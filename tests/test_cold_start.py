@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from treegraft.core.errors import DataError
+from error_codes import raises_code
 from treegraft.core.types import StepContent, Task, ToolCall
 from treegraft.policy.learn.sft import few_unfit
 from treegraft.settings.policy import WarmupSettings
@@ -122,7 +122,7 @@ def test_a_bad_row_of_many_is_counted_and_shown(tmp_path: Path) -> None:
 )
 def test_above_five_of_a_hundred_the_file_is_refused(bad: Any, part: str, tmp_path: Path) -> None:
     path = written(tmp_path / "sft.jsonl", [*ROWS, bad, bad])
-    with pytest.raises(DataError) as caught:
+    with raises_code("demonstrations-unfit") as caught:
         read(path)
     said = str(caught.value)
     assert "2 of 22 rows cannot be read (line 21: " in said and part in said
@@ -132,6 +132,6 @@ def test_above_five_of_a_hundred_the_file_is_refused(bad: Any, part: str, tmp_pa
 def test_the_share_is_counted_exactly() -> None:
     unfit = ["line 1: x"]
     assert few_unfit("f", unfit, 20, "cannot be read") == "cannot be read (line 1: x)"
-    with pytest.raises(DataError, match="1 of 19 rows"):
+    with raises_code("demonstrations-unfit", match="1 of 19 rows"):
         few_unfit("f", unfit, 19, "cannot be read")
     assert few_unfit("f", unfit * 4, 80, "is") == "is (line 1: x; line 1: x; line 1: x; ...)"

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from error_codes import raises_code
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
 from treegraft.cli.doctor import Machine, num_cpus
-from treegraft.core.errors import ModelError
 from treegraft.core.finding import Finding
 from treegraft.extras.lab import sizing
 from treegraft.extras.lab.memory import memory_estimate
@@ -156,12 +156,12 @@ def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
 
 def test_unusable_models_are_named(tmp_path: Path) -> None:
     unusable = (
-        (str(tmp_path), "config.json"),
-        ("pypi:not-a-package-here", "not installed"),
-        ("a b", "no such folder"),
+        (str(tmp_path), "model-folder-invalid"),
+        ("pypi:not-a-package-here", "model-package-missing"),
+        ("a b", "model-missing"),
     )
-    for path, part in unusable:
-        with pytest.raises(ModelError, match=part):
+    for path, code in unusable:
+        with raises_code(code):
             memory.model_shape(Config.model_validate({"model": {"path": path}}))
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from treegraft.core.errors import DataError, SettingError
+from error_codes import raises_code
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import TagsFormat
@@ -583,7 +583,7 @@ def test_a_plain_prompt_is_the_question() -> None:
 
 def test_a_prompt_beyond_the_context_is_refused_by_name() -> None:
     form = format_of("word", system_prompt="", max_context=3)
-    with pytest.raises(DataError, match=r"task 't/1': its prompt has 4 tokens, the limit is 3"):
+    with raises_code("prompt-too-long"):
         form.prompt_ids(task("r1 of e1 ?"))
 
 
@@ -605,5 +605,5 @@ def test_a_tool_cannot_take_a_tag_of_ours() -> None:
         """Echoes."""
         return text
 
-    with pytest.raises(SettingError, match="cannot be a tag"):
+    with raises_code("tool-name-no-tag"):
         TagsFormat(word_tokenizer(), [FunctionTool(result)])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.tiny import tiny
 
-from treegraft.core.errors import SettingError
+from error_codes import raises_code
 from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, offered, offered_commands, plugins
 from treegraft.extras import BUILT_IN, WITH_COMMANDS
 
@@ -389,5 +389,5 @@ def test_an_import_path_that_leads_nowhere_is_told_when_it_is_used() -> None:
     from treegraft.core.plugin import loaded
 
     assert loaded(Plugin) is Plugin
-    with pytest.raises(SettingError, match="no module 'nowhere'"):
+    with raises_code("import-module-missing", match="no module 'nowhere'"):
         loaded("nowhere:thing")

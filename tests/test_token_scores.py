@@ -14,7 +14,7 @@ from tests.slow_learner import (
     make_learner,
 )
 
-from treegraft.core.errors import ModelError
+from error_codes import raises_code
 from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner, token_scores
@@ -132,7 +132,7 @@ def test_an_unknown_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "treegraft.policy.output_head.OutputHead.__call__",
         lambda self, hidden: self._project(hidden),
     )
-    with pytest.raises(ModelError, match="logits differ"):
+    with raises_code("model-not-trainable"):
         token_scores(model, pack_trees(example_trees(1)))
 
 

@@ -34,8 +34,9 @@ from tests.viewed import (
 )
 from typer.testing import CliRunner
 
+from error_codes import raises_code
 from treegraft.cli.main import app as command_line
-from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.errors import DataError
 from treegraft.core.listener import is_own_name
 from treegraft.core.types import Observation, Step, Tree
 from treegraft.runs.health import recorded
@@ -165,9 +166,9 @@ def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
     other = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
     assert list(open_runs([run_dir, other, run_dir])) == ["first", "first-2"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="neither a run folder nor a folder with runs"):
+    with raises_code("not-a-run"):
         open_runs([tmp_path / "empty"])
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with raises_code("not-a-run"):
         open_runs([tmp_path / "nowhere"])
 
 
@@ -560,7 +561,7 @@ def test_the_next_leaf_parses_its_path_alone(
         assert run.path_of("update-000001", 0, leaf) == whole[leaf]
     # For each leaf the head of the tree and the steps of the path; the index is known by now.
     assert len(parsed) == sum(1 + len(path.steps) for path in whole)
-    with pytest.raises(DataError, match="there is no leaf 4"):
+    with raises_code("tree-unreadable"):
         run.path_of("update-000001", 0, 4)
 
 

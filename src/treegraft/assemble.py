@@ -146,7 +146,7 @@ class Setup:
                 bad.append(str(error))
         if bad:
             more = f" The same holds for {len(bad)} of {len(tasks)} tasks in all."
-            raise DataError(bad[0] + (more if len(bad) > 1 else ""))
+            raise DataError(bad[0] + (more if len(bad) > 1 else ""), code="task-invalid")
 
     def _surely_fits(self, task: Task, overheads: dict[tuple[str, ...], int]) -> bool:
         """Whether a prompt can be made for certain; raises DataError where no text with its roles
@@ -376,7 +376,8 @@ def _adapted(config: Config, model: Any) -> Any:
     except ValueError as error:
         raise SettingError(
             f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model:"
-            f" {error}"
+            f" {error}",
+            code="lora-targets-mismatch",
         ) from error
 
 

@@ -19,7 +19,7 @@ from tests.distributed.laws import settings, some_trees
 from tests.families import build_model
 from tests.trees import recorded_trees
 
-from treegraft.core.errors import ModelError, SettingError
+from error_codes import raises_code
 from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
 from treegraft.policy.learn.leader import StreamedWeights, _refuse
@@ -94,7 +94,7 @@ def test_checksums_of_parts_add_up(cut: int, dtype: torch.dtype) -> None:
 
 def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_started(settings()) == 1
-    with pytest.raises(SettingError, match=r"got 4, but .* is 1; .* --nproc-per-node 4"):
+    with raises_code("ranks-unequal"):
         num_started(settings(learn={"ranks": 4}))
     for name, value in (
         ("RANK", "0"),
@@ -131,11 +131,15 @@ def test_copies_of_the_weights_divide_the_number_of_ranks() -> None:
 def test_models_that_several_ranks_cannot_learn_are_refused() -> None:
     for family in ("llama", "qwen3"):
         _refuse(build_model(family), settings())
-    with pytest.raises(ModelError, match=r"cannot be packed \(.*\), which several ranks need"):
+    with raises_code(
+        "trees-not-packed", match=r"cannot be packed \(.*\), which several ranks need"
+    ):
         _refuse(build_model("bloom"), settings())
     embedded = settings(model={"lora": {"rank": 2, "targets": ["embed_tokens", "q_proj"]}})
     adapted = with_adapters(build_model("llama"), embedded.model, seed=0)
-    with pytest.raises(SettingError, match=r"lora\.targets: .* of which some are no linear"):
+    with raises_code(
+        "lora-targets-not-linear", match=r"lora\.targets: .* of which some are no linear"
+    ):
         _refuse(adapted, embedded)
 
 
@@ -143,7 +147,7 @@ def test_weights_that_something_else_has_divided_are_refused() -> None:
     """Their gradients would be wrong without an error."""
     model = build_model("llama")
     model.lm_head.weight.placements = ()
-    with pytest.raises(ModelError, match="divided among processes already"):
+    with raises_code("weights-divided"):
         Learner(model, settings().learn, settings().loss, length_constant=7)
 
 

@@ -98,7 +98,8 @@ def _fill(work: BufferBuild, min_reward: float, out: Path, as_json: bool) -> Non
         raise EngineError(
             f"agent '{work.source}': none of {report.num_attempts} attempts was good enough to"
             f" keep{f'; {reasons[0]}' if reasons else ''}. Expected rewards above"
-            f" {min_reward:g}; look at the counts above."
+            f" {min_reward:g}; look at the counts above.",
+            code="nothing-kept",
         )
 
 
@@ -110,7 +111,8 @@ def _out_of(config: Config) -> Path:
     if path in ("", *MADE_BY_RUN) or path.endswith(".jsonl"):
         raise SettingError(
             f"command line: OUT: got none, and the recipe's buffer.path is '{path}'; expected the"
-            " file of a buffer: treegraft buffer build RECIPE traces.sqlite"
+            " file of a buffer: treegraft buffer build RECIPE traces.sqlite",
+            code="out-missing",
         )
     return Path(os.path.expandvars(path)).expanduser()
 

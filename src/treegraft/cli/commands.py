@@ -99,7 +99,8 @@ def settings_alone(
         if override.partition("=")[0].strip() not in known:
             raise SettingError(
                 f"command line: '{override}' would have no effect: `treegraft {command}` takes"
-                f" notice of {', '.join(known)} alone. Leave it out."
+                f" notice of {', '.join(known)} alone. Leave it out.",
+                code="override-idle",
             )
     return load_config(base, overrides, used=["buffer"])
 
@@ -118,7 +119,8 @@ class CommandWithout(TyperCommand):
                 value = value if is_joined else "".join(args[place + 1 : place + 2])
                 instead = self.retired[name].format(shlex.quote(value) if value else "...")
                 raise SettingError(
-                    f"command line: {name} is gone since 0.8; write {instead} instead."
+                    f"command line: {name} is gone since 0.8; write {instead} instead.",
+                    code="option-gone",
                 )
         return super().parse_args(ctx, args)
 
@@ -142,7 +144,10 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
         source = context.get_parameter_source(own)
         is_default = source is not None and source.name == "DEFAULT"
         if name in names and not is_default and context.params[own] is not None:
-            raise SettingError(f"command line: {name} would have no effect {where}; leave it out.")
+            raise SettingError(
+                f"command line: {name} would have no effect {where}; leave it out.",
+                code="option-idle",
+            )
 
 
 def say(text: str, style: str = "", *, to_stderr: bool = False) -> None:
@@ -232,7 +237,7 @@ class RunAsked:
                 }
         except (SettingError, DataError, ModelError) as error:
             said = traced(error, self.recipe or str(self.resume), self.overrides)
-            raise type(error)(said, settings=error.settings) from error
+            raise type(error)(said, code=error.code, settings=error.settings) from error
 
 
 def _asked(
@@ -277,7 +282,8 @@ def _settings(
         raise SettingError(
             f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
             f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
-            f" --resume runs/NAME`."
+            f" --resume runs/NAME`.",
+            code="recipe-missing",
         )
     return load_config(recipe, overrides, smoke=bool(smoke))
 

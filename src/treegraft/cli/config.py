@@ -105,7 +105,8 @@ def _refuse_unknown(word: str) -> None:
     if not Path(word).is_file():
         raise SettingError(
             f"command line: '{word}' is neither a recipe nor a table or setting."
-            f"{suggestion(word)} `treegraft config` alone prints all settings."
+            f"{suggestion(word)} `treegraft config` alone prints all settings.",
+            code="config-word-unknown",
         )
 
 

@@ -304,7 +304,8 @@ def _examined(config: Config, machine: Machine) -> dict[str, list[Finding]]:
     if machine.num_gpus is not None and "memory" not in found:
         raise SettingError(
             f"command line: --gpus: got {machine.num_gpus}; expected a plugin that estimates the"
-            " memory of GPUs which need not be here, and there is none. Leave it out."
+            " memory of GPUs which need not be here, and there is none. Leave it out.",
+            code="gpus-not-estimated",
         )
     return found
 

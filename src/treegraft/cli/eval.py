@@ -216,7 +216,8 @@ def _agent_of(
         if recipe is not None:
             raise SettingError(
                 f"command line: '{run}' is a recipe, and --recipe names another; give a run or a"
-                " checkpoint before --recipe, or one recipe alone."
+                " checkpoint before --recipe, or one recipe alone.",
+                code="recipe-twice",
             )
         return None, load_config(run, settings)
     place = run if run.startswith("pypi:") else Path(run)
@@ -243,7 +244,8 @@ def _run_suite(
         if name in ("tasks.num_eval", "num_eval"):
             raise SettingError(
                 f"command line: '{one}' would have no effect on evaluation sets; give --num"
-                f" {value}."
+                f" {value}.",
+                code="override-idle",
             )
     checkpoint, config = _agent_of(run, recipe, overrides)
     from treegraft.evals.run import evaluate_suite
@@ -280,7 +282,8 @@ def compare_suites(folders: Sequence[Path], as_json: bool) -> None:
     if len(folders) != 2:
         raise SettingError(
             f"command line: got {len(folders)} folders of suites; expected two, the second to be"
-            " compared with the first."
+            " compared with the first.",
+            code="two-suites-needed",
         )
     found = compare_evaluations(*folders)
     if as_json:

@@ -82,7 +82,8 @@ class _Commands(TyperGroup):
             hint = _RETIRED.get(name) or nearest(name, names)
             raise SettingError(
                 f"command line: there is no command '{name}'; expected one of"
-                f" {', '.join(names)}.{hint}"
+                f" {', '.join(names)}.{hint}",
+                code="unknown-command",
             )
         plugged = offered_commands().get(name)
         if plugged is None:
@@ -184,7 +185,8 @@ def sft(asked: RunAsked) -> None:
     if asked.config.warmup.num_steps == 0:
         raise SettingError(
             f"{asked.recipe or asked.resume}: warmup.num_steps is 0, so there is nothing to"
-            " fine-tune; add warmup.num_steps=300."
+            " fine-tune; add warmup.num_steps=300.",
+            code="nothing-to-imitate",
         )
     from treegraft.train import sft as run_fine_tuning
 

@@ -158,7 +158,8 @@ def _folder_shape(folder: Path) -> ModelShape:
         num_weights += sum(math.prod(tensor["shape"]) for tensor in header.values())
     if not num_weights:
         raise ModelError(
-            f"model folder '{folder}' has a config.json but no .safetensors file with weights."
+            f"model folder '{folder}' has a config.json but no .safetensors file with weights.",
+            code="weights-missing",
         )
     return ModelShape.of_config(settings, num_weights)
 
@@ -173,7 +174,8 @@ def _gguf_shape(path: Path) -> ModelShape:
     names = ("attention.head_count", "attention.head_count_kv", "embedding_length", "block_count")
     if missing := [name for name in names if name not in fields]:
         raise ModelError(
-            f"model file '{path}' does not say its '{missing[0]}'; is it a language model?"
+            f"model file '{path}' does not say its '{missing[0]}'; is it a language model?",
+            code="gguf-invalid",
         )
     heads, num_kv_heads, width, num_layers = (int(fields[name].contents()) for name in names)
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
@@ -206,7 +208,10 @@ def model_shape(config: Config) -> ModelShape | None:
     if Path(place).is_dir():
         return _folder_shape(Path(place))
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise ModelError(f"model.path '{path}': no such folder, and no name of a model on a hub.")
+        raise ModelError(
+            f"model.path '{path}': no such folder, and no name of a model on a hub.",
+            code="model-missing",
+        )
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(path, "config.json")

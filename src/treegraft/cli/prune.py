@@ -72,7 +72,10 @@ def prune(
     from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
 
     if task_best not in ("1", "all"):
-        raise SettingError(f"command line: --task-best: got '{task_best}', expected 1 or all.")
+        raise SettingError(
+            f"command line: --task-best: got '{task_best}', expected 1 or all.",
+            code="task-best-unknown",
+        )
     config = load_config(recipe, overrides or [])
     choice = PruneChoice(
         model=model,
@@ -151,7 +154,10 @@ def show(
     with TraceBuffer.open_as_built(path) as opened:
         found = [one for one in opened.trajectories() if task in (None, one[0].task_id)]
     if not found:
-        raise DataError(f"'{path}' has no trajectory{f' of task {task!r}' if task else ''}.")
+        raise DataError(
+            f"'{path}' has no trajectory{f' of task {task!r}' if task else ''}.",
+            code="no-trajectory",
+        )
     for traces in found[:num]:
         first = traces[0]
         note = notes.get((first.source, first.task_id, first.trajectory), {})

@@ -206,12 +206,14 @@ def served_model(
         raise ModelError(
             f"{option} {url}: the server did not say what it serves ({type(error).__name__});"
             f" expected a list of models at {place}. Start it, correct the address, or name the"
-            f" model with {model_option}."
+            f" model with {model_option}.",
+            code="server-silent",
         ) from error
     if len(names) != 1:
         raise ModelError(
             f"{option} {url} serves {', '.join(names) or 'no model'}; name one of them with"
-            f" {model_option}."
+            f" {model_option}.",
+            code="several-models",
         )
     return names[0]
 
@@ -235,7 +237,8 @@ def api_root(url: str, option: str = "buffer.build.agent") -> str:
     if not is_good:
         raise SettingError(
             f"{option} '{url}' is not the address of a server; expected one such as"
-            " http://127.0.0.1:8000/v1"
+            " http://127.0.0.1:8000/v1",
+            code="address-invalid",
         )
     # Users also paste the address of the route itself.
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
@@ -251,6 +254,7 @@ def api_key_from(variable: str | None, option: str = "buffer.build.api_key_env")
     if not key:
         raise SettingError(
             f"{option} {variable}: that environment variable is not set; expected the server's key"
-            " in it"
+            " in it",
+            code="key-unset",
         )
     return key

@@ -14,8 +14,11 @@
     ├── HubError          (RuntimeError)  a hub that refuses an upload or cannot be reached
     └── DriftError        (RuntimeError)  engine and learner no longer hold the same policy
 
-A message says what is wrong with its name, what was got, what was expected, and what to do. A
-failure inside one rollout is data on its leaf (`Status.FAILED`), not an exception; `rollout.loop`
+A message says what is wrong with its name, what was got, what was expected, and what to do. Its
+`code` names the reason in kebab case, such as "unknown-setting", for programs: it stays when the
+message is edited, belongs to one class, and the same reason has the same code everywhere.
+
+A failure inside one rollout is data on its leaf (`Status.FAILED`), not an exception; `rollout.loop`
 is the one place that turns the one into the other.
 """
 
@@ -29,11 +32,13 @@ from collections.abc import Iterable, Iterator
 class TreegraftError(Exception):
     """Root of the tree above.
 
-    `settings` holds the dotted names of the settings that it is about, () where none is known.
+    `code` names the reason, "" for errors of others that give none; `settings` holds the dotted
+    names of the settings that it is about, () where none is known.
     """
 
-    def __init__(self, *args: object, settings: Iterable[str] = ()) -> None:
+    def __init__(self, *args: object, code: str = "", settings: Iterable[str] = ()) -> None:
         super().__init__(*args)
+        self.code = code
         self.settings = tuple(settings)
 
 

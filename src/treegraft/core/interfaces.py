@@ -352,7 +352,7 @@ class Signature:
         needs = f"{name} needs a JSON object of its arguments"
         arguments = read_json(body, needs) if body.strip() else {}
         if not isinstance(arguments, dict):
-            raise ToolError(f"{needs}; got {type(arguments).__name__}")
+            raise ToolError(f"{needs}; got {type(arguments).__name__}", code="arguments-no-object")
         return arguments
 
 
@@ -362,7 +362,7 @@ def read_json(body: str, needs: str) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ToolError(f"{needs}; this is not JSON: {error}") from None
+        raise ToolError(f"{needs}; this is not JSON: {error}", code="arguments-no-json") from None
 
 
 def signature_of(tool: Tool) -> Signature:

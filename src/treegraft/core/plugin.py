@@ -345,26 +345,30 @@ def _loaded(where: str, path: str) -> Plugin:
     except ModuleNotFoundError as error:
         raise SettingError(
             f"{where}: it needs '{error.name}', which is not installed; run: pip install"
-            f" {(error.name or '').partition('.')[0]}, or uninstall the plugin."
+            f" {(error.name or '').partition('.')[0]}, or uninstall the plugin.",
+            code="plugin-package-missing",
         ) from error
     # Foreign code: whatever it raises, the message has to name the plugin.
     except Exception as error:
         raise SettingError(
             f"{where}: importing '{module}' failed: {type(error).__name__}: {error}; mend it, or"
-            " uninstall the plugin."
+            " uninstall the plugin.",
+            code="plugin-broken",
         ) from error
     found = getattr(found, attribute or "plugin", None)
     if not isinstance(found, Plugin):
         raise SettingError(
             f"{where}: '{module}' has no object '{attribute or 'plugin'}' that is a"
             f" treegraft.parts.Plugin, but {type(found).__name__}; mend it, or uninstall the"
-            " plugin."
+            " plugin.",
+            code="plugin-object-invalid",
         )
     if found.interface != INTERFACE:
         raise SettingError(
             f"{where}: it was written for version {found.interface} of the plugin interface, and"
             f" this is version {INTERFACE}; take a version of the plugin, or of Treegraft, that"
-            " fits the other."
+            " fits the other.",
+            code="plugin-version",
         )
     return found
 
@@ -378,7 +382,8 @@ def _refuse_twice(where: str, plugin: Plugin, others: Iterable[Plugin]) -> None:
             if owner is not None:
                 raise SettingError(
                     f"{where}: it brings '{name}' as one of its {kind}, a name that '{owner}' has"
-                    " taken; expected a name of its own. Rename it, or uninstall one of the two."
+                    " taken; expected a name of its own. Rename it, or uninstall one of the two.",
+                    code="plugin-name-taken",
                 )
 
 
@@ -410,7 +415,9 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
     if name in table:
         return table[name]
     if ":" not in name:
-        raise SettingError(unknown_name(name, table, setting), settings=[setting])
+        raise SettingError(
+            unknown_name(name, table, setting), settings=[setting], code="unknown-name"
+        )
     with about(setting):
         return load_object(name)
 
@@ -429,6 +436,7 @@ def blaming(path: str, setting: str) -> Iterator[None]:
             f"{setting}: '{path}' raised {type(error).__name__}: {error} ({last.filename}, line"
             f" {last.lineno}); mend it there.",
             settings=[setting],
+            code="own-code-raised",
         ) from error
 
 
@@ -451,6 +459,7 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
             f"{setting}: '{path}' could not be called with"
             f" {', '.join(arguments) or 'no arguments'}: {error}",
             settings=[setting],
+            code="own-code-call",
         ) from error
     with blaming(path, setting):
         found = maker(**arguments)
@@ -463,6 +472,7 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
             f"{setting}: '{path}' gives a {type(found).__name__} without {', '.join(missing)};"
             f" expected every member of {protocol.__module__}.{protocol.__qualname__}.",
             settings=[setting],
+            code="members-missing",
         )
     return found
 
@@ -481,18 +491,22 @@ def load_object(path: str) -> Any:
             raise SettingError(
                 f"'{path}' is the name of a Python object that a script or notebook gave to"
                 " Treegraft; got no such object here. Pass it again, for example"
-                " treegraft.train(resume=..., rewards=...)."
+                " treegraft.train(resume=..., rewards=...).",
+                code="object-not-given",
             ) from None
     module_name, colon, attributes = path.partition(":")
     if colon and module_name.endswith(".py"):
         raise SettingError(
             f"'{path}' names a file; write '{Path(module_name).stem}:{attributes}', and start from"
-            " the folder that holds it."
+            " the folder that holds it.",
+            code="import-path-file",
         )
     if not colon or not all(
         part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
     ):
-        raise SettingError(f"'{path}' is no import path; write 'package.module:name'.")
+        raise SettingError(
+            f"'{path}' is no import path; write 'package.module:name'.", code="import-path-invalid"
+        )
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
         # A console script does not see its working directory. Appended, it cannot shadow an
@@ -505,19 +519,23 @@ def load_object(path: str) -> Any:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise SettingError(
                 f"'{path}': there is no module '{error.name}'; install it, or start from the folder"
-                " that holds it."
+                " that holds it.",
+                code="import-module-missing",
             ) from error
         raise SettingError(
-            f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed."
+            f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed.",
+            code="import-needs-package",
         ) from error
     except Exception as error:
         raise SettingError(
-            f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}"
+            f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}",
+            code="import-failed",
         ) from error
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             raise SettingError(
-                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
+                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}",
+                code="import-name-missing",
             )
         found = getattr(found, attribute)
     return found

@@ -73,7 +73,8 @@ def check_place(place: str | None) -> None:
     if place != FILE and not place.startswith(("http://", "https://")):
         raise SettingError(
             f"{SETTING}: got '{place}', expected \"file\" or the address of a collector such as"
-            " http://127.0.0.1:4318/v1/traces."
+            " http://127.0.0.1:4318/v1/traces.",
+            code="spans-place-invalid",
         )
     require(f"{SETTING} = '{place}'", _MODULES[FILE if place == FILE else ""])
 

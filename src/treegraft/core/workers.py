@@ -70,7 +70,8 @@ class WorkerPool:
             worker = self._free.get(timeout=START_DEADLINE_S)
         except queue.Empty:
             raise DeadlineExceeded(
-                f"no process that {self._task} became free within {START_DEADLINE_S:.0f} s"
+                f"no process that {self._task} became free within {START_DEADLINE_S:.0f} s",
+                code="worker-late",
             ) from None
         answer = None
         try:
@@ -81,7 +82,8 @@ class WorkerPool:
             if not worker.is_ready():
                 raise TreegraftError(
                     f"the process that {self._task} did not start; check its packages with:"
-                    f" {sys.executable} -c 'import {self._package}'"
+                    f" {sys.executable} -c 'import {self._package}'",
+                    code="worker-not-started",
                 )
             answer = worker.ask([request, cpu_s, deadline_s + 1.0], deadline_s)
         finally:

@@ -70,7 +70,9 @@ def task_of(question: str, history: Messages = ()) -> Task:
         DataError: an empty question, or messages that cannot be read.
     """
     if not question.strip():
-        raise DataError("question: got an empty text; expected a question to the agent.")
+        raise DataError(
+            "question: got an empty text; expected a question to the agent.", code="question-empty"
+        )
     before = list(history)
     if not before:
         return Task(id="question", question=question, reference=())
@@ -79,7 +81,8 @@ def task_of(question: str, history: Messages = ()) -> Task:
     except (ValueError, AttributeError) as error:
         raise DataError(
             f"history: got {error}; expected messages with role and content, such as `messages` of"
-            " an earlier answer."
+            " an earlier answer.",
+            code="history-invalid",
         ) from error
     return Task(id="question", question=question, reference=(), messages=messages)
 
@@ -175,7 +178,9 @@ class Agent:
         task = task_of(question, history)
         with self._lock:
             if self._opened is None:
-                raise DataError("agent: it was closed while a question waited; ask again.")
+                raise DataError(
+                    "agent: it was closed while a question waited; ask again.", code="agent-closed"
+                )
             work = answered(self._opened.result(), task)
             asked = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._asked.add(asked)

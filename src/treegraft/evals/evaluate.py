@@ -129,7 +129,8 @@ def _evaluated(
     if not tasks:
         raise DataError(
             "the evaluation tasks are empty; expected at least one row. Set tasks.num_eval or"
-            " tasks.dataset.eval."
+            " tasks.dataset.eval.",
+            code="eval-tasks-empty",
         )
 
     async def run(report: Callable[..., None]) -> Evaluation:

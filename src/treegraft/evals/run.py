@@ -71,7 +71,8 @@ class Sampling(NamedTuple):
         if not 1 <= settings.num_samples <= most:
             raise SettingError(
                 f"eval.num_samples: got {settings.num_samples}, expected 1 to engine.max_rows,"
-                f" which is {most}, so that the samples of one item fit in the engine together."
+                f" which is {most}, so that the samples of one item fit in the engine together.",
+                code="samples-too-many",
             )
         return cls(settings.num_samples, settings.temperature)
 

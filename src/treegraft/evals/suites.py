@@ -211,12 +211,14 @@ def parse_names(text: str) -> dict[str, str | None]:
             raise SettingError(
                 f"evaluation sets: got '{part}'; expected sets ({', '.join(SETS)}), groups"
                 f" ({', '.join(GROUPS)}), or NAME=FILE to read a set from another"
-                f" place.{nearest(name, [*SETS, *GROUPS])}"
+                f" place.{nearest(name, [*SETS, *GROUPS])}",
+                code="unknown-set",
             )
     if not chosen:
         raise SettingError(
             "evaluation sets: got none; expected names with commas, such as gsm8k,hotpotqa or one"
-            f" of {', '.join(GROUPS)}."
+            f" of {', '.join(GROUPS)}.",
+            code="no-sets",
         )
     return chosen
 
@@ -265,13 +267,15 @@ def find_source(name: str, data_dir: Path | None) -> str:
         if (hub := SETS[name].hub) is None:
             raise SettingError(
                 f"set '{name}': no readable copy lies on the hub; give a folder with --data-dir, or"
-                f" {name}=FILE."
+                f" {name}=FILE.",
+                code="set-not-on-hub",
             )
         return hub
     if not data_dir.is_dir():
         raise DataError(
             f"--data-dir '{data_dir}': there is no such folder; expected one that holds"
-            f" {name}.jsonl and the like."
+            f" {name}.jsonl and the like.",
+            code="set-folder-missing",
         )
     held = sorted(
         one.name for one in data_dir.iterdir() if one.suffix in FILE_TYPES or one.is_dir()
@@ -286,7 +290,8 @@ def find_source(name: str, data_dir: Path | None) -> str:
         raise DataError(
             f"--data-dir '{data_dir}': there is no {name}.jsonl, .json, .csv or .parquet, nor a"
             f" folder {name} with test.jsonl. It holds {', '.join(held) or 'no such file'}. Leave"
-            f" '{name}' out, or name its file: {name}=FILE."
+            f" '{name}' out, or name its file: {name}=FILE.",
+            code="set-file-missing",
         )
     return str(found)
 
@@ -318,7 +323,8 @@ def read_set(
             f"set '{name}': '{source}' has no usable row among {number + 1}"
             f" ({'; '.join(defects.sentences()) or 'it is empty'}). Expected a question in"
             f" {' or '.join(rule.question)} and a reference in"
-            f" {' or '.join((*rule.reference, *rule.boxed))}.{has}"
+            f" {' or '.join((*rule.reference, *rule.boxed))}.{has}",
+            code="set-without-rows",
         )
     if shuffle_seed is not None:
         # By a key of each task alone, so that rows added to the file do not reorder the others.

@@ -64,10 +64,11 @@ def grove(
     if engine is not None and not isinstance(engine, Engine):
         raise SettingError(
             f"engine: got a {type(engine).__name__}, expected an object with the methods of"
-            " treegraft.parts.Engine, or None for the engine of the recipe."
+            " treegraft.parts.Engine, or None for the engine of the recipe.",
+            code="engine-invalid",
         )
     if missing := missing_packages(config):
-        raise SettingError("\n".join(missing.values()))
+        raise SettingError("\n".join(missing.values()), code="packages-missing")
     return Grove(with_value(config, "tools", with_backend(config.tools)), engine, given)
 
 
@@ -129,7 +130,9 @@ class Grove:
 
     def _refuse_open(self) -> None:
         if self._now is not None:
-            raise SettingError("grove: it is open already; make another one with grove(...).")
+            raise SettingError(
+                "grove: it is open already; make another one with grove(...).", code="grove-open"
+            )
 
     async def __aenter__(self) -> Self:
         self._refuse_open()
@@ -178,7 +181,8 @@ class Grove:
         if self._now is None:
             raise SettingError(
                 "grove: it is not open; use it inside `with grove(...) as my_grove:`, or"
-                " `async with`."
+                " `async with`.",
+                code="grove-not-open",
             )
         return self._now
 
@@ -188,7 +192,8 @@ class Grove:
         if now.thread == threading.get_ident():
             raise SettingError(
                 "grove: this one lives on the event loop that runs here; await agrow and apublish,"
-                " or open it with `with`."
+                " or open it with `with`.",
+                code="grove-on-this-loop",
             )
         future = asyncio.run_coroutine_threadsafe(work(*given), now.loop)
         try:
@@ -310,7 +315,8 @@ class Grove:
         if self.config.loss.lesson_coef:
             raise SettingError(
                 f"loss.lesson_coef: got {self.config.loss.lesson_coef:g}, expected 0: only `train`"
-                " chooses stored successes to learn beside trees."
+                " chooses stored successes to learn beside trees.",
+                code="lessons-in-grove",
             )
         with giving(self._given):
             learner = build_own_learner(self._open().parts)
@@ -369,16 +375,19 @@ def _check_order(tasks: Sequence[Any], number: Any) -> None:
     """Refuses what no trees can be grown for."""
     if not isinstance(number, int) or number < 0:
         raise SettingError(
-            f"grow: got number {number!r}, expected the number of the update, 0 or more."
+            f"grow: got number {number!r}, expected the number of the update, 0 or more.",
+            code="update-number-invalid",
         )
     for task in tasks:
         if not isinstance(task, Task):
             raise SettingError(
-                f"grow: got a {type(task).__name__} among the tasks, expected treegraft.Task."
+                f"grow: got a {type(task).__name__} among the tasks, expected treegraft.Task.",
+                code="no-task",
             )
     ids = [task.id for task in tasks]
     if twice := next((one for one in ids if ids.count(one) > 1), None):
         raise SettingError(
             f"grow: task '{twice}' is given twice and would have the same tree twice; grow it again"
-            " with another number."
+            " with another number.",
+            code="task-twice",
         )

@@ -97,7 +97,7 @@ def launched(
         is_empty = config is None and resume is None and not given.records
         start = _start(None if is_empty else own, recipe, resume, accepts_changes, given)
         if missing := missing_packages(start.config):
-            raise SettingError("\n".join(missing.values()))
+            raise SettingError("\n".join(missing.values()), code="packages-missing")
         kind = None if placement is None else _placement(placement)
         with shown(display) as progress:
             run = Run(start, progress, command if kind is None else kind.command, callbacks)
@@ -123,7 +123,8 @@ def _refuse_local(objects: GivenObjects, place: str) -> None:
         raise SettingError(
             f"{place} runs in other processes, which cannot find {listed}: got objects of this"
             " script or notebook alone; expected ones that can be imported. Put them into a module"
-            " and import them from it."
+            " and import them from it.",
+            code="objects-elsewhere",
         )
 
 
@@ -132,7 +133,8 @@ def _placement(name: str) -> PlacementKind:
     if name not in known:
         raise SettingError(
             f"placement: got '{name}', expected None for this process, or one that a plugin brings:"
-            f" {', '.join(known) or 'there is none'}.{nearest(name, known)}"
+            f" {', '.join(known) or 'there is none'}.{nearest(name, known)}",
+            code="unknown-placement",
         )
     return known[name]
 
@@ -165,7 +167,8 @@ def _start(
         return resumed_start(Path(resume), config, accepts_changes=accepts, given=given)
     if accepts:
         raise SettingError(
-            "accepts_changes: got True for a new run; expected a run to resume. Leave it out."
+            "accepts_changes: got True for a new run; expected a run to resume. Leave it out.",
+            code="nothing-resumed",
         )
     start = new_start(config, recipe, given)
     tools = with_backend(start.config.tools)
@@ -238,7 +241,8 @@ async def prepared(
     if config.run.num_updates and not only_warms_up and not source.train_tasks():
         raise DataError(
             "the training tasks are empty; expected at least one row. See tasks.num_train and"
-            " [tasks.dataset]."
+            " [tasks.dataset].",
+            code="train-tasks-empty",
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(

@@ -313,11 +313,13 @@ def check_retries(explorer: Explorer, format: Format) -> None:
         raise SettingError(
             f"explore.explorers: {type(explorer).__name__} begins tool calls for the agent, but the"
             f" format {type(format).__name__} has no method call_opening; expected a format with"
-            " one, as 'tags' and 'chat' are. Write it, or choose another explorer."
+            " one, as 'tags' and 'chat' are. Write it, or choose another explorer.",
+            code="no-call-opening",
         )
     if explorer.begins_answers and not isinstance(format, AnswerOpening):
         raise SettingError(
             f"explore.explorers: {type(explorer).__name__} begins answers for the agent, but the"
             f" format {type(format).__name__} has no method answer_opening; expected a format with"
-            " one, as 'tags' is. Choose another, or leave that out (explore.commit.answers=false)."
+            " one, as 'tags' is. Choose another, or leave that out (explore.commit.answers=false).",
+            code="no-answer-opening",
         )

@@ -95,7 +95,8 @@ def read_state(folder: Path) -> TrainState:
         raise CheckpointError(
             f"checkpoint '{folder}': there is no treegraft/state.json; expected a folder written by"
             " `treegraft train` (a plain model can be started from with model.path, not"
-            f" resumed).{_way_out(folder)}"
+            f" resumed).{_way_out(folder)}",
+            code="checkpoint-without-state",
         )
     try:
         data = parse_json(path.read_bytes())
@@ -105,12 +106,14 @@ def read_state(folder: Path) -> TrainState:
             raise CheckpointError(
                 f"checkpoint '{folder}': got format version {version!r}, expected {FORMAT_VERSION};"
                 " another version of Treegraft wrote it (1: 0.6 or older). Resume it with that one,"
-                " or start from its weights with model.path."
+                " or start from its weights with model.path.",
+                code="checkpoint-version",
             )
         if own != _own_checksum(data):
             raise CheckpointError(
                 f"checkpoint '{folder}' is damaged: treegraft/state.json is different from what was"
-                f" written.{_way_out(folder)}"
+                f" written.{_way_out(folder)}",
+                code="checkpoint-changed",
             )
         del data["format_version"]
         checksums = data.pop("checksums")
@@ -131,7 +134,8 @@ def read_state(folder: Path) -> TrainState:
         if names:
             raise CheckpointError(
                 f"checkpoint '{folder}' is damaged: {', '.join(names)}"
-                f" {'is' if len(names) == 1 else 'are'} {what}.{_way_out(folder)}"
+                f" {'is' if len(names) == 1 else 'are'} {what}.{_way_out(folder)}",
+                code="checkpoint-files-differ",
             )
     return state
 
@@ -142,7 +146,8 @@ def _unreadable(folder: Path, error: Exception) -> CheckpointError:
     reason = " ".join(text.split()) if len(text) < 300 else f"{' '.join(text[:300].split())} …"
     return CheckpointError(
         f"checkpoint '{folder}': it could not be read ({reason}); it is damaged or of another"
-        f" program.{_way_out(folder)}"
+        f" program.{_way_out(folder)}",
+        code="checkpoint-unreadable",
     )
 
 

@@ -127,7 +127,10 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             head_end = min((begin for begin, _ in place.steps.values()), default=place.end)
             data = parse_json(part(place.begin, head_end) + (b"]}" if place.steps else b""))
             if not 0 <= leaf < len(data["leaves"]):
-                raise DataError(f"{where}: {len(data['leaves'])} leaves; there is no leaf {leaf}")
+                raise DataError(
+                    f"{where}: {len(data['leaves'])} leaves; there is no leaf {leaf}",
+                    code="no-such-leaf",
+                )
             chosen = data["leaves"][leaf]
             # Ids name their ancestors: "0.2.1" stands below "0.2" and "0".
             ids = accumulate(chosen["step_id"].split("."), "{}.{}".format)
@@ -138,7 +141,9 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             ]
             return tree_from_dict(data).trajectories()[0]
         except DAMAGE as error:
-            raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
+            raise DataError(
+                f"{where}: not a recorded tree ({plain(repr(error), 200)})", code="tree-unreadable"
+            ) from error
 
 
 def read_trees(path: Path | str) -> list[Tree]:
@@ -154,7 +159,8 @@ def read_trees(path: Path | str) -> list[Tree]:
     if not place.exists():
         raise DataError(
             f"trees '{path}': there is no such file; expected a .jsonl file from a run's trees/"
-            " folder"
+            " folder",
+            code="trees-missing",
         )
     with place.open("rb") as file:
         return [
@@ -213,7 +219,8 @@ class RunFolder:
                     one.rmdir()
             raise CheckpointError(
                 f"run folder '{path}' could not be made ({storage_fault(error) or error}); expected"
-                " a folder that can be written to and has room. Choose another run.dir."
+                " a folder that can be written to and has room. Choose another run.dir.",
+                code="run-not-made",
             ) from error
         return cls(path)
 
@@ -224,7 +231,8 @@ class RunFolder:
         if os.path.lexists(path):
             raise CheckpointError(
                 f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
-                f" continue that run with: treegraft train --resume {path}"
+                f" continue that run with: treegraft train --resume {path}",
+                code="run-exists",
             )
         above = next(one for one in path.absolute().parents if os.path.lexists(one))
         if not above.is_dir():
@@ -238,7 +246,8 @@ class RunFolder:
                 fault = f"a name in it has more than {longest} bytes"
         if fault:
             raise CheckpointError(
-                f"run folder '{path}' cannot be made: {fault}. Choose another run.dir or run.name."
+                f"run folder '{path}' cannot be made: {fault}. Choose another run.dir or run.name.",
+                code="run-not-made",
             )
 
     def write_objects(self, records: Sequence[Record]) -> None:
@@ -256,7 +265,8 @@ class RunFolder:
         except (ValueError, TypeError) as error:
             raise CheckpointError(
                 f"run folder '{self.path}': objects.json is damaged ({error}); expected the list"
-                " that Treegraft wrote. Put it back from a copy."
+                " that Treegraft wrote. Put it back from a copy.",
+                code="objects-damaged",
             ) from error
 
     @classmethod
@@ -272,7 +282,8 @@ class RunFolder:
                 fault = "it has no config.json" if path.is_dir() else "it is a file"
             raise CheckpointError(
                 f"'{path}' is not a run folder: {fault}; expected one that `treegraft train` made,"
-                f" e.g. runs/NAME.{runs_beside(path)}"
+                f" e.g. runs/NAME.{runs_beside(path)}",
+                code="not-a-run",
             )
         return cls(path)
 
@@ -291,7 +302,8 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(
                 f"run folder '{self.path}' cannot be worked in ({storage_fault(error) or error});"
-                " expected a folder that can be written to, with a file .lock or none in it."
+                " expected a folder that can be written to, with a file .lock or none in it.",
+                code="run-unwritable",
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -299,7 +311,8 @@ class RunFolder:
             lock.close()
             raise CheckpointError(
                 f"run folder '{self.path}': another process is at work in it; expected none. "
-                "Wait for its end, or stop it with Ctrl-C."
+                "Wait for its end, or stop it with Ctrl-C.",
+                code="run-in-use",
             ) from error
         self._lock = lock
 
@@ -372,12 +385,17 @@ def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[
     path = Path(run_dir) / name
     if not path.exists():
         if (Path(run_dir) / "config.json").exists():
-            raise DataError(f"run '{run_dir}' recorded no metrics yet; wait for its first line")
-        raise DataError(f"'{run_dir}' has no {name}; expected a run folder")
+            raise DataError(
+                f"run '{run_dir}' recorded no metrics yet; wait for its first line",
+                code="no-metrics-yet",
+            )
+        raise DataError(f"'{run_dir}' has no {name}; expected a run folder", code="metrics-missing")
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
-        raise DataError(f"'{path}' could not be read ({storage_fault(error) or error})") from error
+        raise DataError(
+            f"'{path}' could not be read ({storage_fault(error) or error})", code="file-unreadable"
+        ) from error
     return [_metrics_line(line, f"'{path}', line {n}") for n, line in enumerate(lines, start=1)]
 
 
@@ -397,5 +415,6 @@ def _metrics_line(line: bytes, where: str) -> dict[str, float]:
     except (ValueError, OverflowError) as error:
         raise DataError(
             f"{where}: not a line of metrics ({plain(str(error), 200)}); the file was damaged or"
-            " changed by hand. Put back a copy of it, or remove the line to look at the rest"
+            " changed by hand. Put back a copy of it, or remove the line to look at the rest",
+            code="metrics-line-invalid",
         ) from error

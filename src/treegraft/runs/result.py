@@ -29,7 +29,9 @@ class History(list[dict[str, float]]):
         try:
             import pandas
         except ImportError as error:
-            raise SettingError(not_installed("history.frame()", ["pandas"], "pandas")) from error
+            raise SettingError(
+                not_installed("history.frame()", ["pandas"], "pandas"), code="package-missing"
+            ) from error
         return pandas.DataFrame(list(self))
 
 
@@ -97,7 +99,8 @@ class RunResult:
         if wanted not in files:
             there = f"{min(files)} to {max(files)}" if files else "none"
             raise DataError(
-                f"run '{self.run_dir}' has no trees of update {update}; recorded are: {there}"
+                f"run '{self.run_dir}' has no trees of update {update}; recorded are: {there}",
+                code="update-without-trees",
             )
         return read_trees(files[wanted])
 

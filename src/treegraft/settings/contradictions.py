@@ -351,7 +351,9 @@ def refuse(found: Sequence[Contradiction]) -> None:
     """Raises SettingError with all contradictions, where there is any."""
     if found:
         names = [name for one in found for name in one.settings]
-        raise SettingError("\n".join(one.text for one in found), settings=names)
+        raise SettingError(
+            "\n".join(one.text for one in found), settings=names, code="settings-contradict"
+        )
 
 
 def longest_completion(config: Config) -> tuple[str, int]:

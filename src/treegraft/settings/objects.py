@@ -78,7 +78,8 @@ def with_objects(
             known = Objects.__annotations__
             raise SettingError(
                 f"got an argument '{argument}'; expected one of {', '.join(known)}."
-                f"{nearest(argument, known)} Settings go into the first argument."
+                f"{nearest(argument, known)} Settings go into the first argument.",
+                code="unknown-argument",
             )
         # None is "not given", as for any optional argument.
         if value is not None:
@@ -88,7 +89,8 @@ def with_objects(
     if config.model.path.startswith(GIVEN) and config.engine.kind == "vllm":
         raise SettingError(
             "model: got a pair (model, tokenizer) beside engine.kind = 'vllm', whose servers read"
-            " files; expected a path. Save both with save_pretrained, and pass the folder."
+            " files; expected a path. Save both with save_pretrained, and pass the folder.",
+            code="model-needs-path",
         )
     return config, given
 
@@ -122,7 +124,8 @@ def _model(value: Any, given: GivenObjects) -> dict[str, Any]:
     if hasattr(model, "peft_config"):
         raise SettingError(
             "model: got a model with adapters; expected the model below them. Pass"
-            " model.merge_and_unload(), and set model.lora.rank for adapters of this run."
+            " model.merge_and_unload(), and set model.lora.rank for adapters of this run.",
+            code="model-with-adapters",
         )
     return {"model.path": given.add("model", value, stem="model")}
 
@@ -157,7 +160,8 @@ def _split_tasks(value: Mapping[Any, Any], given: GivenObjects) -> dict[str, Any
     if "train" not in value or set(value) - {"train", *HELD_OUT}:
         raise SettingError(
             f"tasks: got a dict with {', '.join(map(repr, value)) or 'no keys'}; expected rows, or"
-            " 'train' and, for held-out rows, 'eval'."
+            " 'train' and, for held-out rows, 'eval'.",
+            code="tasks-keys-invalid",
         )
     settings: dict[str, Any] = {"tasks.kind": "dataset"}
     for setting, name in (("train", "train"), ("eval", next(iter(held_out), ""))):
@@ -187,7 +191,9 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
             " can be read only once, so make a list of it",
         )
     if not rows:
-        raise SettingError(f"{argument}: got no rows; expected at least one question.")
+        raise SettingError(
+            f"{argument}: got no rows; expected at least one question.", code="no-rows"
+        )
     bad = next((one for one in rows if not isinstance(one, Mapping)), None)
     if bad is not None:
         raise _wrong(
@@ -280,7 +286,9 @@ def _maker_of(value: Any) -> Callable[..., Any]:
 
 
 def _wrong(argument: str, value: Any, expected: str) -> SettingError:
-    return SettingError(f"{argument}: got {_shown(value)}; expected {expected}.")
+    return SettingError(
+        f"{argument}: got {_shown(value)}; expected {expected}.", code="argument-invalid"
+    )
 
 
 def _shown(value: Any) -> str:

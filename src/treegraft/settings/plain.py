@@ -80,7 +80,7 @@ def parse_value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError) as error:
-        raise SettingError(f"got {shown(text)}: {_why(error)}.") from error
+        raise SettingError(f"got {shown(text)}: {_why(error)}.", code="value-unreadable") from error
     # A text with a line break could hold further keys.
     return parsed["value"] if set(parsed) == {"value"} else text
 
@@ -98,11 +98,13 @@ def read_tables(path: Path, kind: Kind = "recipe") -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SettingError(
             f"{kind} '{path}' is not valid {language}: {_why(error)}. Texts need quotes, lists"
-            " square brackets."
+            " square brackets.",
+            code="file-syntax",
         ) from error
     if not isinstance(data, dict):
         raise SettingError(
-            f"{kind} '{path}': got a {type(data).__name__}, expected tables of settings."
+            f"{kind} '{path}': got a {type(data).__name__}, expected tables of settings.",
+            code="file-no-tables",
         )
     return data
 
@@ -111,22 +113,25 @@ def _read(path: Path, kind: Kind) -> str:
     try:
         if not path.is_file():
             if str(path) not in by_name(kind):
-                raise SettingError(f"{kind} '{path}' {_absence(path, kind)}")
+                raise SettingError(f"{kind} '{path}' {_absence(path, kind)}", code="file-missing")
             path = by_name(kind)[str(path)]
         if path.stat().st_size > MAX_BYTES:
             raise SettingError(
                 f"{kind} '{path}' has {path.stat().st_size:,} bytes, expected at most"
-                f" {MAX_BYTES:,}; data belong into files that it names."
+                f" {MAX_BYTES:,}; data belong into files that it names.",
+                code="file-too-large",
             )
         # Windows' editors put a byte order mark first.
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise SettingError(
-            f"{kind} '{shortened(str(path))}' cannot be read: {error.strerror}."
+            f"{kind} '{shortened(str(path))}' cannot be read: {error.strerror}.",
+            code="settings-unreadable",
         ) from error
     except UnicodeDecodeError as error:
         raise SettingError(
-            f"{kind} '{path}' is not text in UTF-8: {error.reason} at byte {error.start}."
+            f"{kind} '{path}' is not text in UTF-8: {error.reason} at byte {error.start}.",
+            code="file-not-utf8",
         ) from error
 
 

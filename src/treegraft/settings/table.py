@@ -267,7 +267,8 @@ def joined(
             if name in table.model_fields or name in fields:
                 raise SettingError(
                     f"plugin settings: '{prefix}{name}' of {more.__module__} is there already;"
-                    " expected a name of its own."
+                    " expected a name of its own.",
+                    code="plugin-setting-taken",
                 )
             fields[name] = (field.annotation, field)
     if not fields:

@@ -119,7 +119,8 @@ class EnvironmentSettings(Settings):
         """
         if self.capability == "fork":
             raise SettingError(
-                f"environment.capability: got 'fork', but {reason}; expected 'replay'."
+                f"environment.capability: got 'fork', but {reason}; expected 'replay'.",
+                code="no-fork",
             )
         return Capability.NONE if self.capability == "auto" else Capability(self.capability)
 
@@ -134,5 +135,6 @@ class EnvironmentSettings(Settings):
             )
             raise SettingError(
                 f'environment.options: for "{self.kind}": {faults}. It takes'
-                f" {', '.join(table.model_fields)}."
+                f" {', '.join(table.model_fields)}.",
+                code="environment-options-invalid",
             ) from error

@@ -43,7 +43,8 @@ class DatasetSource(OpenTasks):
         if not settings.train and not settings.eval:
             raise SettingError(
                 "tasks.kind is 'dataset', but tasks.dataset.train and tasks.dataset.eval are empty;"
-                " name a .jsonl, .json, .csv or .parquet file, or 'hub:NAME:CONFIG/SPLIT'"
+                " name a .jsonl, .json, .csv or .parquet file, or 'hub:NAME:CONFIG/SPLIT'",
+                code="dataset-unnamed",
             )
         self._settings = settings
         self._num_train = num_train
@@ -60,7 +61,8 @@ class DatasetSource(OpenTasks):
         """
         if not self._settings.train:
             raise SettingError(
-                "tasks.dataset.train is empty; name the training files, or only evaluate"
+                "tasks.dataset.train is empty; name the training files, or only evaluate",
+                code="train-files-unnamed",
             )
         return self._train[0]
 
@@ -130,6 +132,7 @@ class DatasetSource(OpenTasks):
                 f"{', '.join(self._settings.train)}: one usable row is too few to train and to"
                 " evaluate; name evaluation files in tasks.dataset.eval",
                 settings=["tasks.dataset.train", "tasks.dataset.eval"],
+                code="one-row",
             )
         return tuple(scan.tasks[:num_left]), held_out
 
@@ -283,18 +286,23 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
 def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) -> None:
     """Raises DataError for a source without a usable row, naming the likeliest reason."""
     if defects.num_rows == 0:
-        raise DataError(f"'{spec}' has no rows; expected one question per row")
+        raise DataError(
+            f"'{spec}' has no rows; expected one question per row", code="no-rows-in-file"
+        )
     for setting in ("question_column", "reference_column", "category_column"):
         column = getattr(settings, setting)
         if _NO_COLUMN in defects.rows and column and column not in defects.columns:
             raise DataError(
                 f"'{spec}' has no column '{column}'"
                 f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
-                f" {', '.join(sorted(defects.columns))}"
+                f" {', '.join(sorted(defects.columns))}",
+                code="column-missing",
             )
     _refuse_nested(spec, defects.values, settings)
     found = "; ".join(defects.summary(spec)) or "every row repeats one of an earlier file"
-    raise DataError(f"'{spec}' has no usable row among {defects.num_rows}: {found}")
+    raise DataError(
+        f"'{spec}' has no usable row among {defects.num_rows}: {found}", code="no-usable-row"
+    )
 
 
 def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings) -> None:
@@ -310,7 +318,8 @@ def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings)
                 f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds"
                 f" {'an object' if isinstance(value, Mapping) else 'a list'}, {value!r:.80};"
                 f" expected {expected}. Name the place of a text within it:"
-                f" {', '.join(places_within(value, column)) or 'it holds none'}"
+                f" {', '.join(places_within(value, column)) or 'it holds none'}",
+                code="column-no-text",
             )
 
 

@@ -29,7 +29,8 @@ def check_function(name: str, function: Any) -> None:
     if not callable(function):
         raise SettingError(
             f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"
-            " function"
+            " function",
+            code="reward-no-function",
         )
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -45,7 +46,8 @@ def check_function(name: str, function: Any) -> None:
             return
     raise SettingError(
         f"reward.funcs names '{name}', which {fault}; expected a function with keyword arguments,"
-        " such as def reward(*, completions, **columns). Write one around it."
+        " such as def reward(*, completions, **columns). Write one around it.",
+        code="reward-signature",
     )
 
 
@@ -73,7 +75,8 @@ def check_columns(name: str, function: RewardFunc, tasks: Sequence[Task]) -> Non
         raise SettingError(
             f"reward.funcs: '{name}' needs the argument '{missing}', for which task '{task.id}' has"
             f" no column; its columns are {has}.{hint} Every reward function also gets"
-            f" {', '.join((*OURS, _EXTRA))}. Rename a column, or give the argument a default."
+            f" {', '.join((*OURS, _EXTRA))}. Rename a column, or give the argument a default.",
+            code="reward-column-missing",
         )
 
 

@@ -143,12 +143,14 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
         raise SettingError(
             f"reward.weights has {len(weights)} entries for the {len(settings.funcs)} functions of"
             f" reward.funcs ({', '.join(settings.funcs)}); give one weight per function, or none"
-            " for 1 each"
+            " for 1 each",
+            code="reward-weights-unequal",
         )
     repeated = sorted({name for name in settings.funcs if settings.funcs.count(name) > 1})
     if repeated:
         raise SettingError(
-            f"reward.funcs names '{repeated[0]}' twice; name it once and give it a weight"
+            f"reward.funcs names '{repeated[0]}' twice; name it once and give it a weight",
+            code="reward-twice",
         )
     functions: list[RewardFunc] = []
     for name in settings.funcs:

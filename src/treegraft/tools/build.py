@@ -29,7 +29,8 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
         tool: Tool = _as_tool(found, entry) if ":" in entry else found(settings)
         if tool.name in origins:
             raise SettingError(
-                f"tools.use: '{entry}' gives a tool named '{tool.name}', but {origins[tool.name]}."
+                f"tools.use: '{entry}' gives a tool named '{tool.name}', but {origins[tool.name]}.",
+                code="tools-same-name",
             )
         tools.append(tool)
         origins[tool.name] = "it is there already"
@@ -65,7 +66,8 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     if not callable(found):
         raise SettingError(
             f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class, or"
-            " a function that makes an environment."
+            " a function that makes an environment.",
+            code="environment-invalid",
         )
     with blaming(settings.kind, "environment.kind"):
         # The tools are the methods of its class, which only an object tells.
@@ -131,12 +133,14 @@ def _as_tool(found: Any, entry: str) -> Tool:
             found = found()
         except TypeError as error:
             raise SettingError(
-                f"tools.use: the class '{entry}' cannot be made without arguments: {error}"
+                f"tools.use: the class '{entry}' cannot be made without arguments: {error}",
+                code="tool-not-made",
             ) from error
     if isinstance(found, Tool):
         return found
     if callable(found):
         return FunctionTool(found)
     raise SettingError(
-        f"tools.use: '{entry}' is a {type(found).__name__}; expected a function or a tool."
+        f"tools.use: '{entry}' is a {type(found).__name__}; expected a function or a tool.",
+        code="tool-invalid",
     )

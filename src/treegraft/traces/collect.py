@@ -152,7 +152,8 @@ class _Builder:
                 raise EngineError(
                     f"agent '{self.of.agent.source}' was not reached {self.num_outages} times in a"
                     f" row; the last: {attempt.error}. Earlier traces are kept; mend the cause and"
-                    " run the same command again to go on."
+                    " run the same command again to go on.",
+                    code="agent-out-of-reach",
                 )
 
     def best(

@@ -90,7 +90,8 @@ def read_demonstrations(
             advice = f"The best reward is {best:g}: lower warmup.min_reward"
         counted = f"none of its {num_found} trajectories can be imitated ({left_out}). {advice}."
         raise DataError(
-            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}"
+            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}",
+            code="no-demonstration",
         )
     return Chosen([(one.task, one.steps) for one in kept], left_out)
 
@@ -107,7 +108,8 @@ def _best(
         if one.reward is None:
             raise DataError(
                 f"warmup.traces '{path}', {one.task.id}: got no reward, which warmup.min_reward and"
-                ' warmup.num_best need; add a number "reward" to each line.'
+                ' warmup.num_best need; add a number "reward" to each line.',
+                code="demonstration-without-reward",
             )
         if least is None or one.reward >= least:
             rated.append((one.reward, one))
@@ -132,7 +134,8 @@ def _is_buffer(path: Path) -> bool:
     if not path.exists():
         raise DataError(
             f"warmup.traces: there is no file '{path}'; expected JSONL of trajectories, a run"
-            ' folder, a Step-Trace Buffer, "buffer" for that of [buffer], or "expert"'
+            ' folder, a Step-Trace Buffer, "buffer" for that of [buffer], or "expert"',
+            code="demonstrations-missing",
         )
     if path.is_dir():
         check_paths([path])
@@ -179,7 +182,8 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise DataError(
             f"loss.lesson_coef: the buffer '{path}' has no success at the training tasks"
-            f" ({left_out or 'none that this format can say'}); name another buffer."
+            f" ({left_out or 'none that this format can say'}); name another buffer.",
+            code="no-lesson",
         )
     return book
 
@@ -231,5 +235,5 @@ def _of_file(path: Path, reasons: Counter[str]) -> list[Stored]:
         num_rows = len(found) + reasons.total() + len(problems)
         reasons[few_unfit(path, problems, num_rows, "cannot be read")] += len(problems)
     if not found and not reasons:
-        raise DataError(f"warmup.traces '{path}': the file has no rows")
+        raise DataError(f"warmup.traces '{path}': the file has no rows", code="no-rows-in-file")
     return found

@@ -134,9 +134,12 @@ def check_lines(path: Path) -> None:
     num = sum(1 for _ in read_file(path, Columns(), report))
     if report.problems:
         more = f" There are {others} more." if (others := len(report.problems) - 1) else ""
-        raise DataError(f"{report.problems[0]}. Correct the line or leave it out.{more}")
+        raise DataError(
+            f"{report.problems[0]}. Correct the line or leave it out.{more}",
+            code="import-line-invalid",
+        )
     if not num:
-        raise DataError(f"'{path}' is empty; expected JSONL of trajectories.")
+        raise DataError(f"'{path}' is empty; expected JSONL of trajectories.", code="import-empty")
 
 
 def check_paths(paths: Sequence[Path]) -> None:
@@ -145,12 +148,14 @@ def check_paths(paths: Sequence[Path]) -> None:
         if not path.exists():
             raise DataError(
                 f"'{path}': there is no such file or folder; expected JSONL of trajectories, or a"
-                " run folder"
+                " run folder",
+                code="import-missing",
             )
         if path.is_dir() and not _tree_files(path):
             raise DataError(
                 f"folder '{path}' holds no trees/update-*.jsonl; expected the folder of a run that"
-                " recorded its trees"
+                " recorded its trees",
+                code="import-folder-invalid",
             )
 
 
@@ -452,5 +457,6 @@ def read_trace(line: str, number: int, defaults: Trace) -> Trace:
     except _BAD_ROW as error:
         raise DataError(
             f"stdin, line {number}: {_reason(error)}; expected JSON of a trace with at least a key"
-            " and a value"
+            " and a value",
+            code="trace-line-invalid",
         ) from error

@@ -83,11 +83,13 @@ class TraceFile:
         if (is_frozen or not create) and not path.exists():
             raise DataError(
                 f"buffer '{path}': there is no such file; build one with: treegraft buffer build"
-                f" RECIPE {path}"
+                f" RECIPE {path}",
+                code="buffer-missing",
             )
         if path.is_dir():
             raise DataError(
-                f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer"
+                f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer",
+                code="buffer-is-folder",
             )
         self._lock = threading.RLock()
         try:
@@ -106,7 +108,8 @@ class TraceFile:
         except (OSError, sqlite3.Error) as error:
             raise DataError(
                 f"buffer '{path}' cannot be opened ({error}); expected a folder that can be"
-                " written to"
+                " written to",
+                code="buffer-not-opened",
             ) from error
         try:
             with self._translated_errors():
@@ -122,12 +125,14 @@ class TraceFile:
         if is_new and not create:
             raise DataError(
                 f"buffer '{self.path}' is an empty file; build one with: treegraft buffer build"
-                f" RECIPE {self.path}"
+                f" RECIPE {self.path}",
+                code="buffer-file-empty",
             )
         if not is_new and application_id != APPLICATION_ID:
             raise DataError(
                 f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name"
-                " another path"
+                " another path",
+                code="buffer-foreign",
             )
         # SQLite itself does not wait here for others who switch to the log at the same moment.
         deadline = time.monotonic() + BUSY_TIMEOUT_S
@@ -154,7 +159,8 @@ class TraceFile:
         if found != FORMAT:
             raise DataError(
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads"
-                f" {FORMAT}; build it again, or use the version that wrote it"
+                f" {FORMAT}; build it again, or use the version that wrote it",
+                code="buffer-version",
             )
 
     @contextmanager
@@ -162,11 +168,12 @@ class TraceFile:
         try:
             yield
         except sqlite3.ProgrammingError as error:
-            raise DataError(f"buffer '{self.path}' is closed") from error
+            raise DataError(f"buffer '{self.path}' is closed", code="buffer-closed") from error
         except sqlite3.OperationalError as error:
             raise DataError(
                 f"buffer '{self.path}': {error}; is the disk full, or does another process hold the"
-                " file?"
+                " file?",
+                code="buffer-busy",
             ) from error
         except sqlite3.DatabaseError as error:
             with suppress(OSError), self.path.open("rb") as file:
@@ -174,11 +181,13 @@ class TraceFile:
                 if not b"SQLite format 3\0".startswith(file.read(16)):
                     raise DataError(
                         f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
-                        " another path"
+                        " another path",
+                        code="buffer-foreign",
                     ) from error
             raise DataError(
                 f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a"
-                " copy, or build it again"
+                " copy, or build it again",
+                code="buffer-damaged",
             ) from error
 
     @contextmanager
@@ -275,7 +284,8 @@ class TraceFile:
     def damage(self, reason: str) -> DataError:
         """Returns the error of a damaged file."""
         return DataError(
-            f"buffer '{self.path}' is damaged ({reason}); restore a copy, or build it again"
+            f"buffer '{self.path}' is damaged ({reason}); restore a copy, or build it again",
+            code="buffer-damaged",
         )
 
     def back_up(self, path: Path) -> None:

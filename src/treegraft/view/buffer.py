@@ -67,7 +67,10 @@ class BufferView:
     def _open(self) -> Iterator[sqlite3.Connection]:
         path = self.path()
         if path is None:
-            raise DataError(f"this run has no Step-Trace Buffer in its folder{self._elsewhere()}")
+            raise DataError(
+                f"this run has no Step-Trace Buffer in its folder{self._elsewhere()}",
+                code="run-without-buffer",
+            )
         # A write-ahead log means that a run is at work; without one the file is whole, and may lie
         # on a read-only disk.
         has_log = path.with_name(f"{path.name}-wal").exists()
@@ -77,10 +80,14 @@ class BufferView:
                 connection.row_factory = sqlite3.Row
                 (application,) = connection.execute("PRAGMA application_id").fetchone()
                 if application != APPLICATION_ID:
-                    raise DataError(f"'{path.name}' is not a Step-Trace Buffer")
+                    raise DataError(
+                        f"'{path.name}' is not a Step-Trace Buffer", code="buffer-foreign"
+                    )
                 yield connection
         except sqlite3.Error as error:
-            raise DataError(f"the buffer '{path.name}' cannot be read ({error})") from error
+            raise DataError(
+                f"the buffer '{path.name}' cannot be read ({error})", code="buffer-unreadable"
+            ) from error
 
     def _elsewhere(self) -> str:
         if not (named := self.note().get("path")):
@@ -221,7 +228,7 @@ class BufferView:
                 [content_hash],
             ).fetchone()
             if row is None:
-                raise DataError(f"the buffer holds no trace '{content_hash}'")
+                raise DataError(f"the buffer holds no trace '{content_hash}'", code="trace-missing")
             prefixed = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
             steps = connection.execute(
                 f"SELECT t.hash, m.position AS place, {prefixed} FROM members m JOIN traces t ON"

@@ -33,14 +33,18 @@ def view_text(
     if update is not None and evaluation is not None:
         raise SettingError(
             "--update and --eval: got both, expected at most one, since each chooses the trees to"
-            " show; give one of them"
+            " show; give one of them",
+            code="update-and-eval",
         )
     if leaf is not None and group is None:
-        raise SettingError(f"--leaf {leaf} needs --group, the tree of the leaf")
+        raise SettingError(
+            f"--leaf {leaf} needs --group, the tree of the leaf", code="leaf-without-group"
+        )
     runs = open_runs(paths)
     if len(runs) != 1:
         raise SettingError(
-            f"--text: got {len(runs)} runs, expected one. Compare runs with: treegraft compare"
+            f"--text: got {len(runs)} runs, expected one. Compare runs with: treegraft compare",
+            code="one-run-for-text",
         )
     (run,) = runs.values()
     file = pick_file(run, update, evaluation)
@@ -84,7 +88,10 @@ def _buffer_file(named: Path | None) -> Path | None:
         return None
     buffer = named.expanduser().resolve()
     if not buffer.is_file():
-        raise SettingError(f"--buffer {named}: there is no such file; expected a Step-Trace Buffer")
+        raise SettingError(
+            f"--buffer {named}: there is no such file; expected a Step-Trace Buffer",
+            code="buffer-option-missing",
+        )
     return buffer
 
 

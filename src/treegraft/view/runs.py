@@ -92,10 +92,14 @@ class RunReader:
             found = parse_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise DataError(
-                f"'{path}' cannot be read ({error}); expected the settings of a run"
+                f"'{path}' cannot be read ({error}); expected the settings of a run",
+                code="run-settings-unreadable",
             ) from error
         if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-            raise DataError(f"'{path}' does not hold the settings of a run: expected named tables")
+            raise DataError(
+                f"'{path}' does not hold the settings of a run: expected named tables",
+                code="run-settings-invalid",
+            )
         return found
 
     def setting(self, table: str, name: str) -> int | None:
@@ -107,7 +111,8 @@ class RunReader:
         path = self.path / name
         if leads_outside(path, self.path):
             raise DataError(
-                f"'{path}' is a link that leads out of the run folder; such files are not shown"
+                f"'{path}' is a link that leads out of the run folder; such files are not shown",
+                code="link-leads-out",
             )
         return path
 
@@ -232,7 +237,8 @@ class RunReader:
         ):
             raise DataError(
                 f"run '{self.name}' has no trees '{name:.80}'; expected a name such as"
-                " update-000001"
+                " update-000001",
+                code="trees-missing",
             )
         return path
 
@@ -270,7 +276,8 @@ class RunReader:
         if not 0 <= number < len(places):
             raise DataError(
                 f"'{name}' of run '{self.name}' holds {len(places)} trees; there is no number"
-                f" {number}, expected 0 to {len(places) - 1}"
+                f" {number}, expected 0 to {len(places) - 1}",
+                code="no-such-tree",
             )
         return places[number]
 
@@ -352,7 +359,8 @@ class RunSet(Mapping[str, RunReader]):
                 raise CheckpointError(
                     f"'{path}' is neither a run folder nor a folder with runs in it: no"
                     f" config.json was found there or up to {_DEEPEST} folders below; expected one"
-                    f" that `treegraft train` made, e.g. runs/NAME.{runs_beside(path)}"
+                    f" that `treegraft train` made, e.g. runs/NAME.{runs_beside(path)}",
+                    code="not-a-run",
                 )
         self._looked = time.monotonic()
 

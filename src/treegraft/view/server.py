@@ -156,7 +156,9 @@ def _number(request: Request, name: str) -> float | None:
     try:
         return float(text[:_MAX_DIGITS]) if text else None
     except ValueError as error:
-        raise SettingError(f"{name}: got '{text:.40}', expected a number") from error
+        raise SettingError(
+            f"{name}: got '{text:.40}', expected a number", code="no-number"
+        ) from error
 
 
 def _flag(request: Request, name: str) -> bool | None:
@@ -168,7 +170,10 @@ def _whole(request: Request, name: str) -> int | None:
     if value is None:
         return None
     if not 0 <= value <= MAX_COUNT:  # NaN neither
-        raise SettingError(f"{name}: got {value:g}, expected a whole number from 0 to {MAX_COUNT}")
+        raise SettingError(
+            f"{name}: got {value:g}, expected a whole number from 0 to {MAX_COUNT}",
+            code="number-out-of-range",
+        )
     return int(value)
 
 
@@ -196,7 +201,8 @@ class Api:
             known = [*self._runs]
             more = f" and {len(known) - 20} more" if len(known) > 20 else ""
             raise DataError(
-                f"there is no run '{name:.80}'; expected one of {', '.join(known[:20])}{more}"
+                f"there is no run '{name:.80}'; expected one of {', '.join(known[:20])}{more}",
+                code="no-such-run",
             )
         return self._runs[name]
 
@@ -204,7 +210,9 @@ class Api:
         """The run, the file and the number of the tree that is asked for."""
         number = request.path_params["n"]
         if not re.fullmatch("[0-9]{1,12}", number):
-            raise DataError(f"there is no tree '{number:.40}'; expected its number, from 0")
+            raise DataError(
+                f"there is no tree '{number:.40}'; expected its number, from 0", code="no-such-tree"
+            )
         return self._run(request), request.path_params["file"], int(number)
 
     def runs(self, request: Request) -> Any:

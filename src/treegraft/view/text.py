@@ -60,9 +60,14 @@ def pick_file(run: RunReader, update: int | None, evaluation: int | None) -> str
     if not wanted:
         kind = "update" if evaluation is None else "evaluation"
         if not files:
-            raise DataError(f"run '{run.name}' recorded no trees of any {kind} yet")
+            raise DataError(
+                f"run '{run.name}' recorded no trees of any {kind} yet", code="no-trees-yet"
+            )
         span = f"{files[0].update} to {files[-1].update}"
-        raise DataError(f"run '{run.name}' recorded no trees of {kind} {asked}; there are: {span}")
+        raise DataError(
+            f"run '{run.name}' recorded no trees of {kind} {asked}; there are: {span}",
+            code="update-without-trees",
+        )
     # Of one number there may be two evaluations, greedy and sampled; the greedy one comes first.
     return wanted[-1] if asked is None else wanted[0]
 
@@ -80,7 +85,8 @@ def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> Rend
     if leaf is not None and not 0 <= leaf < len(tree.leaves):
         raise DataError(
             f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1};"
-            f" there is no leaf {leaf}"
+            f" there is no leaf {leaf}",
+            code="no-such-leaf",
         )
     return drawn(tree, leaf, run.tokens if run.tokens.is_there else None)
 

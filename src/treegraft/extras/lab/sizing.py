@@ -63,7 +63,8 @@ class Plan:
         if card.lower() not in known:
             raise SettingError(
                 f"--gpu: got '{card}', expected one of {', '.join(CARDS)}; for another card take"
-                " the nearest and give --gpu-memory"
+                " the nearest and give --gpu-memory",
+                code="unknown-card",
             )
         found = known[card.lower()]
         memory = found.memory if memory_gb is None else memory_gb * 1e9

@@ -110,7 +110,7 @@ class McpServer:
             if isinstance(error, TimeoutError):
                 reason = f"no list of tools within start_timeout_s = {settings.start_timeout_s:g} s"
             self.close()
-            raise SettingError(f"{self._place}: {reason}") from error
+            raise SettingError(f"{self._place}: {reason}", code="mcp-not-started") from error
         self.tools = [McpTool(self, one) for one in described]
         """Its tools, in its order."""
 
@@ -125,7 +125,9 @@ class McpServer:
         """Returns the texts of a result. Raises as `McpTool` does."""
         if self._is_closing or not self._thread.is_alive():
             raise ToolUnavailable(
-                f"the MCP server '{self.settings.name}' has ended: {self._error or 'it was closed'}"
+                f"the MCP server '{self.settings.name}' has ended:"
+                f" {self._error or 'it was closed'}",
+                code="mcp-ended",
             )
         call = self._call(name, dict(arguments))
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
@@ -138,30 +140,36 @@ class McpServer:
         await self._connected.wait()
         client = self._client
         if client is None:
-            raise ToolUnavailable(f"the MCP server '{self.settings.name}' has ended: {self._error}")
+            raise ToolUnavailable(
+                f"the MCP server '{self.settings.name}' has ended: {self._error}", code="mcp-ended"
+            )
         try:
             result = await client.call_tool(name, arguments)
         except MCPError as error:
             # So the SDK names an event beyond its bound; the connection is sound.
             if error.code != CONNECTION_CLOSED or "byte limit" in error.message:
                 text = re.sub(r"\s*\[type=.*|(?<=\n)\s+", "", error.message, flags=re.DOTALL)
-                raise ToolError(text or "the call failed") from None
+                raise ToolError(text or "the call failed", code="mcp-refused") from None
             self._lose(client, error.message)
         except ValueError as error:  # a result of unknown form
             from treegraft.extras.mcp.bounds import reason_of
 
             raise ToolError(
-                f"the server answered in an unknown shape: {reason_of(error)}"
+                f"the server answered in an unknown shape: {reason_of(error)}",
+                code="mcp-answer-invalid",
             ) from None
         except Exception as error:  # any error of the transport once the other end is gone
             self._lose(client, _said(error))
         else:
             text = _text_of(result)
             if result.is_error:
-                raise ToolError(text or "the call failed")
+                raise ToolError(text or "the call failed", code="mcp-refused")
             return text
         # Not made again: the server may have acted on it before it ended.
-        raise ToolError(f"the server of {EnvironmentTool.tag_of(name)} ended during the call")
+        raise ToolError(
+            f"the server of {EnvironmentTool.tag_of(name)} ended during the call",
+            code="mcp-ended-in-call",
+        )
 
     def _lose(self, client: Any, reason: str) -> None:
         """Gives up a connection that ended by itself; the supervisor opens another."""
@@ -181,7 +189,9 @@ class McpServer:
             self._error = _said(error)
         finally:
             if not self._listed.done():
-                self._listed.set_exception(ToolUnavailable(self._error or "it ended at once"))
+                self._listed.set_exception(
+                    ToolUnavailable(self._error or "it ended at once", code="mcp-ended")
+                )
             calls = asyncio.all_tasks(self._loop)
             for call in calls:
                 call.cancel()
@@ -297,7 +307,8 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list
             if unknown := sorted(set(one.tools) - set(offered)):
                 raise SettingError(
                     f"tools.mcp: server '{one.name}' has no tool {unknown}; it offers"
-                    f" {', '.join(offered) or 'none'}."
+                    f" {', '.join(offered) or 'none'}.",
+                    code="mcp-tool-unknown",
                 )
             for own_name, tool in offered.items():
                 if one.tools and own_name not in one.tools:
@@ -306,7 +317,8 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list
                     other = f"'{tools[tool.name].own_name}'" if tool.name in tools else "a tool"
                     raise SettingError(
                         f"tools.mcp: '{own_name}' of server '{one.name}' is named '{tool.name}'"
-                        f" here, as is {other} already; leave one of them out with `tools`."
+                        f" here, as is {other} already; leave one of them out with `tools`.",
+                        code="tools-same-name",
                     )
                 tools[tool.name] = tool
         started.pop_all()
@@ -349,5 +361,6 @@ def _variable(name: str, settings: McpSettings) -> str:
         return value
     raise SettingError(
         f"tools.mcp: server '{settings.name}' asks for the environment variable {name}, which is"
-        " not set."
+        " not set.",
+        code="key-unset",
     )

@@ -54,7 +54,8 @@ def search(
     if own.kind not in ("bm25", "dense"):
         raise SettingError(
             f"command line: tools.search.kind: got '{own.kind}', expected bm25 or dense, which"
-            " search a corpus."
+            " search a corpus.",
+            code="search-kind-invalid",
         )
     # Making an index takes long, and says how far it is.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)

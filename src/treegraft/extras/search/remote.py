@@ -29,7 +29,8 @@ def retrieve_url(url: str) -> str:
     if not is_http(url):
         raise SettingError(
             f"tools.search.url: got {url!r}, expected the address of a retrieval server, such as"
-            " http://127.0.0.1:8000/retrieve."
+            " http://127.0.0.1:8000/retrieve.",
+            code="address-invalid",
         )
     parts = urlsplit(url)
     return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/retrieve"
@@ -72,7 +73,8 @@ class RemoteSearch(Service):
         except ToolError as error:
             raise SettingError(
                 f"tools.search.url: {error}. Start one with `treegraft serve search CORPUS`, or"
-                " correct the address."
+                " correct the address.",
+                code="search-not-there",
             ) from error
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[interfaces.Passage]]:
@@ -87,11 +89,12 @@ class RemoteSearch(Service):
             found = [[_passage(entry) for entry in entries[:top_k]] for entries in answer["result"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ToolUnavailable(
-                f"{self.name} does not keep to the protocol: {error!r}"
+                f"{self.name} does not keep to the protocol: {error!r}", code="search-protocol"
             ) from error
         if len(found) != len(queries):
             raise ToolUnavailable(
-                f"{self.name} gave {len(found)} answers to {len(queries)} queries"
+                f"{self.name} gave {len(found)} answers to {len(queries)} queries",
+                code="search-answers-unequal",
             )
         return found
 

@@ -32,26 +32,30 @@ class WebSearch(Service):
         if provider not in PROVIDERS:
             raise SettingError(
                 f"tools.search.provider: got '{provider}', expected one of"
-                f" {', '.join(PROVIDERS)}.{errors.nearest(provider, PROVIDERS)}"
+                f" {', '.join(PROVIDERS)}.{errors.nearest(provider, PROVIDERS)}",
+                code="unknown-provider",
             )
         self._provider = chosen = PROVIDERS[provider]
         base = base_url.strip() or chosen.base_url
         if not is_http(base):
             raise SettingError(
                 f"tools.search.base_url: got {base_url!r}, expected an address such as"
-                f" {chosen.base_url}."
+                f" {chosen.base_url}.",
+                code="address-invalid",
             )
         key = os.environ.get(chosen.key_variable, "").strip()
         if not key:
             raise SettingError(
                 f"tools.search.provider is '{provider}', but the environment variable"
-                f" {chosen.key_variable} is not set; set it to your API key."
+                f" {chosen.key_variable} is not set; set it to your API key.",
+                code="key-unset",
             )
         # Checked here, since the error of the HTTP client would show the key.
         if not (key.isascii() and key.isprintable()):
             raise SettingError(
                 f"the environment variable {chosen.key_variable} holds characters that no API key"
-                " has."
+                " has.",
+                code="key-invalid",
             )
         super().__init__(f"the search provider '{provider}'", timeout_s=timeout_s, use_proxy=True)
         self._url = base.rstrip("/") + chosen.request[1]
@@ -83,7 +87,8 @@ class WebSearch(Service):
             found = [tuple(map(_plain, result)) for result in self._provider.read(answer)][:top_k]
         except (AttributeError, TypeError, KeyError) as error:
             raise ToolUnavailable(
-                f"{self.name} answered in another shape than expected: {error!r}"
+                f"{self.name} answered in another shape than expected: {error!r}",
+                code="service-other-shape",
             ) from error
         # Providers give no scores; the rank stands in for one.
         return [

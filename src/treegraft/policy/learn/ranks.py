@@ -173,7 +173,7 @@ class Ranks:
             problem = layout_problem(config, self.size) or _difference(config, hellos)
             self._store.set("verdict", problem)
             if problem:
-                raise SettingError(problem)
+                raise SettingError(problem, code="ranks-differ")
         elif self._awaited("verdict", 0):
             # Rank 0 says why.
             raise SystemExit(2)
@@ -185,7 +185,8 @@ class Ranks:
         except dist.DistStoreError as error:
             raise RankError(
                 f"rank {rank} has not come within {START_S:.0f} s; expected {self.size} ranks that"
-                " torchrun starts together. Its own output says what keeps it."
+                " torchrun starts together. Its own output says what keeps it.",
+                code="rank-not-come",
             ) from error
 
     # ------------------------------------------------------------------ orders
@@ -236,7 +237,9 @@ class Ranks:
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 if leader.has_ended and not self._store.check([key]):
-                    raise RankError(f"{leader.name} has ended without a last order")
+                    raise RankError(
+                        f"{leader.name} has ended without a last order", code="leader-gone"
+                    )
         text = torch.empty(int(self._store.get(key)), dtype=torch.uint8)
         dist.broadcast(text, 0)
         order: dict[str, Any] = json.loads(text.numpy().tobytes())
@@ -263,7 +266,8 @@ class Ranks:
             said = "; ".join(f"{peer.name} has ended: {peer.last_words}" for peer in ended)
             raise RankError(
                 f"{said}. Its part of the weights is lost. Go on from the last checkpoint with"
-                " --resume, also with another number of ranks."
+                " --resume, also with another number of ranks.",
+                code="rank-lost",
             )
 
     @contextlib.contextmanager
@@ -293,7 +297,8 @@ class Ranks:
                 )
                 raise RankError(
                     f"no answer from another rank within {DEADLINE_S:.0f} s: {at}. End the job and"
-                    " go on from the last checkpoint with --resume."
+                    " go on from the last checkpoint with --resume.",
+                    code="rank-silent",
                 ) from error
             raise
 

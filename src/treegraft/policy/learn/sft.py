@@ -83,7 +83,7 @@ class Demonstrations:
                     "warmup_tasks() of the tasks returns none that expert() solves; return tasks"
                     " there that are neither trained nor evaluated on"
                 )
-            raise DataError(f'warmup.traces is "expert", but {fault}')
+            raise DataError(f'warmup.traces is "expert", but {fault}', code="expert-missing")
 
     async def prepare(self, step: int) -> None:
         """Makes the calls of a step's demonstrations in environments, where the tasks have one, so
@@ -176,7 +176,8 @@ class Demonstrations:
         except ValueError as error:
             where = "expert, task" if self._stored is None else f"'{self._settings.traces}',"
             raise DataError(
-                f"warmup.traces {where} {task.id}: {error} Correct it or leave it out."
+                f"warmup.traces {where} {task.id}: {error} Correct it or leave it out.",
+                code="demonstration-invalid",
             ) from error
 
     def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
@@ -219,7 +220,8 @@ def few_unfit(path: object, unfit: Sequence[str], num: int, what: str) -> str:
     if len(unfit) > MOST_UNFIT * num:
         raise DataError(
             f"warmup.traces '{path}': {len(unfit)} of {num} rows {reason}; expected at most"
-            f" {MOST_UNFIT:.0%}. Correct them or leave them out."
+            f" {MOST_UNFIT:.0%}. Correct them or leave them out.",
+            code="demonstrations-unfit",
         )
     return reason
 

@@ -28,7 +28,8 @@ def num_started(config: Config) -> int:
         raise SettingError(
             f"learn.ranks: got {wanted}, but the number of processes is {started}; expected both to"
             f" be equal. Start with torchrun --nproc-per-node {wanted} -m treegraft train RECIPE,"
-            ' or leave it at "auto".'
+            ' or leave it at "auto".',
+            code="ranks-unequal",
         )
     return started
 

@@ -116,6 +116,7 @@ class ChatFormat(MarkedFormat):
                     f" read back: {error} Name another one with format.chat_template, or set"
                     " format.kind = 'tags'.",
                     reason=f"the model's chat template writes what cannot be read back: {error}",
+                    code="template-not-read-back",
                 ) from error
 
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str:

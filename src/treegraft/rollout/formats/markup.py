@@ -168,19 +168,22 @@ class MarkedFormat(ABC):
         except Exception as error:  # a template is a program of the model's makers
             raise DataError(
                 f"task '{task.id}': the chat template cannot write its prompt: {error}. Change the"
-                " roles of its messages, or name another template with format.chat_template."
+                " roles of its messages, or name another template with format.chat_template.",
+                code="prompt-not-written",
             ) from error
         # The template writes special tokens of its own; one more than those is the question's.
         if self._specials.count(ids) > self._specials.count(harmless):
             raise DataError(
                 f"task '{task.id}': its question turns into a special token of the tokenizer;"
-                " rephrase it."
+                " rephrase it.",
+                code="question-special-token",
             )
         if self._max_context is not None and len(ids) > self._max_context:
             raise DataError(
                 f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is"
                 f" {self._max_context}; drop the task, shorten its question or"
-                " format.system_prompt, or take a model with a longer context."
+                " format.system_prompt, or take a model with a longer context.",
+                code="prompt-too-long",
             )
         return tuple(ids)
 

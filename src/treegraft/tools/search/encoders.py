@@ -72,7 +72,8 @@ def encoder_name(name: str) -> str:
         raise SettingError(
             f'encoder \'{name}\' is not known; expected "hashing", "minilm", a'
             ' sentence-transformers folder or hub id ("owner/name"), or'
-            f' "pypi:PACKAGE".{nearest(name, ("hashing", "minilm"))}'
+            f' "pypi:PACKAGE".{nearest(name, ("hashing", "minilm"))}',
+            code="unknown-encoder",
         )
     return name
 
@@ -146,7 +147,7 @@ class SentenceEncoder:
         try:
             place = at_hand(location, "encoder")
         except ModelError as error:
-            raise ModelError(f"{error}. {advice}") from error
+            raise ModelError(f"{error}. {advice}", code="encoder-missing") from error
         from sentence_transformers import SentenceTransformer
         from transformers.utils import logging
 
@@ -159,7 +160,8 @@ class SentenceEncoder:
             raise ModelError(
                 f"encoder '{name}': the model '{location}' cannot be loaded ({reason:.200});"
                 " expected a sentence-transformers folder or a hub id in reach, with safetensors."
-                f" {advice}"
+                f" {advice}",
+                code="encoder-not-loaded",
             ) from error
         self._model.eval()
         if dtype is None and self._model.device.type == "cpu" and _multiplies_pairs():

@@ -61,7 +61,8 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
     raise SettingError(
         f"the index of '{corpus}' cannot be written to"
         f" {' or '.join(repr(str(place)) for place in places)}; name a writable folder with"
-        " tools.search.index_dir."
+        " tools.search.index_dir.",
+        code="index-unwritable",
     )
 
 

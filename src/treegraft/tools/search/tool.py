@@ -73,7 +73,7 @@ class SearchTool:
         """
         query = body.strip()
         if not query:
-            raise ToolError("the search query is empty")
+            raise ToolError("the search query is empty", code="query-empty")
         (found,) = await self.backend.search([query], self.top_k)
         # One line per passage, so that the agent can tell where the next begins.
         lines = [

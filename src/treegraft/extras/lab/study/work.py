@@ -103,7 +103,8 @@ def read_note(note: Path) -> Line:
     found = json.loads(note.read_bytes())
     if not isinstance(found, dict):
         raise DataError(
-            f"'{note}' is damaged; expected an object. Remove it, and it is made again."
+            f"'{note}' is damaged; expected an object. Remove it, and it is made again.",
+            code="study-note-damaged",
         )
     return found
 
@@ -219,7 +220,8 @@ def _start(warmup: WarmupPlan, out: Path) -> Path:
     if found is None:
         raise errors.CheckpointError(
             f"'{out / warmup.folder}' has no checkpoint; expected one. Remove the folder and its"
-            " .json, and the warm-up is trained again."
+            " .json, and the warm-up is trained again.",
+            code="warmup-without-checkpoint",
         )
     return found
 

@@ -140,7 +140,8 @@ def find_python(settings: VllmSettings) -> str:
             raise SettingError(
                 "engine.vllm.python is not set, and there is no"
                 f" {' or '.join(map(str, found))}; expected the Python of an environment with"
-                f" vLLM. {how} as engine.vllm.python."
+                f" vLLM. {how} as engine.vllm.python.",
+                code="vllm-python-missing",
             )
     else:
         python = Path(settings.python).expanduser().absolute()
@@ -152,20 +153,23 @@ def find_python(settings: VllmSettings) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SettingError(
             f"engine.vllm.python: '{python}' does not run ({error}); expected the Python of an"
-            f" environment with vLLM. {how}."
+            f" environment with vLLM. {how}.",
+            code="vllm-python-broken",
         ) from error
     version = done.stdout.strip()
     if done.returncode or not version:
         raise SettingError(
             f"engine.vllm.python: the environment of '{python}' has no vLLM; expected"
-            f" {TESTED} or later. {how}."
+            f" {TESTED} or later. {how}.",
+            code="vllm-missing",
         )
     numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()]
     if numbers < [int(part) for part in TESTED.split(".")]:
         raise SettingError(
             f"engine.vllm.python: the environment of '{python}' has vLLM {version}; expected"
             f" {TESTED} or later, which takes token ids and reports the version of weights."
-            f" {how}."
+            f" {how}.",
+            code="vllm-too-old",
         )
     return str(python)
 
@@ -179,7 +183,8 @@ def _address(url: str) -> str:
     if not is_good:
         raise SettingError(
             f"engine.vllm.servers: '{url}' is not the address of a server; expected one such as"
-            " http://127.0.0.1:8000"
+            " http://127.0.0.1:8000",
+            code="vllm-address-invalid",
         )
     return url.rstrip("/").removesuffix("/v1")
 
@@ -198,7 +203,8 @@ def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: 
             fault = "engine.vllm.servers names servers on other machines"
         raise SettingError(
             f'publish.kind: got "shared", but {fault}; expected servers that share memory with this'
-            ' process. Use "disk", with publish.folder on a disk that the servers see too.'
+            ' process. Use "disk", with publish.folder on a disk that the servers see too.',
+            code="shared-memory-unusable",
         )
     if settings.kind == "disk" or not (is_local and has_memory):
         parent = Path(settings.folder).expanduser().absolute() if settings.folder else work
@@ -208,7 +214,8 @@ def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: 
         except OSError as error:
             raise SettingError(
                 f"publish.folder: '{parent}' cannot be written to ({error.strerror}); expected a"
-                " folder for two copies of the weights, which the servers see too."
+                " folder for two copies of the weights, which the servers see too.",
+                code="publish-folder-unwritable",
             ) from error
     for left in SHARED_MEMORY.glob(f"{_WEIGHTS}*"):
         pid = left.name.removeprefix(_WEIGHTS).partition("-")[0]
@@ -236,7 +243,8 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
         raise ModelError(
             f"model '{inner.config.name_or_path}' could not be written to {folder} for the servers"
             f" ({storage_fault(error) or error}); expected room for one copy of its weights"
-            " in run.dir."
+            " in run.dir.",
+            code="model-not-copied",
         ) from error
     return folder
 

@@ -135,7 +135,8 @@ class VllmEngine:
             raise DeadlineExceeded(
                 f"engine: no completion for {key} within engine.deadline_s ="
                 f" {self.settings.deadline_s} s; the servers are too slow for this many rows, or"
-                " have died"
+                " have died",
+                code="engine-late",
             ) from error
         return draft.completion(self.policy_version)
 
@@ -147,11 +148,13 @@ class VllmEngine:
         prefix_ids, sampling = request.prefix_ids, request.sampling
         if not prefix_ids:
             raise EngineError(
-                "engine: the prefix is empty; at least one token is needed to continue from"
+                "engine: the prefix is empty; at least one token is needed to continue from",
+                code="prefix-empty",
             )
         if sampling.max_new_tokens < 1:
             raise EngineError(
-                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
+                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed",
+                code="no-new-tokens",
             )
         if self.max_context is None:
             return sampling.max_new_tokens
@@ -159,7 +162,8 @@ class VllmEngine:
         if room < 1:
             raise EngineError(
                 f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens"
+                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens",
+                code="path-too-long",
             )
         return min(sampling.max_new_tokens, room)
 
@@ -183,7 +187,8 @@ class VllmEngine:
             except TimeoutError as error:
                 raise DeadlineExceeded(
                     f"engine: version {version} was not published within engine.deadline_s ="
-                    f" {deadline_s} s; {self._num_running} completions were still running"
+                    f" {deadline_s} s; {self._num_running} completions were still running",
+                    code="publish-late",
                 ) from error
             before = self._fleet.due.folder
             due = await self._written(source, version, is_adapter=self._publishes_adapters)
@@ -219,7 +224,8 @@ class VllmEngine:
                 f"engine: the weights could not be written to {path}"
                 f" ({storage_fault(error) or error}); expected room for two copies of the model,"
                 ' the former one and this. Free some, or set publish.kind = "disk" and'
-                " publish.folder."
+                " publish.folder.",
+                code="weights-not-written",
             ) from error
         # Servers report no checksum of an adapter: the canary is the proof.
         fingerprint = "" if is_adapter else source.fingerprint
@@ -376,10 +382,14 @@ class _Draft:
             raise EngineError(
                 f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
                 f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
-                " See docs/serving.md."
+                " See docs/serving.md.",
+                code="reply-lacks-tokens",
             ) from error
         if not found:
-            raise EngineError("engine: a server replied without a token; expected at least one")
+            raise EngineError(
+                "engine: a server replied without a token; expected at least one",
+                code="reply-without-token",
+            )
         for token, logprob, entropy in found:
             self.ids.append(token)
             self.logprobs.append(logprob)

@@ -77,7 +77,9 @@ class Process:
                     start_new_session=True,  # Ctrl-C is ours to handle
                 )
         except OSError as error:
-            raise EngineError(f"engine: '{self._command[0]}' did not start: {error}") from error
+            raise EngineError(
+                f"engine: '{self._command[0]}' did not start: {error}", code="server-not-started"
+            ) from error
 
     @property
     def exit_status(self) -> int | None:
@@ -153,7 +155,10 @@ class Server:
         if response.status_code >= 500:
             raise Unreachable(f"{self} answered {path} with {response.status_code}: {said}")
         if response.status_code != 200:
-            raise EngineError(f"engine: {self} refused {path} ({response.status_code}): {said}")
+            raise EngineError(
+                f"engine: {self} refused {path} ({response.status_code}): {said}",
+                code="server-refused",
+            )
         return response
 
     async def is_healthy(self) -> bool:
