@@ -13,9 +13,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import settings
 
+from tests.smollm2 import SHARED
+
 # trackio reads its folder when it is first imported, which TRL does too: never the user's own.
 _trackio = tempfile.TemporaryDirectory(prefix="treegraft-trackio-")
 os.environ["TRACKIO_DIR"] = _trackio.name
+
+# The processes that xdist starts inherit it.
+_shared = tempfile.TemporaryDirectory(prefix="treegraft-tests-")
+os.environ.setdefault(SHARED, _shared.name)
 
 # How long an example takes is a matter of the machine's other work.
 settings.register_profile("no deadline", deadline=None)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.mcp_hostile import GOOD, OVER_HTTP, WAYS
 
-from mcp_hostile import GOOD, OVER_HTTP, WAYS
 from treegraft.core.errors import SettingError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Signature, Tool
 from treegraft.core.types import Observation, Task, ToolCall

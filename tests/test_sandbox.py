@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.attacks import ATTACKS, QUICK, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
 
-from attacks import ATTACKS, QUICK, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Observation, Task, ToolCall
