@@ -12,7 +12,6 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import settings
-
 from tests.smollm2 import SHARED
 
 # trackio reads its folder when it is first imported, which TRL does too: never the user's own.
