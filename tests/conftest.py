@@ -10,6 +10,9 @@ import tempfile
 # other on a busy machine take five times as long. Read by torch when it is imported, here and in
 # the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test has several, they wait for each other asleep: spinning takes the cores of the other
+# processes of the suite.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from hypothesis import settings
 from tests.smollm2 import SHARED
