@@ -84,6 +84,7 @@ def test_a_killed_rank_ends_the_job_and_fewer_ranks_go_on(tmp_path: Path) -> Non
     assert updates(tmp_path / "run") == list(range(done + 2))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_during_a_rollout_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
