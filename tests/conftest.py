@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # processes of the suite.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 from hypothesis import settings
 from tests.smollm2 import SHARED
 
@@ -25,9 +26,18 @@ os.environ["TRACKIO_DIR"] = _trackio.name
 _shared = tempfile.TemporaryDirectory(prefix="treegraft-tests-")
 os.environ.setdefault(SHARED, _shared.name)
 
-# How long an example takes is a matter of the machine's other work.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# How long an example takes is a matter of the machine's other work. With the slow tests come all
+# examples of laws that name no number of their own.
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("whole", deadline=None, max_examples=100)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    marks = str(config.getoption("-m"))
+    settings.load_profile(
+        "quick" if "not slow" in marks.replace("slow or not slow", "") else "whole"
+    )
+
 
 # A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose
 # Ctrl-C is tested.
