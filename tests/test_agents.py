@@ -16,9 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_build_traces import SCORER, format, world
 
-from error_codes import raises_code
 from treegraft.core.chat_client import MAX_BACKOFF_S, api_key_from, api_root, served_model
 from treegraft.core.errors import ToolUnavailable
 from treegraft.core.interfaces import Capability, Request

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.error_codes import raises_code
 from tests.test_format_chat import CALL, TOOLS, ends_of, ids_of, tokenizer_of
 
-from error_codes import raises_code
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.types import StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule, last_number

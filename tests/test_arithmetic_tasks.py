@@ -6,8 +6,8 @@ import contextlib
 import io
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.types import Task
 from treegraft.extras.tasks.arithmetic import ReasoningGym, find_expression
 from treegraft.extras.tasks.plugin import ReasoningGymSettings

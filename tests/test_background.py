@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft import train
 from treegraft.runs import reporter as runs
 from treegraft.runs.record import read_metrics, read_trees, write_trees

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from tests.error_codes import raises_code
 from tests.families import byte_model
 from tests.tiny import tiny, write_recipe
 from transformers.utils import logging
 
-from error_codes import raises_code
 from treegraft.cli import main as cli
 from treegraft.core.errors import TreegraftError
 from treegraft.core.types import Status

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from tests.test_remote_search import Answer, web_server
 
-from error_codes import raises_code
 from treegraft.core.types import Task
 from treegraft.extras.browse.extract import ExtractPool
 from treegraft.extras.browse.fetch import Fetcher, NotFetched, Page, is_public, read_robots

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from tests.killed_adds import CHUNK, endless
 
-from error_codes import raises_code
 from treegraft.core.types import Observation, StepContent, ToolCall, Trace
 from treegraft.traces import buffer as buffer_module
 from treegraft.traces.buffer import SourceStats, TraceBuffer

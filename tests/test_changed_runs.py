@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_grafted_runs import BOTH
 from tests.tiny import differing, tiny
 
-from error_codes import raises_code
 from treegraft.core.errors import CheckpointError, TreegraftError
 from treegraft.core.files import file_checksum
 from treegraft.core.interrupt import Ended

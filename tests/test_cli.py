@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import typer
+from tests.error_codes import raises_code
 from tests.test_terminal import example_tree
 
-from error_codes import raises_code
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
 from treegraft.core.plugin import offered

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.types import StepContent, Task, ToolCall
 from treegraft.policy.learn.sft import few_unfit
 from treegraft.settings.policy import WarmupSettings

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
 from treegraft.settings.config import (

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.errors import DataError
 from treegraft.core.types import Task
 from treegraft.tools.search import dense, lexical

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Status, Tree

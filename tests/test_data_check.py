@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from tests.corpus import DATA
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.cli import main as cli
 from treegraft.extras.data.check import check_data, jaccard, normalised, shingles, view_file, words
 

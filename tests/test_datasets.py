@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.settings.tasks import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource

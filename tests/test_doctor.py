@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
 from treegraft.cli.doctor import Machine, num_cpus

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.error_codes import raises_code
 from tests.families import (
     PACKABLE,
     UNPACKABLE,
@@ -24,7 +25,6 @@ from tests.families import (
 )
 from tests.trees import VOCABULARY
 
-from error_codes import raises_code
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny
 from tests.worlds import KeyDoor
 
-from error_codes import raises_code
 from treegraft.assemble import assemble
 from treegraft.core.interfaces import Engine
 from treegraft.core.types import Status

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from tests.test_agents import serving, solve
 from tests.test_growth import OneTrace
 from tests.worlds import (
@@ -27,7 +28,6 @@ from tests.worlds import (
     ReplayedKeyDoor,
 )
 
-from error_codes import raises_code
 from treegraft.core.types import (
     BranchCause,
     Expand,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from pages import builder
 from treegraft.core.errors import EngineError, SettingError, TreegraftError, about
 from treegraft.core.plugin import load_object

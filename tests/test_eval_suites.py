@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.corpus import DATA
+from tests.error_codes import raises_code
+from tests.forked import Forked
 from tests.slow_learner import example_trees
 from tests.test_agents import said, serving
 from tests.tiny import tiny, write_recipe
 
-from error_codes import raises_code
 from treegraft.core.types import Status, Task, Tree
 from treegraft.evals import folder as folders
 from treegraft.evals.folder import EvalFolder
@@ -381,31 +382,20 @@ def test_an_evaluation_stopped_twice_equals_one_that_was_not(
 
 def test_a_killed_evaluation_goes_on(agent: tuple[Path, Path], tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "treegraft",
-        "eval",
-        "suite",
-        str(agent[0]),
-        "bamboogle,webwalker",
-        "engine.max_rows=4",
-        "eval.greedy=false",
-        "eval.num_samples=2",
+        *("treegraft", "eval", "suite", str(agent[0]), "bamboogle,webwalker"),
+        *("engine.max_rows=4", "eval.greedy=false", "eval.num_samples=2"),
+        *("--data-dir", str(agent[1]), "--into", str(tmp_path / "cut"), "--json"),
     ]
-    command += ["--data-dir", str(agent[1]), "--into", str(tmp_path / "cut"), "--json"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
     trees = tmp_path / "cut" / "trees" / "bamboogle.jsonl"
     end = time.monotonic() + 240
-    while (
-        process.poll() is None
-        and time.monotonic() < end
-        and not (trees.exists() and trees.read_bytes().count(b"\n") >= 2)
-    ):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with Forked(command, cwd=ROOT, stderr=subprocess.STDOUT) as process:
+        while (
+            process.poll() is None
+            and time.monotonic() < end
+            and not (trees.exists() and trees.read_bytes().count(b"\n") >= 2)
+        ):
+            time.sleep(0.005)
+        process.kill()
     kept = trees.read_bytes()
     assert kept.count(b"\n") >= 2
     found = evaluated(agent, tmp_path / "cut", overrides=["engine.max_rows=4"])

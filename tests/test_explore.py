@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.types import Branch, BranchCause, Generate, Graft, Origin, PathView, Start, Step
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.build import build_explorer

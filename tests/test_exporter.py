@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.extras.trackers.exporter import (
     ROLES,
     WAITS,

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from error_codes import raises_code
 from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.learn import flex as flex_module
 from treegraft.policy.learn import tree_attention as attention

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.assemble import assemble
 from treegraft.cli.doctor import examine
 from treegraft.core.demonstration import Demonstration

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny
 from tests.tiny_parts import SlowSearch
 
-from error_codes import raises_code
 from treegraft.core.errors import (
     DataError,
     ModelError,

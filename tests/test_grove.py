@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft import (
     DataError,
     ScriptedEngine,

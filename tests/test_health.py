@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.error_codes import raises_code
 from tests.tiny import is_timing, tiny
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.core.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.types import StepContent, Task, Trace, Tree
 from treegraft.evals.evaluate import evaluate

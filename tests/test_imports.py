@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.types import (
     GraftCause,
     Leaf,

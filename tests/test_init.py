@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_examples import threads  # noqa: F401
 
-from error_codes import raises_code
 from treegraft.cli.init import init
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks

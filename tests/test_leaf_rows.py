@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.slow_learner import FLAT, distance, gradient_of, make_learner
 from tests.trees import Part, build_tree, mixed_trees, random_trees
 
-from error_codes import raises_code
 from treegraft.core.types import LEARNING_RULES, Origin, Status, StoredCause, Tree
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import pack_trees

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.slow_learner import example_trees, gradient_of, make_learner
 from tests.tiny import differing, tiny
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.cli.doctor import data_files
 from treegraft.core.types import StepContent, Tree
 from treegraft.policy.learn.learner import token_scores

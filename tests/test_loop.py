@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.families import word_tokenizer
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.core.errors import EngineError, ToolUnavailable
 from treegraft.core.types import BranchCause, Origin, Start, Status, StopReason, Task, Tree
 from treegraft.explore.budget import Budget

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
+from tests.mcp_hostile import GOOD, OVER_HTTP, WAYS
 
-from error_codes import raises_code
-from mcp_hostile import GOOD, OVER_HTTP, WAYS
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Capability, Signature, Tool
 from treegraft.core.types import Observation, Task, ToolCall

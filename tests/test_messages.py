@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from tests.test_datasets import DATA, load, needs_data, write
 from tests.test_format_chat import TOOLS, ends_of, tokenizer_of
 from tests.test_toolstar import save_tiny_model
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.core.errors import DataError
 from treegraft.core.types import Task
 from treegraft.extras.data.check import check_data, view_file

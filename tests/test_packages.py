@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from benchmarks.licences import PROJECT, required, same
 from packaging.requirements import Requirement
-from tests.test_architecture import FILES, TREES, imports, is_core
+from tests.error_codes import raises_code
+from tests.test_architecture import FILES, imports, is_core, trees
 
-from error_codes import raises_code
 from treegraft.cli.doctor import REQUIRED, examine
 from treegraft.core.packages import OPTIONAL, lacking, require
 from treegraft.settings.load import load_config
@@ -66,7 +66,7 @@ def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> No
     # Of a notebook itself, and what `history.frame()` asks for in a sentence of its own.
     known |= {"IPython", "pandas"}
     brought, unknown = required(), []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for name in imports(tree, module) if is_core(module) else ():
             top = name.partition(".")[0]
             if top in sys.stdlib_module_names or top == "treegraft" or top in known:

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, offered, offered_commands, plugins
 from treegraft.extras import BUILT_IN, WITH_COMMANDS
 

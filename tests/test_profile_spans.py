@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from typer.testing import CliRunner
 
-from error_codes import raises_code
 from treegraft.cli.main import app
 from treegraft.core.errors import SettingError
 from treegraft.extras.lab.profile_spans import (

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import constants
+from tests.error_codes import raises_code
 from tests.fake_hub import TOKEN, FakeHub, hub_running
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.cli import main as cli
 from treegraft.extras.hub.card import base_model, model_card, public
 from treegraft.extras.hub.command import files_of

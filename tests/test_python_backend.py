@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.cli.doctor import examine
 from treegraft.parts import NoDisplay
 from treegraft.settings.config import Config

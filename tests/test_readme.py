@@ -46,6 +46,8 @@ SMALL: dict[str, Any] = {
     "eval.at_end": False,
 }
 """So that a recipe of the page is done in a second; the page's own settings stay as they are."""
+WARMUP = {"warmup.num_steps": 2, "warmup.batch_size": 4, "warmup.lr_warmup_steps": 0}
+"""The same for a recipe that begins with a warm-up."""
 
 
 def test_the_marked_sections_are_found() -> None:
@@ -128,7 +130,8 @@ def train_small(recipe: str, folder: Path) -> None:
     """Trains the recipe for one update and looks for its parts in the record."""
     from treegraft.train import train
 
-    config = load_config(recipe, [f"{name}={json.dumps(value)}" for name, value in SMALL.items()])
+    small = SMALL | (WARMUP if load_config(recipe).warmup.num_steps else {})
+    config = load_config(recipe, [f"{name}={json.dumps(value)}" for name, value in small.items()])
     trees = read_trees(train(config).run_dir)
     parts = {name for tree in trees for leaf in tree.leaves for name in leaf.reward_parts}
     assert parts == set(config.reward.funcs)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from tests.error_codes import raises_code
 from tests.trees import Part, build_tree, recorded_trees
 
-from error_codes import raises_code
 from treegraft.core.files import write_atomically
 from treegraft.core.steps import observation_from
 from treegraft.core.types import (

@@ -22,8 +22,8 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 from starlette.testclient import TestClient
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Passage
 from treegraft.core.listener import address_of, listen

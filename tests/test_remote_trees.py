@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny
 
-from error_codes import raises_code
 from treegraft.assemble import assemble_engine
 from treegraft.core.interfaces import Engine, Retrieved, Retriever
 from treegraft.core.plugin import PlacementKind

@@ -21,7 +21,8 @@ pytest.importorskip(
     "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[reports]'"
 )
 
-from error_codes import raises_code
+from tests.error_codes import raises_code
+
 from treegraft.core.types import Tree
 from treegraft.extras.lab.report.bands import accuracy_band, band, paired, spent, student, wilson
 from treegraft.extras.lab.report.command import FIGURES, write_report

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_report import made_run
 from tests.test_report_command import treegraft
 from tests.test_view_browser import CHROMIUM, INJECTIONS, browser
 from tests.viewed import grown_tree, step, write_run
 
-from error_codes import raises_code
 from treegraft.core.types import Leaf, StartCause, Status, StepContent, Task, Tree
 from treegraft.extras.lab.report.cases import Cases, compare, write_cases
 from treegraft.runs.record import RunFolder, write_trees

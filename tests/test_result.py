@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft import RunResult, answer_question, train
 from treegraft.core.errors import SettingError
 from treegraft.evals.agent import Agent, Answer

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from tests.test_format_chat import TOOLS, ends_of, tokenizer_of
 
-from error_codes import raises_code
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Format
 from treegraft.core.types import Origin, Status, StepContent, Task, ToolCall, Tree

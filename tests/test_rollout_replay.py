@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
 from tests.test_packed_equals_separate import trees_for
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.algo.advantages import assign_credit
 from treegraft.algo.losses import clipped_surrogate, engine_correction
 from treegraft.core.types import Tree

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.rollout_buffer import buffer_use

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.core.types import ROOT_ID, Status, StoredCause, Task, Tree
 from treegraft.extras.methods.dots.sampler import Difficulty, keyed_order, predicted_rates
 from treegraft.rollout.measure import rollout_metrics

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.attacks import ATTACKS, QUICK, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
+from tests.error_codes import raises_code
 
-from attacks import ATTACKS, QUICK, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
-from error_codes import raises_code
 from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Observation, Task, ToolCall

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from tests.error_codes import raises_code
 from tests.families import byte_tokenizer, word_tokenizer
 
-from error_codes import raises_code
 from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.engine.scripted import ScriptedEngine

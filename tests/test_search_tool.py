@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.types import Task
 from treegraft.tools.search.tool import NO_MATCH, SearchTool
 

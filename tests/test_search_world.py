@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.errors import ToolError
 from treegraft.core.types import StepContent, Task
 from treegraft.settings.tasks import SearchWorldSettings, TasksSettings

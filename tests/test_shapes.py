@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.cli.memory import model_shape
 from treegraft.policy import shapes
 from treegraft.policy.load import load_model

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from typer.testing import CliRunner
 
-from error_codes import raises_code
 from treegraft.cli.main import app
 from treegraft.cli.memory import model_shape
 from treegraft.core.errors import SettingError

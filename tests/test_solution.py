@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.demonstration import solution
 from treegraft.core.types import StepContent, Task, ToolCall
 from treegraft.tasks.open import OpenTasks

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny
 
-from error_codes import raises_code
 from treegraft.core import spans
 from treegraft.train import train
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from tests.test_growth import grow, make
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.core.interfaces import Explorer
 from treegraft.core.types import Start, Tree
 from treegraft.explore.build import build_explorer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import forked
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.cli import main as cli
 from treegraft.core.types import StepContent, ToolCall, Trace
 from treegraft.extras.lab.report.records import read_study as read_study_lines
@@ -319,6 +321,14 @@ def test_a_failure_stays_until_the_run_is_there(tmp_path: Path) -> None:
     assert failed_runs(path, runs) == {} and len(known_runs(path, runs)[0]) == 1
 
 
+@pytest.fixture
+def loaded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of studies need not be loaded; those of the slow tests are."""
+    found = forked.context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: found)
+
+
+@pytest.mark.usefixtures("loaded_workers")
 def test_a_run_that_fails_has_a_line(tmp_path: Path) -> None:
     """Its imitation is to take one trajectory of each task from a buffer without any."""
     text = SMALL.replace("pairs = 2", "pairs = 1\nonly = ['flawed', 'SFT']") + (
@@ -343,6 +353,7 @@ def ran(path: Path, out: Path, **options: Any) -> list[str]:
     return said
 
 
+@pytest.mark.usefixtures("loaded_workers")
 def test_a_study_is_run_and_finds_itself_done(tmp_path: Path) -> None:
     path = written(tmp_path, SMALL.replace("pairs = 2", "pairs = 1"))
     assert len(ran(path, tmp_path / "out", minutes=0)) == 0

@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-from tests.test_format_chat import TASK, TOOLS, tokenizer_of
-from tests.test_format_tags import smollm2
+from tests.error_codes import raises_code
+from tests.smollm2 import smollm2
+from tests.test_format_chat import TASK, TOOLS
 
-from error_codes import raises_code
 from treegraft.core.types import Observation, StepContent, ToolCall
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.chat import ChatFormat
@@ -26,7 +26,6 @@ ENDS = {
 
 def tokenizer_with(name: str) -> Any:
     """SmolLM2's tokenizer with the marks of a template, and without a template."""
-    tokenizer_of("qwen25")  # skips where there is none
     tokenizer = copy.deepcopy(smollm2())
     tokenizer.add_special_tokens({"additional_special_tokens": list(SHIPPED[name])})
     tokenizer.eos_token = ENDS[name]
@@ -95,7 +94,6 @@ def test_a_model_without_a_template_gets_the_one_that_fits(name: str) -> None:
 
 
 def test_smollm2_gets_one_and_keeps_its_own_where_that_will_do() -> None:
-    tokenizer_of("qwen25")
     tokenizer = copy.deepcopy(smollm2())
     own = tokenizer.chat_template
     with raises_code("template-invalid"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.slow_learner import (
     distance,
@@ -14,7 +15,6 @@ from tests.slow_learner import (
     make_learner,
 )
 
-from error_codes import raises_code
 from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner, token_scores

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall

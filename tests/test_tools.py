@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.plugin import load_object

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from tests.error_codes import raises_code
 from tests.pages import PAGES
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.core.errors import SettingError
 from treegraft.core.plugin import offered
 from treegraft.core.types import Tree

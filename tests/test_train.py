@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny, write_recipe
 from tests.tiny_parts import ANSWERS, ASKED, SlowSearch
 
-from error_codes import raises_code
 from treegraft.core import interrupt
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import WeightSource

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
+from tests.error_codes import raises_code
 from tests.trees import recorded_trees
 from tests.viewed import (
     copy_without_checkpoints,
@@ -34,7 +35,6 @@ from tests.viewed import (
 )
 from typer.testing import CliRunner
 
-from error_codes import raises_code
 from treegraft.cli.main import app as command_line
 from treegraft.core.errors import DataError
 from treegraft.core.listener import is_own_name

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_view_browser import CHROMIUM, INJECTIONS, browser, hostile_tree, show, text, until
 from tests.test_view_damage import DAMAGES, SECRET
 from tests.viewed import expert_hash, write_run, write_update
 from typer.testing import CliRunner
 
-from error_codes import raises_code
 from treegraft.cli.main import app as command_line
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.view.bundle import join_modules, write_bundle

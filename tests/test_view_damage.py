@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from tests.error_codes import raises_code
 from tests.viewed import write_run
 
-from error_codes import raises_code
 from treegraft.extras.lab.report.records import read_run
 from treegraft.view.compare import compare_runs
 from treegraft.view.runs import open_runs

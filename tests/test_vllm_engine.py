@@ -25,11 +25,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tests.error_codes import raises_code
 from tests.fake_vllm import FakeVllm, fakes
 from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
 
-from error_codes import raises_code
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason

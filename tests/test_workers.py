@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core import workers
 from treegraft.core.workers import WorkerPool
 

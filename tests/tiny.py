@@ -39,7 +39,7 @@ TINY: Mapping[str, Any] = {
     "engine": {"max_rows": 16},
     "warmup": {
         "num_steps": 32,
-        "batch_size": 12,
+        "batch_size": 4,
         "lr": 1e-2,
         "lr_warmup_steps": 3,
         "decision_frac": 0.5,

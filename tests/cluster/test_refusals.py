@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny, write_recipe
 
-from error_codes import raises_code
 from treegraft.__main__ import main
 from treegraft.extras.ray import ray as joining
 from treegraft.extras.ray.ray import refuse_unfit

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.errors import DataError, DriftError
 from treegraft.core.interfaces import Request
 from treegraft.core.sessions import COUNTS

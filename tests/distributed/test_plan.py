@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.distributed.laws import settings, some_trees
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.trees import recorded_trees
 
-from error_codes import raises_code
 from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
 from treegraft.policy.learn.leader import StreamedWeights, _refuse

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 from tests.test_explore import path, step
 from tests.test_growth import grow, make
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
-from error_codes import raises_code
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
 from treegraft.explore.build import build_explorer

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import test_environments as worlds
+from tests.error_codes import raises_code
 from tests.families import build_model, byte_tokenizer, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
 from tests.test_format_chat import KINDS, end_of, form_of, ids_of, shown
@@ -20,7 +21,6 @@ from tests.tiny import differing, tiny
 from tests.trees import Part, build_tree
 from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
-from error_codes import raises_code
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import (
     Observation,

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import test_environments as worlds
+from tests.error_codes import raises_code
 from tests.extras.test_axpo import finished, retried, retries_of
 from tests.families import build_model, byte_tokenizer, word_tokenizer
 from tests.slow_learner import distance, make_learner
@@ -20,7 +21,6 @@ from tests.test_loop import ANSWER, SEARCH, search
 from tests.trees import Part
 from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
-from error_codes import raises_code
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import (
     Origin,

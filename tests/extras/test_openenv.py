@@ -24,9 +24,9 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
+from tests.error_codes import raises_code
 from tests.test_environments import make_toolbox
 
-from error_codes import raises_code
 from treegraft.core.errors import ToolUnavailable
 from treegraft.core.types import Task, ToolCall
 from treegraft.settings.tools import EnvironmentSettings

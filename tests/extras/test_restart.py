@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import test_environments as worlds
+from tests.error_codes import raises_code
 from tests.families import build_model, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
 from tests.test_growth import OneTrace, grow, make
@@ -24,7 +25,6 @@ from tests.tiny import tiny
 from tests.trees import Part, build_tree
 from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
-from error_codes import raises_code
 from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.groups import by_place, split_advantages
 from treegraft.algo.rapo import path_retrieved_frac

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 
-from error_codes import raises_code
 from treegraft.core.types import Task, ToolCall
 from treegraft.extras.environments.scienceworld import java as scienceworld_java
 from treegraft.extras.environments.scienceworld.environment import (
@@ -46,7 +46,10 @@ SOME = ("go to kitchen", "look around", "nonsense", "go to outside", "look aroun
 
 @pytest.fixture(scope="module", autouse=True)
 def ended_java() -> Iterator[None]:
-    yield
+    """Java's second compiler takes longer than a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+        yield
     scienceworld_java.close()
 
 
@@ -162,7 +165,9 @@ def test_equal_actions_have_equal_results_beside_other_games_and_in_other_proces
     assert mixed == alone
     assert "No known action matches that input." in alone[3]
     script = (
-        "from tests.extras.test_scienceworld import LONGEST, SOME, told; print(told(LONGEST, SOME))"
+        "from treegraft.extras.environments.scienceworld.environment import Game, playing\n"
+        f"with playing(Game(*{tuple(LONGEST)!r})) as one:\n"
+        f"    print([one.begun(), *map(one.act, {SOME!r})])"
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert answer.stdout.decode().strip() == str(alone)
@@ -289,6 +294,7 @@ def test_the_java_process_outlives_ctrl_c_and_not_its_owner() -> None:
 
 
 @real
+@pytest.mark.slow
 def test_the_recipe_trains_on_gold_paths_and_branches_by_replay(tmp_path: Path) -> None:
     changes = [f"run.dir={tmp_path}", "run.name=small", "explore.explorers=['entropy']"]
     train(load_config("scienceworld", changes, smoke=True))

@@ -21,10 +21,10 @@ from tests.trees import Part, build_tree
 
 pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
+from tests.error_codes import raises_code
 from tests.extras.trl_check import QUIET, recipe, train, with_failures
 from trl import GRPOTrainer
 
-from error_codes import raises_code
 from treegraft import SettingError, Status, load_config, read_trees
 from treegraft import train as train_run
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config

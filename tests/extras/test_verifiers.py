@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_environments import make_toolbox
 
-from error_codes import raises_code
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Task, ToolCall
 from treegraft.extras.environments.verifiers.tasks import VerifiersTasks

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -164,8 +165,8 @@ def _folder_shape(folder: Path) -> ModelShape:
     return ModelShape.of_config(settings, num_weights)
 
 
+@functools.cache  # reading it takes seconds
 def _gguf_shape(path: Path) -> ModelShape:
-    require(f"model file '{path}'", "gguf")
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
@@ -204,6 +205,7 @@ def model_shape(config: Config) -> ModelShape | None:
         return ModelShape.of_config(fields, num_shape_weights(fields))
     place, gguf = locate(path)
     if gguf is not None:
+        require(f"model file '{Path(place) / gguf}'", "gguf")
         return _gguf_shape(Path(place) / gguf)
     if Path(place).is_dir():
         return _folder_shape(Path(place))

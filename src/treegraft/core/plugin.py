@@ -265,9 +265,18 @@ class Plugins:
     problems: tuple[str, ...]
     """One sentence for each plugin that could not be taken."""
 
-    def offered(self, kind: str) -> dict[str, Any]:
+    def offered(self, kind: str) -> Mapping[str, Any]:
         """Returns what all plugins bring of one of `KINDS`, by name."""
-        return {name: one for member in self.members for name, one in getattr(member, kind).items()}
+        return self._offered[kind]
+
+    @functools.cached_property
+    def _offered(self) -> dict[str, dict[str, Any]]:
+        return {
+            kind: {
+                name: one for member in self.members for name, one in getattr(member, kind).items()
+            }
+            for kind in KINDS
+        }
 
 
 @functools.cache
@@ -290,7 +299,7 @@ def plugins(listed: str = "BUILT_IN") -> Plugins:
     return Plugins(tuple(members), tuple(problems))
 
 
-def offered(kind: str) -> dict[str, Any]:
+def offered(kind: str) -> Mapping[str, Any]:
     """Returns what all plugins bring of one of `KINDS`, by name."""
     return plugins().offered(kind)
 

@@ -3,7 +3,7 @@ first update."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,7 +129,7 @@ def _refuse_local(objects: GivenObjects, place: str) -> None:
 
 
 def _placement(name: str) -> PlacementKind:
-    known: dict[str, PlacementKind] = offered("placements")
+    known: Mapping[str, PlacementKind] = offered("placements")
     if name not in known:
         raise SettingError(
             f"placement: got '{name}', expected None for this process, or one that a plugin brings:"

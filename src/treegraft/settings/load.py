@@ -501,13 +501,14 @@ class SettingRow:
 
 def setting_rows(config: Config) -> list[SettingRow]:
     """Returns one row for each setting, in the order of the tree."""
+    told = idle_told(config)
     return [
         SettingRow(
             name=name,
             value=value_of(config, name),
             default=default_of(config, name),
             meaning=setting.meaning,
-            idle=tuple(idle_reasons(name, config)),
+            idle=tuple(setting.idle_reasons(config, told)),
             is_source=setting.facts.retrieval_source,
         )
         for name, setting in known_settings().items()

@@ -204,7 +204,13 @@ class _Loaded:
     config: Config
     told: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    reads_buffer: bool
+    idle: Mapping[str, Sequence[str]]
+    """Why settings have no effect, by their names."""
+
+    @property
+    def reads_buffer(self) -> bool:
+        """Whether a buffer has an effect."""
+        return "buffer.path" not in self.idle
 
     def told_of(self, beginnings: tuple[str, ...]) -> Mapping[str, Any]:
         """Of these, those whose names begin so."""
@@ -279,7 +285,7 @@ class _Planner:
                 # What the recipe says there has been done by the study's warm-up.
                 tables.pop("warmup", None)
             loaded = self._load(recipe.merged(tables, self._arm(arm).settings), where)
-            self._refuse_idle(arm, loaded.config, where)
+            self._refuse_idle(arm, loaded, where)
             self._loaded["run", world, arm] = loaded
         return self._loaded["run", world, arm]
 
@@ -301,16 +307,14 @@ class _Planner:
         # As they are read back from a file of results.
         plain = {row.name: row.default for row in rows}
         defaults = json.loads(json.dumps(plain, default=str))
-        is_idle = any(row.idle for row in rows if row.name == "buffer.path")
-        return _Loaded(config, told, defaults, not is_idle)
+        return _Loaded(config, told, defaults, {row.name: row.idle for row in rows if row.idle})
 
-    def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
+    def _refuse_idle(self, arm: str, loaded: _Loaded, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
-        rows = setting_rows(config)
         for name in recipe.flatten(self._study.arms[arm].settings):
             # Below a setting are the free keys of its table.
-            known = next((row for row in rows if f"{name}.".startswith(f"{row.name}.")), None)
-            for reason in known.idle if known is not None else ():
+            known = (one for one in loaded.idle if f"{name}.".startswith(f"{one}."))
+            for reason in (why for one in known for why in loaded.idle[one]):
                 raise SettingError(
                     f"{self._path}: {where}: '{name}' would have no effect: {reason}.",
                     code="override-idle",
@@ -386,6 +390,7 @@ def _of_defaults() -> list[Any]:
     return list(setting_rows(Config()))
 
 
+@functools.cache
 def _is_source(name: str) -> bool:
     return any(row.is_source for row in _of_defaults() if row.name == name)
 
