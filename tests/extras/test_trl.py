@@ -29,6 +29,7 @@ from treegraft import train as train_run
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
 from treegraft.extras.trl.arguments import RECIPE as RECIPE_ONLY
 from treegraft.extras.trl.arguments import TRL as TRL_ONLY
+from treegraft.extras.trl.arguments import VLLM as VLLM_ONLY
 from treegraft.extras.trl.arguments import check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
 from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
@@ -386,7 +387,6 @@ def test_kl_beside_unequal_leaf_weights_is_refused(beside: str, base: Path) -> N
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "vllm": ({"use_vllm": True}, "use_vllm"),
     "truncated": ({"mask_truncated_completions": True}, "mask_truncated_completions"),
     "scale": ({"scale_rewards": "group"}, "scale_rewards"),
     "loss": ({"loss_type": "sapo"}, "loss_type"),
@@ -498,7 +498,7 @@ def test_the_page_names_every_table_and_argument() -> None:
     tables = {name.partition(".")[0] for name in names}
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in sorted(tables) if not re.search(rf"`{name}[.`]", rows)] == []
-    for name in (*(one.name for one in (*RECIPE_ONLY, *TRL_ONLY)), *OF_RECIPE, *REFUSED):
+    for name in (*(one.name for one in (*RECIPE_ONLY, *TRL_ONLY, *VLLM_ONLY)), *OF_RECIPE, *REFUSED):
         if name != "reward_processing_classes":
             assert f"`{name}`" in page, name
 

@@ -7,13 +7,14 @@ import json
 import tempfile
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from treegraft import Config, SettingError, Tree, load_config, read_trees
@@ -28,7 +29,8 @@ from treegraft.extras.trl.rows import (
     shaped_at_one,
     tree_rows,
 )
-from treegraft.parts import Grove, grove
+from treegraft.extras.trl.vllm import token_source
+from treegraft.parts import Grove, grove, served
 
 OF_RECIPE = {
     "train_dataset": "[tasks]",
@@ -55,9 +57,9 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """Trees by a recipe inside TRL's loop: its optimiser, loss, accelerate, DDP, LoRA and
     checkpoints; the tasks, tools, rewards, rollouts and per-token advantages are the recipe's.
 
-    At each generation a native engine gets the trainer's weights, a tree is grown for each prompt,
-    and its leaves are the rows of the prompt. The trees are written to args.output_dir, which
-    `treegraft view` shows.
+    At each generation a native engine or TRL's vLLM gets the trainer's weights, a tree is grown for
+    each prompt, and its leaves are the rows of the prompt. The trees are written to
+    args.output_dir, which `treegraft view` shows.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if model is None or isinstance(model, str):
             model, given = config.model.path, dict(args.model_init_kwargs or {})
             args.model_init_kwargs = {**given, "dtype": _same_dtype(given, config)}
-        self._held = ExitStack()
+        self._held, self._asks_vllm = ExitStack(), bool(args.use_vllm)
         self._rows: list[Row] = []
         self._of_update: list[Tree] = []
         self.trees: list[Tree] = []
@@ -115,6 +117,9 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 optimizers=optimizers,
                 peft_config=_lora(config, peft_config),
             )
+        if self._asks_vllm:
+            self._join_vllm()
+            return
         self._refuse_shards()
         # A model of another shape is refused here, before any work.
         self._grove.publish(self.accelerator.unwrap_model(self.model), 0)
@@ -122,8 +127,26 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     # ------------------------------------------------------------------ begin and end
 
     def _open(self) -> None:
-        self._grove: Grove = self._held.enter_context(grove(self.recipe))
+        engine = None
+        if self._asks_vllm:
+            tokenizer = AutoTokenizer.from_pretrained(self.recipe.model.path)
+            settings = self.recipe.engine
+            engine = served.ServerEngine(
+                *(None, tokenizer),
+                end_ids=(),
+                capacity=settings.max_rows,
+                deadline_s=settings.deadline_s,
+            )
+        self._grove: Grove = self._held.enter_context(grove(self.recipe, engine=engine))
         self._is_open, self._published = True, -1
+
+    def _join_vllm(self) -> None:
+        """Has the engine ask the vLLM that TRL has by now, and gives that the weights anew."""
+        self._last_loaded_step = -1
+        engine: Any = self._grove.engine
+        engine.server = token_source(self.vllm_generation, self.args, engine.capacity)
+        self._held.callback(engine.server.close)
+        engine.max_context, engine.end_ids = engine.server.max_context, set(self.eos_token_ids)
 
     def close(self) -> None:
         """Ends the engine and the tools; `train` does so at its end, and opens them again."""
@@ -134,6 +157,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Trains as TRL's trainer does."""
         if not self._is_open:
             self._open()
+            if self._asks_vllm:
+                self._join_vllm()
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -153,7 +178,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
             raise SettingError(
                 "FSDP or DeepSpeed ZeRO-3: got weights in shards, expected whole ones on each"
-                " process (DDP, ZeRO-1 or ZeRO-2): the engine is given the trainer's weights."
+                " process (DDP, ZeRO-1 or ZeRO-2): the native engine is given the trainer's"
+                " weights. TRL's vLLM takes shards: use_vllm=True."
             )
 
     # ------------------------------------------------------------------ trees
@@ -164,7 +190,16 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return int(self.state.global_step) // int(self.num_iterations) + 1
 
     def _publish(self) -> None:
-        if self.state.global_step != self._published:
+        if self._asks_vllm:
+            generation, step = self.vllm_generation, self.state.global_step
+            # As TRL does before it samples; what slept has lost its weights.
+            asleep = getattr(generation, "_llm_weights_sleeping", False)
+            if step != self._last_loaded_step or asleep:
+                generation.sync_weights()
+                self._last_loaded_step = step
+            self.accelerator.wait_for_everyone()
+            self._grove.publish(None, self._number - 1)
+        elif self.state.global_step != self._published:
             self._grove.publish(self.accelerator.unwrap_model(self.model), self._number - 1)
             self._published = self.state.global_step
 
@@ -180,7 +215,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._grove.remember(self._of_update, number - 1)
         self._publish()
         tasks = self._grove.tasks
-        self.trees = self._grove.grow([tasks[place] for place in places[::leaves]], number)
+        with self._awake():
+            self.trees = self._grove.grow([tasks[place] for place in places[::leaves]], number)
         self._rows = tree_rows(self.trees, self.recipe)
         self._of_update = self._of_all(self.trees, number)
         if self.accelerator.is_main_process:
@@ -189,6 +225,18 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 self._metrics["train"][f"tree/{name}"].append(value)
             kept = self._of_update if self.recipe.track.record_trees else []
             self._grove.record(self.args.output_dir, kept, number, metrics)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Holds the keys and values of a vLLM that sleeps between generations."""
+        generation = self.vllm_generation if self._asks_vllm else None
+        if generation is None or generation.mode != "colocate" or not generation.enable_sleep_mode:
+            yield
+            return
+        generation.llm.wake_up(tags=["kv_cache"])
+        yield
+        generation.llm.sleep(level=2)
+        generation._llm_weights_sleeping = True
 
     def _of_all(self, trees: Sequence[Tree], number: int) -> list[Tree]:
         """The trees of all processes, in their order; sent as JSON."""

@@ -14,7 +14,15 @@ from treegraft.core.keyed import keyed_int
 from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, StopReason
 from treegraft.policy.engine.stops import StopFinder
 
-__all__ = ["EntropyKind", "ServerEngine", "TokenReply", "TokenRequest", "TokenServer"]
+__all__ = [
+    "NUM_ASKED",
+    "EntropyKind",
+    "ServerEngine",
+    "TokenReply",
+    "TokenRequest",
+    "TokenServer",
+    "top_k_entropy",
+]
 NUM_ASKED = 20
 """Log-probabilities of each token that are asked for: vLLM's own limit, unless --max-logprobs
 raises it."""
@@ -166,14 +174,15 @@ class ServerEngine:
 
         Args:
             server: None for one that is set as `server` before the first request.
-            end_ids: tokens that end a completion, the end of sequence among them.
+            end_ids: tokens that end a completion, the end of sequence among them; more may be set
+                as `end_ids` before the first request.
             capacity: requests that the server is asked at the same time.
             max_context: the longest path of the server, in tokens; None for no limit.
             deadline_s: longest wait for a completion, and for those under way at a publish.
         """
         self.server, self._capacity, self.max_context = server, capacity, max_context
         self.policy_version, self._deadline_s = 0, deadline_s
-        self._end_ids, self._stops = frozenset(end_ids), StopFinder(tokenizer)
+        self.end_ids, self._stops = frozenset(end_ids), StopFinder(tokenizer)
         self._num_running = 0
         self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_open.set()
@@ -226,7 +235,7 @@ class ServerEngine:
                 " apply in another order; expected none. Leave them out, or use the engine"
                 ' "vllm" with engine.vllm.entropies = "exact".'
             )
-        return Draft(self._stops, self._end_ids, request, self._limit(request), self._kind)
+        return Draft(self._stops, self.end_ids, request, self._limit(request), self._kind)
 
     async def _ask(self, draft: Draft) -> TokenReply:
         if self.server is None:
