@@ -77,6 +77,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         (*HARD, "credit.leaf_weight=inverse_branching", "explore.graft.num_hybrid=1"),
         {},
     ),
+    "imitated grafts": ((*HARD, "loss.graft_coef=1.0", "explore.graft.num_hybrid=1"), {}),
     "truncated, without loss": (
         (*HARD, "rollout.max_completion_tokens=16", "loss.learn_from_truncated=false"),
         {},
@@ -93,6 +94,13 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "truncated": (("rollout.max_completion_tokens=16",), {}),
     "KL": (("loss.kl_coef=0.1",), {}),
+    "imitated grafts, two passes": (
+        (
+            *("loss.graft_coef=0.7", "loss.graft_form=luffy", "learn.num_epochs=2"),
+            *("credit.leaf_weight=inverse_branching", "loss.aggregation=sequence-sum"),
+        ),
+        {"per_device_train_batch_size": 2},
+    ),
 }
 ACTS = ("m = 0.6, clip at ratio 1", "two passes", "dual clip", "dual clip, two passes")
 """Cases in which the clip has to act."""
@@ -111,6 +119,8 @@ def test_law_19_gradients_are_those_of_our_learner(name: str, base: Path, tmp_pa
     assert sum(gap.num_grafts for gap in gaps) > 0 or "truncated" in name
     if name in ACTS:
         assert max(gap.clipped for gap in gaps) > 0
+    if "imitated" in name:
+        assert sum(gap.num_imitated for gap in gaps) > 0
     if name == "inverse_branching":
         assert min(gap.num_weights for gap in gaps) > 1
     if "truncated" in name:
@@ -387,7 +397,6 @@ def test_training_goes_on_after_its_end_and_from_a_checkpoint(base: Path, tmp_pa
 RECIPE = {
     "loss.objective=gspo": "loss.objective",
     "loss.objective=cispo": "loss.objective",
-    "loss.graft_coef=1.0": "loss.graft_coef",
     "loss.lesson_coef=0.5": "loss.lesson_coef",
     "loss.engine_ratio_cap=2.0": "loss.engine_ratio_cap",
     "loss.dual_clip=1.1": "loss.dual_clip",

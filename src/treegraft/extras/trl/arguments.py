@@ -32,13 +32,15 @@ class Only(NamedTuple):
     why: str
 
 
-_NO_TEXTS = "rows hold what the policy sampled, and imitated texts are none of it"
 _ONE_RATIO = "one ratio for a whole row does not go with steps that have advantages of their own"
 _SHARDS = "TRL and accelerate divide weights among processes"
 RECIPE = (
     Only("loss.objective", "clip", "TRL's other losses are not those of Treegraft"),
-    Only("loss.graft_coef", 0.0, _NO_TEXTS),
-    Only("loss.lesson_coef", 0.0, _NO_TEXTS),
+    Only(
+        "loss.lesson_coef",
+        0.0,
+        "only `treegraft train` chooses stored successes to learn beside trees",
+    ),
     Only(
         "learn.num_minibatches",
         1,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treegraft import Config, SettingError, Tree
+from treegraft import Config, SettingError, Tree, load_config
 from treegraft.parts import LeafRow, leaf_rows
 
 
@@ -23,13 +23,15 @@ class Row(NamedTuple):
 def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
     """Returns explore.num_leaves rows for each tree, in the order of its leaves."""
     size, rows = config.explore.num_leaves, list[Row]()
+    # What is imitated is a loss of its own, see `lessons`.
+    plain = load_config(config, ["loss.graft_coef=0.0"])
     for tree in trees:
         if len(tree.leaves) > size:
             raise SettingError(
                 f"tree '{tree.group_id}' has {len(tree.leaves)} leaves, expected at most"
                 f" explore.num_leaves = {size}: TRL fixes the rows of a group. Raise it."
             )
-        counting = {row.leaf_id: row for row in leaf_rows([tree], config)}
+        counting = {row.leaf_id: row for row in leaf_rows([tree], plain)}
         leaves = [counting.get(leaf.step_id) for leaf in tree.leaves]
         prompt_ids = list(tree.steps[0].token_ids)
         rows += [Row(prompt_ids, one) for one in leaves + [None] * (size - len(leaves))]

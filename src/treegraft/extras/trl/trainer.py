@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from treegraft import Config, SettingError, Tree, load_config, read_trees
 from treegraft.extras.trl.arguments import check_arguments, check_recipe, grpo_config
+from treegraft.extras.trl.lessons import Text, imitated_texts, text_rows
 from treegraft.extras.trl.rows import (
     Row,
     factors,
@@ -30,7 +32,7 @@ from treegraft.extras.trl.rows import (
     tree_rows,
 )
 from treegraft.extras.trl.vllm import token_source
-from treegraft.parts import Grove, grove, served
+from treegraft.parts import Grove, grove, losses, served
 
 OF_RECIPE = {
     "train_dataset": "[tasks]",
@@ -97,6 +99,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             args.model_init_kwargs = {**given, "dtype": _same_dtype(given, config)}
         self._held, self._asks_vllm = ExitStack(), bool(args.use_vllm)
         self._rows: list[Row] = []
+        self._texts: list[Text] = []
         self._of_update: list[Tree] = []
         self.trees: list[Tree] = []
         """This process's trees of the last generation."""
@@ -117,10 +120,10 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 optimizers=optimizers,
                 peft_config=_lora(config, peft_config),
             )
+        self._refuse_shards()
         if self._asks_vllm:
             self._join_vllm()
             return
-        self._refuse_shards()
         # A model of another shape is refused here, before any work.
         self._grove.publish(self.accelerator.unwrap_model(self.model), 0)
 
@@ -175,7 +178,15 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _refuse_shards(self) -> None:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
+        if not (self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)):
+            return
+        if self.recipe.loss.graft_coef:
+            raise SettingError(
+                f"loss.graft_coef: got {self.recipe.loss.graft_coef:g} under FSDP or DeepSpeed"
+                " ZeRO-3, expected 0: processes have different numbers of texts to imitate, and"
+                " all have to meet at each forward pass."
+            )
+        if not self._asks_vllm:
             raise SettingError(
                 "FSDP or DeepSpeed ZeRO-3: got weights in shards, expected whole ones on each"
                 " process (DDP, ZeRO-1 or ZeRO-2): the native engine is given the trainer's"
@@ -271,10 +282,12 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _credit(self, output: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
         """What differs from TRL's batch."""
         device, config = self.accelerator.device, self.recipe
+        sums = self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu()
+        self._texts = imitated_texts(self.trees, config, sums)
         scale = factors(
             rows,
             config,
-            sums=self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu(),
+            sums=sums,
             num_tokens=float(output["num_items_in_batch"]),
             num_rows=len(rows) * self.accelerator.num_processes,
         )
@@ -294,6 +307,30 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         means = torch.tensor([_mean(row) for row in rows], device=device)
         self._logs["advantages"].extend(self.accelerator.gather(means).tolist())
         return found | {"advantages": advantages.to(device)}
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        """Returns TRL's loss, and that of this pass's share of the texts that are imitated."""
+        loss: Tensor = super()._compute_loss(model, inputs)
+        passes = self.args.gradient_accumulation_steps
+        texts = self._texts[self._step % passes :: passes]
+        if not texts:
+            return loss
+        ids, mask, weights = text_rows(texts, self.processing_class.pad_token_id)
+        # Not through DDP, whose forward pass is a meeting of all processes; its gradients are means
+        # over them.
+        plain, device = self.accelerator.unwrap_model(model), self.accelerator.device
+        logprobs, _, _ = self._get_per_token_logps_and_entropies(
+            plain, ids.to(device), mask.to(device), weights.shape[1]
+        )
+        settings = self.recipe.loss
+        imitated = losses.imitated_loss(
+            logprobs,
+            weights.to(device),
+            coef=settings.graft_coef,
+            form=settings.graft_form,
+            gamma=settings.graft_gamma,
+        )
+        return loss + self.accelerator.num_processes * imitated.sum()
 
 
 def _mean(row: Row) -> float:
