@@ -256,21 +256,6 @@ def _check_pairs(config: Config) -> None:
             f" {1 + loss.clip_high:g} or more inside TRL, whose delta also bounds positive"
             " advantages."
         )
-    if not loss.kl_coef:
-        return
-    unequal = {
-        "credit.leaf_weight": config.credit.leaf_weight != "uniform",
-        "credit.advantage": config.credit.advantage not in ("grpo", "dr_grpo", "rloo"),
-        "loss.learn_from_truncated": not loss.learn_from_truncated,
-        "loss.length_constant": loss.length_constant is not None,
-    }
-    for name, differs in unequal.items():
-        if differs:
-            raise SettingError(
-                f"loss.kl_coef: got {loss.kl_coef:g}, expected 0 inside TRL beside {name} ="
-                f" {value_of(config, name)!r}: leaf weights are factors of the advantages there,"
-                " which do not reach the KL term."
-            )
 
 
 def check_arguments(config: Config, args: GRPOConfig) -> None:

@@ -23,13 +23,14 @@ from treegraft.extras.trl.arguments import check_arguments, check_recipe, grpo_c
 from treegraft.extras.trl.lessons import Text, imitated_texts, text_rows
 from treegraft.extras.trl.rows import (
     Row,
-    factors,
+    coefficients,
     own_sums,
     rollout_fields,
     row_advantages,
     row_shaping,
     shaped_at_one,
     tree_rows,
+    trl_coefficients,
 )
 from treegraft.extras.trl.vllm import token_source
 from treegraft.parts import Grove, grove, losses, served
@@ -284,20 +285,21 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         device, config = self.accelerator.device, self.recipe
         sums = self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu()
         self._texts = imitated_texts(self.trees, config, sums)
-        scale = factors(
+        own = coefficients(rows, config, sums)
+        theirs = trl_coefficients(
             rows,
             config,
-            sums=sums,
             num_tokens=float(output["num_items_in_batch"]),
             num_rows=len(rows) * self.accelerator.num_processes,
         )
         plain = row_advantages(rows, output["completion_ids"].shape[1])
-        advantages = plain * scale[:, None]
+        # TRL's minimum of two terms is homogeneous in positive factors of the advantage.
+        advantages = plain * (own / theirs)[:, None]
         shaping = row_shaping(rows)
         old = output.get("old_per_token_logps")
         if config.loss.old_logprobs == "engine":
             old = output["sampling_per_token_logps"]
-        found = {}
+        found = {"coefficients": own.to(device)}
         if old is None:
             advantages = shaped_at_one(advantages, shaping, config)
         else:
@@ -308,29 +310,56 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._logs["advantages"].extend(self.accelerator.gather(means).tolist())
         return found | {"advantages": advantages.to(device)}
 
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what TRL makes, and keeps it for the terms of the loss that are ours."""
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._scored = found[0]
+        return found
+
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        """Returns TRL's loss, and that of this pass's share of the texts that are imitated."""
-        loss: Tensor = super()._compute_loss(model, inputs)
+        """Returns TRL's loss of the policy, and the terms that are ours: KL, whose weights TRL
+        could not be told, and this pass's share of the texts that are imitated."""
+        # TRL's term has the same weight for every row.
+        beta, self.beta = self.beta, 0.0
+        try:
+            loss: Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+        own = loss.new_zeros(())
+        if beta:
+            own = own + beta * self._divergence(inputs)
         passes = self.args.gradient_accumulation_steps
-        texts = self._texts[self._step % passes :: passes]
-        if not texts:
-            return loss
+        if texts := self._texts[self._step % passes :: passes]:
+            own = own + self._imitated(self.accelerator.unwrap_model(model), texts)
+        # Gradients are means over the processes.
+        return loss + self.accelerator.num_processes * own
+
+    def _divergence(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Σ_i c_i Σ_t k3, of this pass's rows."""
+        divergence = losses.k3_divergence(self._scored, inputs["ref_per_token_logps"])
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        mean = (divergence.detach() * mask).sum() / mask.sum().clamp(min=1.0)
+        self._metrics["train"]["kl"].append(self.accelerator.gather(mean).mean().item())
+        return (inputs["coefficients"][:, None] * divergence * mask).sum()
+
+    def _imitated(self, plain: Any, texts: Sequence[Text]) -> Tensor:
+        """The loss of texts.
+
+        Args:
+            plain: the model without DDP, whose forward pass is a meeting of all processes.
+        """
         ids, mask, weights = text_rows(texts, self.processing_class.pad_token_id)
-        # Not through DDP, whose forward pass is a meeting of all processes; its gradients are means
-        # over them.
-        plain, device = self.accelerator.unwrap_model(model), self.accelerator.device
+        settings, device = self.recipe.loss, self.accelerator.device
         logprobs, _, _ = self._get_per_token_logps_and_entropies(
             plain, ids.to(device), mask.to(device), weights.shape[1]
         )
-        settings = self.recipe.loss
-        imitated = losses.imitated_loss(
+        return losses.imitated_loss(
             logprobs,
             weights.to(device),
             coef=settings.graft_coef,
             form=settings.graft_form,
             gamma=settings.graft_gamma,
-        )
-        return loss + self.accelerator.num_processes * imitated.sum()
+        ).sum()
 
 
 def _mean(row: Row) -> float:
