@@ -674,6 +674,26 @@ def test_plain_servers_that_do_not_fit_are_refused(
         run(servers, tmp_path, work, entropies="top_k")
 
 
+def test_weights_that_somebody_else_moves(tmp_path: Path) -> None:
+    """Nothing is written or loaded, labels of weights mean nothing, and a publish sets the
+    version."""
+
+    async def work(engine: VllmEngine) -> list[Completion]:
+        found = [await ask(engine, 0)]
+        for version, other in enumerate((build_model("llama", 1), MODEL), 1):
+            servers[0].model.load_state_dict(other.state_dict())
+            servers[0].label = f"of somebody {version}"
+            await engine.publish(ModelWeights({}), version)
+            found.append(await ask(engine, 0))
+        return found
+
+    with plain_fakes() as servers:
+        before, other, again = run(servers, tmp_path, work, entropies="top_k", publish="external")
+        assert servers[0].num_loads == 0 and len(set(servers[0].labels_asked)) == 3
+    assert [one.policy_version for one in (before, other, again)] == [0, 1, 2]
+    assert before.token_ids == again.token_ids != other.token_ids
+
+
 def test_filters_need_the_plugin(tmp_path: Path) -> None:
     engine = {"kind": "vllm", "vllm": {"entropies": "top_k"}}
     with raises_code("settings-contradict", "eval.top_k", "engine.vllm.entropies"):

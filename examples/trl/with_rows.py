@@ -1,12 +1,16 @@
-"""An agent with a tool in TRL's trainer; see docs/trl.md."""
+"""An agent with a tool in TRL's trainer; see docs/trl.md. An argument names another model."""
 
+import sys
+
+import torch
 from calculator import correct, multiply
 from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
 
+cpu = {"use_cpu": not torch.cuda.is_available()}
 trainer = GRPOTrainer(
-    model="Qwen/Qwen2.5-0.5B-Instruct",
-    args=GRPOConfig(output_dir="out", num_generations=8, save_steps=50, max_steps=100),
+    model=([*sys.argv[1:], "Qwen/Qwen2.5-0.5B-Instruct"])[0],
+    args=GRPOConfig(output_dir="out", num_generations=8, save_steps=50, max_steps=100, **cpu),
     train_dataset=load_dataset("json", data_files="train.jsonl", split="train"),
     reward_funcs=[correct],
     tools=[multiply],

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from treegraft.explore.entropy import EntropyBranching
     from treegraft.explore.independent import Independent
     from treegraft.launch.grove import Grove, grove
+    from treegraft.policy.engine import served
     from treegraft.policy.learn.credit import credit_trees
     from treegraft.policy.learn.learner import Learner
     from treegraft.policy.learn.rows import LeafRow, leaf_rows
@@ -161,6 +162,7 @@ __all__ = [
     "recipe",
     "remote",
     "run_in_thread",
+    "served",
     "setting",
     "setting_rows",
     "spans",
@@ -191,6 +193,7 @@ _HOMES = homes(
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
         "launch.grove": "Grove grove",
+        "policy.engine": "served",
         "policy.learn.credit": "credit_trees",
         "policy.learn.learner": "Learner",
         "policy.learn.rows": "LeafRow leaf_rows",

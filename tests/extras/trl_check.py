@@ -56,6 +56,8 @@ class Gap(NamedTuple):
     num_truncated: int
     num_weights: int
     """Different leaf weights."""
+    num_imitated: int
+    """Texts."""
 
 
 def recipe(base: Path | str, *overrides: str) -> Config:
@@ -124,6 +126,7 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
                 sum(leaf.status is Status.FAILED for leaf in leaves),
                 sum(leaf.status is Status.TRUNCATED for leaf in leaves),
                 len({leaf.weight for leaf in leaves}),
+                len(self._texts),
             )
         )
         return loss

@@ -324,12 +324,13 @@ class Grove:
             learner.freeze_reference()
         return learner
 
-    def publish(self, weights: Weights, version: int) -> None:
+    def publish(self, weights: Weights | None, version: int) -> None:
         """Gives the engine weights, which later trees are sampled with.
 
         Args:
             weights: `Learner.weights()`, a transformers or peft model (whose adapters are merged),
-                or tensors by name: all of the plain model's.
+                or tensors by name: all of the plain model's; None where somebody else has given an
+                engine over a server its weights.
             version: noted in each step that they sample; 0 is the engine's first.
 
         Raises:
@@ -338,7 +339,7 @@ class Grove:
         """
         self._wait(self._published, weights, version)
 
-    async def apublish(self, weights: Weights, version: int) -> None:
+    async def apublish(self, weights: Weights | None, version: int) -> None:
         """Does the same as `publish`, awaited."""
         await self._there(self._published, weights, version)
 
@@ -346,7 +347,13 @@ class Grove:
         from treegraft.policy.publish import hand_over
         from treegraft.policy.weights import ModelWeights, named_weights
 
-        if not hasattr(weights, "fingerprint"):
+        if weights is None and self.engine.fingerprint:
+            raise SettingError(
+                "publish: got no weights, expected some: this engine holds its own. None is for"
+                ' publish.kind = "external" and for a ServerEngine.',
+                code="publish-without-weights",
+            )
+        if weights is not None and not hasattr(weights, "fingerprint"):
             named = dict(named_weights(weights) if hasattr(weights, "state_dict") else weights)
             weights = ModelWeights({name: tensor.detach() for name, tensor in named.items()})
         await hand_over(self.engine, cast(WeightSource, weights), version)

@@ -97,7 +97,13 @@ def launched(
         is_empty = config is None and resume is None and not given.records
         start = _start(None if is_empty else own, recipe, resume, accepts_changes, given)
         if missing := missing_packages(start.config):
-            raise SettingError("\n".join(missing.values()), code="packages-missing")
+            raise SettingError("\n".join(missing.values()), code="invalid-setting")
+        if (start.config.engine.kind, start.config.publish.kind) == ("vllm", "external"):
+            raise SettingError(
+                "publish.kind: got 'external', expected another one in `train`, whose own learner"
+                " changes the weights; it is for a loop of your own (docs/python.md).",
+                code="publish-external",
+            )
         kind = None if placement is None else _placement(placement)
         with shown(display) as progress:
             run = Run(start, progress, command if kind is None else kind.command, callbacks)

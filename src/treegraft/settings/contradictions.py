@@ -135,7 +135,14 @@ def _engine_wrong(config: Config) -> Iterator[Contradiction]:
             "publish.kind: got 'adapter', but model.lora.rank = 0 trains all weights; set a rank,"
             " or take 'auto'.",
         )
-    if config.engine.vllm.entropies == "exact":
+    vllm = config.engine.vllm
+    if config.publish.kind == "external" and not (vllm.servers and vllm.entropies == "top_k"):
+        yield Contradiction(
+            ("publish.kind", "engine.vllm.servers", "engine.vllm.entropies"),
+            "publish.kind: got 'external', expected engine.vllm.servers and engine.vllm.entropies ="
+            ' "top_k" beside it: servers of somebody else, who gives them weights.',
+        )
+    if vllm.entropies == "exact":
         return
     plain = {"repetition_penalty": 1.0}
     if config.eval.num_samples:

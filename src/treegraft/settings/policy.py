@@ -210,11 +210,15 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: Literal["auto", "shared", "disk", "adapter"] = setting("auto", same_answers=True)
+    kind: Literal["auto", "shared", "disk", "adapter", "external"] = setting(
+        "auto", same_answers=True
+    )
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same
     path; "auto" takes "shared" where it has room for two copies. "adapter" gives LoRA's adapters
-    alone, for servers on this machine; the others give the weights that they are merged into."""
+    alone, for servers on this machine; the others give the weights that they are merged into.
+    "external": somebody else gives servers weights, and a publish sets the version alone; in a loop
+    of your own, with engine.vllm.servers and entropies = "top_k"."""
     folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
     """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
 

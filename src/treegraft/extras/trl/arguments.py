@@ -32,14 +32,15 @@ class Only(NamedTuple):
     why: str
 
 
-_NO_TEXTS = "rows hold what the policy sampled, and imitated texts are none of it"
 _ONE_RATIO = "one ratio for a whole row does not go with steps that have advantages of their own"
 _SHARDS = "TRL and accelerate divide weights among processes"
 RECIPE = (
     Only("loss.objective", "clip", "TRL's other losses are not those of Treegraft"),
-    Only("loss.graft_coef", 0.0, _NO_TEXTS),
-    Only("loss.lesson_coef", 0.0, _NO_TEXTS),
-    Only("loss.engine_ratio_cap", None, "TRL has this correction for vLLM's samples alone"),
+    Only(
+        "loss.lesson_coef",
+        0.0,
+        "only `treegraft train` chooses stored successes to learn beside trees",
+    ),
     Only(
         "learn.num_minibatches",
         1,
@@ -62,7 +63,6 @@ RECIPE = (
 _BY_TREES = "the rollouts are trees by the recipe's [explore], [rollout] and [engine]"
 _BY_REWARD = "rewards and their weights are the recipe's [reward]"
 TRL = (
-    Only("use_vllm", False, "vLLM's server and colocate modes are not built; the native engine is"),
     Only("mask_truncated_completions", False, "loss.learn_from_truncated of the recipe says it"),
     Only("importance_sampling_level", "token", _ONE_RATIO),
     Only("multi_objective_aggregation", "sum_then_normalize", _BY_REWARD),
@@ -86,6 +86,16 @@ TRL = (
     Only("do_eval", False, "trees are for training; measure a checkpoint with `treegraft eval`"),
 )
 """TRL's arguments that have to keep their default."""
+VLLM = (
+    Only(
+        "vllm_tensor_parallel_size",
+        1,
+        "processes of a group have to ask for the same tokens in one order, and tools answer in"
+        ' none; take vllm_mode = "server"',
+    ),
+    Only("vllm_structured_outputs_regex", None, _BY_TREES),
+)
+"""The same, where use_vllm is set."""
 
 
 class Derived(NamedTuple):
@@ -96,8 +106,23 @@ class Derived(NamedTuple):
     """Dotted name of the setting that says it."""
 
 
-def derived(config: Config) -> dict[str, Derived]:
+def derived(config: Config, *, uses_vllm: bool) -> dict[str, Derived]:
     """Returns TRL's arguments that a recipe gives, by name; batch sizes are not among them."""
+    return _of_training(config) | (_of_vllm(config) if uses_vllm else {})
+
+
+def _of_vllm(config: Config) -> dict[str, Derived]:
+    cap = config.loss.engine_ratio_cap
+    found = {"vllm_importance_sampling_correction": Derived(cap is not None, "engine_ratio_cap")}
+    if cap is not None:
+        mode = f"{config.loss.engine_ratio}_truncate"
+        found["vllm_importance_sampling_mode"] = Derived(mode, "engine_ratio")
+        found["vllm_importance_sampling_clip_max"] = Derived(cap, "engine_ratio_cap")
+        found["vllm_importance_sampling_clip_min"] = Derived(None, "engine_ratio_cap")
+    return {name: Derived(value, f"loss.{source}") for name, (value, source) in found.items()}
+
+
+def _of_training(config: Config) -> dict[str, Derived]:
     loss, learn, model = config.loss, config.learn, config.model
     schedule, schedule_options = _schedule(config)
     return {
@@ -164,7 +189,8 @@ def grpo_config(
     check_recipe(config)
     if "gradient_checkpointing" in trl_arguments:
         trl_arguments[CHECKPOINTING] = trl_arguments.pop("gradient_checkpointing")
-    given = {name: one.value for name, one in derived(config).items()}
+    uses_vllm = bool(trl_arguments.get("use_vllm"))
+    given = {name: one.value for name, one in derived(config, uses_vllm=uses_vllm).items()}
     given["bf16"] = config.model.dtype == "bfloat16"
     args = GRPOConfig(**(given | _batches(config, trl_arguments) | trl_arguments))
     check_arguments(config, args)
@@ -192,8 +218,8 @@ def check_recipe(config: Config) -> None:
         _refuse_other(one, value_of(config, one.name))
     if config.engine.kind == "vllm":
         raise SettingError(
-            "engine.kind: got 'vllm', expected 'native' inside TRL: its servers are not given the"
-            " weights of TRL's trainer yet.",
+            "engine.kind: got 'vllm', expected 'native' inside TRL, which has a vLLM of its own and"
+            " gives it the weights: grpo_config(recipe, use_vllm=True).",
             code="trl-engine",
         )
     if config.model.path == "tiny" or config.model.path.startswith("shape:"):
@@ -236,36 +262,28 @@ def _check_pairs(config: Config) -> None:
             " advantages.",
             code="trl-dual-clip",
         )
-    if not loss.kl_coef:
-        return
-    unequal = {
-        "credit.leaf_weight": config.credit.leaf_weight != "uniform",
-        "credit.advantage": config.credit.advantage not in ("grpo", "dr_grpo", "rloo"),
-        "loss.learn_from_truncated": not loss.learn_from_truncated,
-        "loss.length_constant": loss.length_constant is not None,
-    }
-    for name, differs in unequal.items():
-        if differs:
-            raise SettingError(
-                f"loss.kl_coef: got {loss.kl_coef:g}, expected 0 inside TRL beside {name} ="
-                f" {value_of(config, name)!r}: leaf weights are factors of the advantages there,"
-                " which do not reach the KL term.",
-                code="trl-leaf-weights",
-            )
 
 
 def check_arguments(config: Config, args: GRPOConfig) -> None:
     """Raises `SettingError` for arguments of TRL that cannot mean anything beside trees, or that
     contradict the recipe; `grpo_config` makes the right ones."""
-    for one in TRL:
-        _refuse_other(one, getattr(args, one.name))
+    for one in (*TRL, *(VLLM if args.use_vllm else ())):
+        # A server's processes are its own.
+        if one.name != "vllm_tensor_parallel_size" or args.vllm_mode == "colocate":
+            _refuse_other(one, getattr(args, one.name))
+    if config.loss.engine_ratio_cap is not None and not args.use_vllm:
+        raise SettingError(
+            f"loss.engine_ratio_cap: got {config.loss.engine_ratio_cap:g}, expected none inside TRL"
+            " without use_vllm: it has this correction for vLLM's samples alone.",
+            code="trl-ratio-cap",
+        )
     if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
         raise SettingError(
             f"eval_strategy: got '{args.eval_strategy}', expected 'no': trees are for training;"
             " measure a checkpoint with `treegraft eval`.",
             code="trl-evaluates",
         )
-    for name, (value, source) in derived(config).items():
+    for name, (value, source) in derived(config, uses_vllm=args.use_vllm).items():
         got = getattr(args, name)
         if got != value and (got or value):
             raise SettingError(

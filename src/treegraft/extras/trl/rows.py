@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treegraft import Config, SettingError, Tree
+from treegraft import Config, SettingError, Tree, load_config
 from treegraft.parts import LeafRow, leaf_rows
 
 
@@ -23,6 +23,8 @@ class Row(NamedTuple):
 def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
     """Returns explore.num_leaves rows for each tree, in the order of its leaves."""
     size, rows = config.explore.num_leaves, list[Row]()
+    # What is imitated is a loss of its own, see `lessons`.
+    plain = load_config(config, ["loss.graft_coef=0.0"])
     for tree in trees:
         if len(tree.leaves) > size:
             raise SettingError(
@@ -30,7 +32,7 @@ def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
                 f" explore.num_leaves = {size}: TRL fixes the rows of a group. Raise it.",
                 code="trl-tree-too-wide",
             )
-        counting = {row.leaf_id: row for row in leaf_rows([tree], config)}
+        counting = {row.leaf_id: row for row in leaf_rows([tree], plain)}
         leaves = [counting.get(leaf.step_id) for leaf in tree.leaves]
         prompt_ids = list(tree.steps[0].token_ids)
         rows += [Row(prompt_ids, one) for one in leaves + [None] * (size - len(leaves))]
@@ -75,37 +77,45 @@ def own_sums(rows: Sequence[Row]) -> Tensor:
     return torch.tensor([tokens, float(len({one.group_id for one in leaves}))])
 
 
-def factors(
-    rows: Sequence[Row], config: Config, *, sums: Tensor, num_tokens: float, num_rows: int
-) -> Tensor:
-    """Returns [B] what turns TRL's coefficient of each row into that of `leaf_rows`: 1 where no
-    leaf failed and all weights of a group are equal.
-
-        token-mean      (w_i / Σ_j w_j |y_j|) / (1 / num_tokens)
-        sequence-mean   (w_i / (|y_i| |G|)) / (1 / (loss tokens of i · num_rows))
-        sequence-sum    (w_i / (constant |G|)) / (1 / (rollout.max_completion_tokens · num_rows))
-
-    TRL's minimum of two terms is homogeneous in positive factors of the advantage, so they may
-    stand there.
+def coefficients(rows: Sequence[Row], config: Config, sums: Tensor) -> Tensor:
+    """Returns [B] c_i of `leaf_rows`, the coefficient of each token's loss; 0 for fillers.
 
     Args:
         sums: of all processes, see `own_sums`.
+    """
+    tokens, groups = (float(one) for one in sums.clamp(min=1e-12))
+    constant = config.loss.length_constant or config.rollout.max_completion_tokens
+
+    def coefficient(row: LeafRow) -> float:
+        if config.loss.aggregation == "token-mean":
+            return row.weight / tokens
+        if config.loss.aggregation == "sequence-sum":
+            return row.weight / (constant * groups)
+        return row.weight / (max(1, row.num_denominator) * groups)
+
+    return torch.tensor([coefficient(row.leaf) if row.leaf else 0.0 for row in rows])
+
+
+def trl_coefficients(
+    rows: Sequence[Row], config: Config, *, num_tokens: float, num_rows: int
+) -> Tensor:
+    """Returns [B] TRL's coefficient of each token's loss.
+
+        token-mean      1 / num_tokens
+        sequence-mean   1 / (loss tokens of i · num_rows)
+        sequence-sum    1 / (rollout.max_completion_tokens · num_rows)
+
+    Args:
         num_tokens: loss tokens of all processes.
         num_rows: of all processes, fillers included.
     """
-    tokens, groups = (float(one) for one in sums.clamp(min=1e-12))
-    longest = config.rollout.max_completion_tokens
-    constant = config.loss.length_constant or longest
-
-    def factor(row: LeafRow) -> float:
-        if config.loss.aggregation == "token-mean":
-            return row.weight * num_tokens / tokens
-        of_group = row.weight * num_rows / groups
-        if config.loss.aggregation == "sequence-sum":
-            return of_group * longest / constant
-        return of_group * sum(row.loss_mask) / max(1, row.num_denominator)
-
-    return torch.tensor([factor(row.leaf) if row.leaf else 0.0 for row in rows])
+    if config.loss.aggregation == "token-mean":
+        return torch.full((len(rows),), 1.0 / max(1.0, num_tokens))
+    if config.loss.aggregation == "sequence-sum":
+        longest = config.rollout.max_completion_tokens
+        return torch.full((len(rows),), 1.0 / (longest * num_rows))
+    lengths = [max(1, sum(row.leaf.loss_mask)) if row.leaf else 1 for row in rows]
+    return 1.0 / (torch.tensor(lengths, dtype=torch.float32) * num_rows)
 
 
 def row_advantages(rows: Sequence[Row], width: int) -> Tensor:

@@ -7,28 +7,33 @@ import json
 import tempfile
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from treegraft import Config, SettingError, Tree, load_config, read_trees
 from treegraft.extras.trl.arguments import check_arguments, check_recipe, grpo_config
+from treegraft.extras.trl.lessons import Text, imitated_texts, text_rows
 from treegraft.extras.trl.rows import (
     Row,
-    factors,
+    coefficients,
     own_sums,
     rollout_fields,
     row_advantages,
     row_shaping,
     shaped_at_one,
     tree_rows,
+    trl_coefficients,
 )
-from treegraft.parts import Grove, grove
+from treegraft.extras.trl.vllm import token_source
+from treegraft.parts import Grove, grove, losses, served
 
 OF_RECIPE = {
     "train_dataset": "[tasks]",
@@ -55,9 +60,9 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """Trees by a recipe inside TRL's loop: its optimiser, loss, accelerate, DDP, LoRA and
     checkpoints; the tasks, tools, rewards, rollouts and per-token advantages are the recipe's.
 
-    At each generation a native engine gets the trainer's weights, a tree is grown for each prompt,
-    and its leaves are the rows of the prompt. The trees are written to args.output_dir, which
-    `treegraft view` shows.
+    At each generation a native engine or TRL's vLLM gets the trainer's weights, a tree is grown for
+    each prompt, and its leaves are the rows of the prompt. The trees are written to
+    args.output_dir, which `treegraft view` shows.
     """
 
     def __init__(
@@ -93,8 +98,9 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if model is None or isinstance(model, str):
             model, given = config.model.path, dict(args.model_init_kwargs or {})
             args.model_init_kwargs = {**given, "dtype": _same_dtype(given, config)}
-        self._held = ExitStack()
+        self._held, self._asks_vllm = ExitStack(), bool(args.use_vllm)
         self._rows: list[Row] = []
+        self._texts: list[Text] = []
         self._of_update: list[Tree] = []
         self.trees: list[Tree] = []
         """This process's trees of the last generation."""
@@ -116,14 +122,35 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 peft_config=_lora(config, peft_config),
             )
         self._refuse_shards()
+        if self._asks_vllm:
+            self._join_vllm()
+            return
         # A model of another shape is refused here, before any work.
         self._grove.publish(self.accelerator.unwrap_model(self.model), 0)
 
     # ------------------------------------------------------------------ begin and end
 
     def _open(self) -> None:
-        self._grove: Grove = self._held.enter_context(grove(self.recipe))
+        engine = None
+        if self._asks_vllm:
+            tokenizer = AutoTokenizer.from_pretrained(self.recipe.model.path)
+            settings = self.recipe.engine
+            engine = served.ServerEngine(
+                *(None, tokenizer),
+                end_ids=(),
+                capacity=settings.max_rows,
+                deadline_s=settings.deadline_s,
+            )
+        self._grove: Grove = self._held.enter_context(grove(self.recipe, engine=engine))
         self._is_open, self._published = True, -1
+
+    def _join_vllm(self) -> None:
+        """Has the engine ask the vLLM that TRL has by now, and gives that the weights anew."""
+        self._last_loaded_step = -1
+        engine: Any = self._grove.engine
+        engine.server = token_source(self.vllm_generation, self.args, engine.capacity)
+        self._held.callback(engine.server.close)
+        engine.max_context, engine.end_ids = engine.server.max_context, set(self.eos_token_ids)
 
     def close(self) -> None:
         """Ends the engine and the tools; `train` does so at its end, and opens them again."""
@@ -134,6 +161,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Trains as TRL's trainer does."""
         if not self._is_open:
             self._open()
+            if self._asks_vllm:
+                self._join_vllm()
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -151,10 +180,20 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _refuse_shards(self) -> None:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
+        if not (self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)):
+            return
+        if self.recipe.loss.graft_coef:
+            raise SettingError(
+                f"loss.graft_coef: got {self.recipe.loss.graft_coef:g} under FSDP or DeepSpeed"
+                " ZeRO-3, expected 0: processes have different numbers of texts to imitate, and"
+                " all have to meet at each forward pass.",
+                code="trl-sharded",
+            )
+        if not self._asks_vllm:
             raise SettingError(
                 "FSDP or DeepSpeed ZeRO-3: got weights in shards, expected whole ones on each"
-                " process (DDP, ZeRO-1 or ZeRO-2): the engine is given the trainer's weights.",
+                " process (DDP, ZeRO-1 or ZeRO-2): the native engine is given the trainer's"
+                " weights. TRL's vLLM takes shards: use_vllm=True.",
                 code="trl-sharded",
             )
 
@@ -166,7 +205,16 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return int(self.state.global_step) // int(self.num_iterations) + 1
 
     def _publish(self) -> None:
-        if self.state.global_step != self._published:
+        if self._asks_vllm:
+            generation, step = self.vllm_generation, self.state.global_step
+            # As TRL does before it samples; what slept has lost its weights.
+            asleep = getattr(generation, "_llm_weights_sleeping", False)
+            if step != self._last_loaded_step or asleep:
+                generation.sync_weights()
+                self._last_loaded_step = step
+            self.accelerator.wait_for_everyone()
+            self._grove.publish(None, self._number - 1)
+        elif self.state.global_step != self._published:
             self._grove.publish(self.accelerator.unwrap_model(self.model), self._number - 1)
             self._published = self.state.global_step
 
@@ -182,7 +230,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._grove.remember(self._of_update, number - 1)
         self._publish()
         tasks = self._grove.tasks
-        self.trees = self._grove.grow([tasks[place] for place in places[::leaves]], number)
+        with self._awake():
+            self.trees = self._grove.grow([tasks[place] for place in places[::leaves]], number)
         self._rows = tree_rows(self.trees, self.recipe)
         self._of_update = self._of_all(self.trees, number)
         if self.accelerator.is_main_process:
@@ -191,6 +240,18 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 self._metrics["train"][f"tree/{name}"].append(value)
             kept = self._of_update if self.recipe.track.record_trees else []
             self._grove.record(self.args.output_dir, kept, number, metrics)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Holds the keys and values of a vLLM that sleeps between generations."""
+        generation = self.vllm_generation if self._asks_vllm else None
+        if generation is None or generation.mode != "colocate" or not generation.enable_sleep_mode:
+            yield
+            return
+        generation.llm.wake_up(tags=["kv_cache"])
+        yield
+        generation.llm.sleep(level=2)
+        generation._llm_weights_sleeping = True
 
     def _of_all(self, trees: Sequence[Tree], number: int) -> list[Tree]:
         """The trees of all processes, in their order; sent as JSON."""
@@ -225,20 +286,23 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _credit(self, output: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
         """What differs from TRL's batch."""
         device, config = self.accelerator.device, self.recipe
-        scale = factors(
+        sums = self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu()
+        self._texts = imitated_texts(self.trees, config, sums)
+        own = coefficients(rows, config, sums)
+        theirs = trl_coefficients(
             rows,
             config,
-            sums=self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu(),
             num_tokens=float(output["num_items_in_batch"]),
             num_rows=len(rows) * self.accelerator.num_processes,
         )
         plain = row_advantages(rows, output["completion_ids"].shape[1])
-        advantages = plain * scale[:, None]
+        # TRL's minimum of two terms is homogeneous in positive factors of the advantage.
+        advantages = plain * (own / theirs)[:, None]
         shaping = row_shaping(rows)
         old = output.get("old_per_token_logps")
         if config.loss.old_logprobs == "engine":
             old = output["sampling_per_token_logps"]
-        found = {}
+        found = {"coefficients": own.to(device)}
         if old is None:
             advantages = shaped_at_one(advantages, shaping, config)
         else:
@@ -248,6 +312,57 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         means = torch.tensor([_mean(row) for row in rows], device=device)
         self._logs["advantages"].extend(self.accelerator.gather(means).tolist())
         return found | {"advantages": advantages.to(device)}
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what TRL makes, and keeps it for the terms of the loss that are ours."""
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._scored = found[0]
+        return found
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        """Returns TRL's loss of the policy, and the terms that are ours: KL, whose weights TRL
+        could not be told, and this pass's share of the texts that are imitated."""
+        # TRL's term has the same weight for every row.
+        beta, self.beta = self.beta, 0.0
+        try:
+            loss: Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+        own = loss.new_zeros(())
+        if beta:
+            own = own + beta * self._divergence(inputs)
+        passes = self.args.gradient_accumulation_steps
+        if texts := self._texts[self._step % passes :: passes]:
+            own = own + self._imitated(self.accelerator.unwrap_model(model), texts)
+        # Gradients are means over the processes.
+        return loss + self.accelerator.num_processes * own
+
+    def _divergence(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Σ_i c_i Σ_t k3, of this pass's rows."""
+        divergence = losses.k3_divergence(self._scored, inputs["ref_per_token_logps"])
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        mean = (divergence.detach() * mask).sum() / mask.sum().clamp(min=1.0)
+        self._metrics["train"]["kl"].append(self.accelerator.gather(mean).mean().item())
+        return (inputs["coefficients"][:, None] * divergence * mask).sum()
+
+    def _imitated(self, plain: Any, texts: Sequence[Text]) -> Tensor:
+        """The loss of texts.
+
+        Args:
+            plain: the model without DDP, whose forward pass is a meeting of all processes.
+        """
+        ids, mask, weights = text_rows(texts, self.processing_class.pad_token_id)
+        settings, device = self.recipe.loss, self.accelerator.device
+        logprobs, _, _ = self._get_per_token_logps_and_entropies(
+            plain, ids.to(device), mask.to(device), weights.shape[1]
+        )
+        return losses.imitated_loss(
+            logprobs,
+            weights.to(device),
+            coef=settings.graft_coef,
+            form=settings.graft_form,
+            gamma=settings.graft_gamma,
+        ).sum()
 
 
 def _mean(row: Row) -> float:

@@ -59,7 +59,7 @@ def build_engine(
     Raises:
         SettingError: an address that is none, no Python with vLLM, no place for weights.
     """
-    settings = config.engine.vllm
+    settings, is_external = config.engine.vllm, config.publish.kind == "external"
     http = httpx.AsyncClient(
         timeout=None,
         # Idle connections are closed before the server does so, which takes vLLM 5 s: a request
@@ -110,8 +110,9 @@ def build_engine(
         max_context=max_context(model),
         weights=weights,
         folders=folders,
-        initial=ModelWeights(plain_weights(model)) if urls else None,
+        initial=ModelWeights(plain_weights(model)) if urls and not is_external else None,
         publishes_adapters=config.publish.kind == "adapter",
+        is_external=is_external,
     )
 
 
@@ -119,6 +120,8 @@ def needs_weights(config: Config, model_path: Path | str) -> bool:
     """Returns whether this process has to read the model's weights before servers can have them:
     servers that run already get them published, and not every source is one that vLLM reads."""
     path = str(model_path)
+    if config.publish.kind == "external":
+        return False
     if config.engine.vllm.servers or path == "tiny" or path.startswith((PREFIX, "pypi:")):
         return True
     folder, gguf = locate(path)

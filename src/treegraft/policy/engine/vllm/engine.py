@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 from safetensors import SafetensorError
 
-from treegraft.core.errors import DeadlineExceeded, EngineError
+from treegraft.core.errors import EngineError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Request, Tokenizer, WeightSource
-from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, StopReason
+from treegraft.core.types import NO_FILTERS, Completion, EntropyKind
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
-from treegraft.policy.engine.stops import StopFinder
+from treegraft.policy.engine.served import NUM_ASKED, Draft, ServerEngine, TokenReply, TokenRequest
 from treegraft.policy.engine.vllm.fleet import Fleet, Member
 from treegraft.policy.engine.vllm.folder import (
     WeightsFolder,
@@ -29,7 +29,7 @@ from treegraft.policy.engine.vllm.folder import (
     write_folder,
 )
 from treegraft.policy.engine.vllm.loading import Due
-from treegraft.policy.engine.vllm.plain import plain_entries, plain_parameters
+from treegraft.policy.engine.vllm.plain import plain_entries
 from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
 from treegraft.settings.policy import EngineSettings
@@ -37,7 +37,7 @@ from treegraft.settings.policy import EngineSettings
 _log = logging.getLogger(__name__)
 
 
-class VllmEngine:
+class VllmEngine(ServerEngine):
     """Samples on servers, which hold copies of the weights."""
 
     def __init__(
@@ -54,6 +54,7 @@ class VllmEngine:
         folders: Sequence[Path],
         initial: WeightSource | None,
         publishes_adapters: bool = False,
+        is_external: bool = False,
     ) -> None:
         """Starts nothing; `open` does.
 
@@ -63,17 +64,22 @@ class VllmEngine:
             folders: removed at the end.
             initial: the weights to begin with; None for those that servers of ours start with.
             publishes_adapters: give servers adapters alone, over the weights they begin with.
+            is_external: somebody else gives them weights.
         """
-        self.settings, self.max_context = settings, max_context
-        self.policy_version, self.fingerprint = 0, ""
+        super().__init__(
+            *(None, tokenizer),
+            end_ids=end_ids,
+            max_context=max_context,
+            deadline_s=settings.deadline_s,
+        )
+        self._is_open.clear()
+        self.settings, self.fingerprint = settings, ""
         self._initial, self._publishes_adapters = initial, publishes_adapters
         self._http, self._weights, self._folders = http, weights, folders
-        self._fleet = Fleet(servers, settings, expected)
-        self._end_ids, self._stops = frozenset(end_ids), StopFinder(tokenizer)
-        self._num_running, self._num_published = 0, 0
-        self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
-        self._is_idle.set()
-        self._num_bytes = 0
+        self._fleet = Fleet(servers, settings, expected, is_external)
+        if not self._fleet.is_plain:
+            self._kind = EntropyKind.EXACT
+        self._num_published = self._num_bytes = 0
         self._lock = ExitStack()
         with suppress(OSError):
             # Not every file system knows locks.
@@ -109,101 +115,93 @@ class VllmEngine:
     def death(self) -> BaseException | None:
         return self._fleet.death
 
-    async def complete(self, request: Request) -> Completion:
-        """Returns one completion; see `interfaces.Engine`.
+    async def _ask(self, draft: Draft) -> TokenReply:
+        body = self._body(draft)
+        return self._read(await self._fleet.ask(draft.request.noise_key[:-1], body))
+
+    def _body(self, draft: Draft) -> dict[str, Any]:
+        """The body of a draft's next request."""
+        asked, due = draft.next(), self._fleet.due
+        parameters = {
+            "max_tokens": asked.max_tokens,
+            **self._drawing(draft, asked),
+            "ignore_eos": True,
+            "stop_token_ids": asked.stop_token_ids,
+            "stop": asked.stop,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        }
+        # Salted by the weights, so that a cache which outlived a publish would not be used.
+        body = {
+            "token_ids": asked.token_ids,
+            "sampling_params": parameters,
+            "cache_salt": due.label,
+        }
+        return body | ({"model": due.label} if due.is_adapter else {})
+
+    def _drawing(self, draft: Draft, asked: TokenRequest) -> dict[str, Any]:
+        """The parameters that say how tokens are drawn and what is reported of them."""
+        request = draft.request
+        sampling = request.sampling
+        if self._fleet.is_plain:
+            # An equal request gives equal tokens, as long as rounding decides no near-tie.
+            found = {"temperature": asked.temperature, "seed": asked.seed}
+            return found | {"logprobs": NUM_ASKED}
+        draw: dict[str, Any] = {
+            "key": list(request.noise_key),
+            "offset": len(draft.ids),
+            "temperature": sampling.temperature,
+        }
+        if sampling.filters != NO_FILTERS:
+            draw["filters"] = asdict(sampling.filters)
+        # The server chooses greedily among what our draw has left.
+        return {"temperature": 0.0, "logprobs": 2, "extra_args": {DRAW: draw}}
+
+    def _read(self, reply: Mapping[str, Any]) -> TokenReply:
+        """A reply's tokens, log-probabilities and entropies.
 
         Raises:
-            EngineError: an empty or over-long prefix, or no server is left.
-            DeadlineExceeded: no completion within engine.deadline_s.
+            EngineError: a reply without tokens or without their two entries.
         """
-        draft, key = self._draft(request), request.noise_key
+        is_plain = self._fleet.is_plain
+        read = plain_entries if is_plain else entries_of
         try:
-            async with asyncio.timeout(self.settings.deadline_s):
-                # One version a completion: a publish waits for those that run, and new ones for it.
-                await self._is_open.wait()
-                self._num_running += 1
-                self._is_idle.clear()
-                try:
-                    while draft.finish is None:
-                        body = draft.body(self._fleet.due)
-                        draft.take(await self._fleet.ask(key[:-1], body))
-                finally:
-                    self._num_running -= 1
-                    if not self._num_running:
-                        self._is_idle.set()
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"engine: no completion for {key} within engine.deadline_s ="
-                f" {self.settings.deadline_s} s; the servers are too slow for this many rows, or"
-                " have died",
-                code="engine-late",
+            choice = reply["choices"][0]
+            ids, content = list(choice["token_ids"]), choice["logprobs"]["content"]
+            pairs = [read(one) for _, one in zip(ids, content, strict=True)]
+        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+            raise EngineError(
+                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
+                f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
+                " See docs/serving.md.",
+                code="reply-lacks-tokens",
             ) from error
-        return draft.completion(self.policy_version)
-
-    def _draft(self, request: Request) -> _Draft:
-        limit, is_plain = self._limit(request), self._fleet.is_plain
-        return _Draft(self._stops, self._end_ids, request, limit, is_plain)
-
-    def _limit(self, request: Request) -> int:
-        prefix_ids, sampling = request.prefix_ids, request.sampling
-        if not prefix_ids:
-            raise EngineError(
-                "engine: the prefix is empty; at least one token is needed to continue from",
-                code="prefix-empty",
-            )
-        if sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed",
-                code="no-new-tokens",
-            )
-        if self.max_context is None:
-            return sampling.max_new_tokens
-        room = self.max_context - len(prefix_ids)
-        if room < 1:
-            raise EngineError(
-                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens",
-                code="path-too-long",
-            )
-        return min(sampling.max_new_tokens, room)
-
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Does nothing: servers drop what was used least recently."""
+        return TokenReply(ids, [one for one, _ in pairs], [two for _, two in pairs])
 
     # ------------------------------------------------------------------ weights
 
-    async def publish(self, source: WeightSource, version: int) -> None:
-        """Gives all servers new weights once running completions are done.
+    async def _take_over(self, source: WeightSource | None, version: int) -> None:
+        """Gives all servers new weights.
 
         Raises:
             EngineError: no server took them.
-            DeadlineExceeded: completions took longer than engine.deadline_s.
         """
-        deadline_s = self.settings.deadline_s
-        self._is_open.clear()
-        try:
-            try:
-                await asyncio.wait_for(self._is_idle.wait(), deadline_s)
-            except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"engine: version {version} was not published within engine.deadline_s ="
-                    f" {deadline_s} s; {self._num_running} completions were still running",
-                    code="publish-late",
-                ) from error
-            before = self._fleet.due.folder
-            due = await self._written(source, version, is_adapter=self._publishes_adapters)
-            await self._fleet.publish(due, self.settings.vllm.start_timeout_s)
-            self._former += [] if before in (None, self._fleet.base) else [before]
-            # A server that is being started anew may still read one; the next publish removes it.
-            if not any(member.loading.locked() for member in self._fleet.members):
-                for former in self._former:
-                    former.remove()
-                self._former.clear()
-            self.policy_version, self.fingerprint = version, due.fingerprint
-            assert due.folder is not None
-            self._num_bytes += due.folder.num_bytes()
-        finally:
-            self._is_open.set()
+        if self._fleet.is_external:
+            self._fleet.begin_anew(version)
+            return
+        assert source is not None
+        before = self._fleet.due.folder
+        due = await self._written(source, version, is_adapter=self._publishes_adapters)
+        await self._fleet.publish(due, self.settings.vllm.start_timeout_s)
+        self._former += [] if before in (None, self._fleet.base) else [before]
+        # A server that is being started anew may still read one; the next publish removes it.
+        if not any(member.loading.locked() for member in self._fleet.members):
+            for former in self._former:
+                former.remove()
+            self._former.clear()
+        self.fingerprint = due.fingerprint
+        assert due.folder is not None
+        self._num_bytes += due.folder.num_bytes()
 
     async def _written(
         self, source: WeightSource, version: int, *, is_adapter: bool = False
@@ -238,7 +236,7 @@ class VllmEngine:
         async def answer(member: Member, number: int) -> Completion:
             draft = self._draft(Request(PROMPTS[number], CANARY_SAMPLING, canary_key(number)))
             while draft.finish is None:
-                draft.take(await self._fleet.ask_member(member, draft.body(self._fleet.due)))
+                draft.take(self._read(await self._fleet.ask_member(member, self._body(draft))))
             return draft.completion(self.policy_version)
 
         found: dict[str, Sequence[Completion]] = {}
@@ -299,117 +297,3 @@ class VllmEngine:
             self._lock.close()
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Draft:
-    """A completion under way: the tokens so far, and the next request for more."""
-
-    def __init__(
-        self,
-        stops: StopFinder,
-        end_ids: frozenset[int],
-        request: Request,
-        limit: int,
-        is_plain: bool,
-    ) -> None:
-        """Args:
-        limit: most tokens of the completion.
-        is_plain: servers draw by their own noise.
-        """
-        self._stops, self._end_ids, self._request = stops, end_ids, request
-        self._limit, self._is_plain = limit, is_plain
-        self._num_probed = 0 if request.on_probe is None else request.probe_tokens or 0
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.entropies: list[float] = []
-        self.finish: StopReason | None = None
-
-    def body(self, due: Due) -> dict[str, Any]:
-        """Returns the body of the next request: up to the probe first, then for the rest."""
-        sampling, count = self._request.sampling, len(self.ids)
-        room = self._limit - count
-        if count < self._num_probed:
-            room = min(room, self._num_probed - count)
-        in_grace = self._stops.is_in_grace(self.ids, sampling)
-        parameters = {
-            "max_tokens": 1 if in_grace else room,
-            **self._drawing(),
-            "ignore_eos": True,
-            "stop_token_ids": sorted(self._end_ids),
-            # Only so that the server does not write on in vain: `take` decides.
-            "stop": [] if in_grace else [*sampling.stop, *sampling.final],
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-        }
-        # Salted by the weights, so that a cache which outlived a publish would not be used.
-        body = {
-            "token_ids": [*self._request.prefix_ids, *self.ids],
-            "sampling_params": parameters,
-            "cache_salt": due.label,
-        }
-        return body | ({"model": due.label} if due.is_adapter else {})
-
-    def _drawing(self) -> dict[str, Any]:
-        """The parameters that say how tokens are drawn and what is reported of them."""
-        sampling, key, count = self._request.sampling, self._request.noise_key, len(self.ids)
-        if self._is_plain:
-            return plain_parameters(sampling, key, count)
-        draw: dict[str, Any] = {
-            "key": list(key),
-            "offset": count,
-            "temperature": sampling.temperature,
-        }
-        if sampling.filters != NO_FILTERS:
-            draw["filters"] = asdict(sampling.filters)
-        # The server chooses greedily among what our draw has left.
-        return {"temperature": 0.0, "logprobs": 2, "extra_args": {DRAW: draw}}
-
-    def take(self, reply: Mapping[str, Any]) -> None:
-        """Appends a reply's tokens, as far as the completion goes.
-
-        Raises:
-            EngineError: a reply without tokens or without their two entries.
-        """
-        is_plain = self._is_plain
-        read = plain_entries if is_plain else entries_of
-        try:
-            choice = reply["choices"][0]
-            content = choice["logprobs"]["content"]
-            found = [
-                (token, *read(one)) for token, one in zip(choice["token_ids"], content, strict=True)
-            ]
-        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
-            raise EngineError(
-                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
-                f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
-                " See docs/serving.md.",
-                code="reply-lacks-tokens",
-            ) from error
-        if not found:
-            raise EngineError(
-                "engine: a server replied without a token; expected at least one",
-                code="reply-without-token",
-            )
-        for token, logprob, entropy in found:
-            self.ids.append(token)
-            self.logprobs.append(logprob)
-            self.entropies.append(entropy)
-            if self._request.on_probe is not None and len(self.ids) == self._num_probed:
-                self._request.on_probe(tuple(self.entropies))
-            self.finish = self._stops.reason(
-                self.ids, self._request.sampling, self._end_ids, self._limit
-            )
-            if self.finish is not None:
-                return
-
-    def completion(self, version: int) -> Completion:
-        """Returns the completion, which has ended."""
-        assert self.finish is not None
-        return Completion(
-            token_ids=tuple(self.ids),
-            sampling_logprobs=tuple(self.logprobs),
-            entropies=tuple(self.entropies),
-            entropy_kind=EntropyKind.TOP_K if self._is_plain else EntropyKind.EXACT,
-            finish=self.finish,
-            policy_version=version,
-        )

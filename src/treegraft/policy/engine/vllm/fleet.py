@@ -94,13 +94,15 @@ class Fleet:
         servers: Sequence[Server],
         settings: EngineSettings,
         expected: Mapping[str, Any],
+        is_external: bool,
     ) -> None:
         """Asks nothing yet.
 
         Args:
             expected: the identity that each server has to have, see `checks.check_identity`.
+            is_external: somebody else gives the servers weights, whose labels mean nothing here.
         """
-        self.settings, self._expected = settings, expected
+        self.settings, self._expected, self.is_external = settings, expected, is_external
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.members = [Member(one, settings.max_rows) for one in servers]
         self.due = Due(f"{self.owner}-start", None, "")
@@ -171,7 +173,7 @@ class Fleet:
             for choice in reply["choices"]
             for span in choice.get("weight_versions") or ({"version": "none"},)
         }
-        if wrong := labels - {self.due.label}:
+        if (wrong := labels - {self.due.label}) and not self.is_external:
             # Another run has published there, or somebody has started the server anew.
             self.num_repeated += 1
             raise Unreachable(
@@ -347,7 +349,7 @@ class Fleet:
         if server.process is not None and server.process.exit_status is not None:
             return False
         try:
-            is_due = await server.version() == self.due.label
+            is_due = self.is_external or await server.version() == self.due.label
         except (Unreachable, EngineError, *_UNREADABLE):
             return False
         return is_due and await server.is_healthy()
@@ -383,7 +385,7 @@ class Fleet:
             # Somebody may have started it anew.
             member.held = Held()
         # What is due may change while it is being loaded.
-        while await server.version() != self.due.label:
+        while not self.is_external and await server.version() != self.due.label:
             await self.load(member)
 
     async def _claim(self, server: Server, instead_of: str = "") -> None:
@@ -454,6 +456,12 @@ class Fleet:
         return f" The end of {process.log}:\n{process.tail()}" if process is not None else ""
 
     # ------------------------------------------------------------------ weights
+
+    def begin_anew(self, version: int) -> None:
+        """Asks servers that somebody else has given new weights."""
+        self.due = Due(f"{self.owner}-{version}", None, "")
+        self.forget_homes()
+        self._take_back()
 
     async def publish(self, due: Due, deadline_s: float) -> list[float]:
         """Gives every live server new weights, and returns the seconds each took to load them.

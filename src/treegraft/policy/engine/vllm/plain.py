@@ -3,60 +3,28 @@ tokens."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
-from treegraft.core.interfaces import NoiseKey
-from treegraft.core.keyed import keyed_int
-from treegraft.core.types import NO_FILTERS, Sampling
+from treegraft.policy.engine.served import NUM_ASKED, top_k_entropy
 from treegraft.policy.engine.vllm.protocol import check_size
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 
-ASKED = 20
-"""Log-probabilities of each token that are asked for: vLLM's own limit, unless --max-logprobs
-raises it."""
-SUMMED = ASKED - 1
-"""Those of the most likely tokens that every reply holds: an unlikely token that was drawn takes
-the place of the last one."""
 _MODE = "processed_logprobs"
 
 
-def plain_parameters(sampling: Sampling, key: NoiseKey, offset: int) -> dict[str, Any]:
-    """Returns the part of a request's parameters that says how to draw.
-
-    The seed is a function of the key and the position, so that the same request gives the same
-    tokens as long as rounding decides no near-tie otherwise.
-
-    Raises:
-        EngineError: filters, which vLLM applies in another order.
-    """
-    if sampling.filters != NO_FILTERS:
-        raise EngineError(
-            f'engine.vllm.entropies = "top_k": got {sampling.filters}, which servers without'
-            " Treegraft's plugin apply in another order; expected none. Leave them out, or use"
-            ' "exact".',
-            code="filters-invalid",
-        )
-    return {
-        "temperature": sampling.temperature,
-        "seed": keyed_int("seed", offset, *key) >> 1,
-        "logprobs": ASKED,
-    }
-
-
 def plain_entries(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the drawn token's log-probability and Σ -p ln p over the `SUMMED` most likely
+    """Returns the drawn token's log-probability and Σ -p ln p over the most likely
     tokens in nats, from one token of a reply.
 
     Raises KeyError, TypeError or ValueError for one that has no such entries.
     """
-    logprobs = sorted((float(top["logprob"]) for top in row["top_logprobs"]), reverse=True)
+    logprobs = [float(top["logprob"]) for top in row["top_logprobs"]]
     own = float(row["logprob"])
-    if not logprobs or own > 0 or logprobs[0] > 0:
+    if not logprobs or own > 0 or max(logprobs) > 0:
         raise ValueError("no log-probabilities")
-    return own, sum(-math.exp(one) * one for one in logprobs[:SUMMED])
+    return own, top_k_entropy(logprobs)
 
 
 async def check_plain(server: Server, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,10 +54,10 @@ async def check_plain(server: Server, expected: Mapping[str, Any]) -> dict[str, 
             code="server-config-hidden",
         ) from error
     check_size(name, found, expected)
-    if 0 <= found["max_logprobs"] < ASKED:
+    if 0 <= found["max_logprobs"] < NUM_ASKED:
         raise SettingError(
             f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
-            f" {ASKED}, of which entropies are made. Raise it.",
+            f" {NUM_ASKED}, of which entropies are made. Raise it.",
             code="server-logprobs-few",
         )
     if found["logprobs_mode"] != _MODE:
