@@ -11,6 +11,9 @@ import tempfile
 # the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Of the suite, whoever runs it: all its processes know the runs that one of them has made.
+os.environ["TREEGRAFT_TRUST_KEY"] = f"{tempfile.gettempdir()}/treegraft-tests-{os.getuid()}/key"
+
 from hypothesis import settings
 
 # trackio reads its folder when it is first imported, which TRL does too: never the user's own.

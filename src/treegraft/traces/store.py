@@ -118,17 +118,13 @@ class TraceFile:
     def _prepare(self, create: bool) -> None:
         self._connection.execute("PRAGMA cache_size = -65536")
         is_new = not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
         if is_new and not create:
             raise DataError(
                 f"buffer '{self.path}' is an empty file; build one with: treegraft buffer build"
                 f" RECIPE {self.path}"
             )
-        if not is_new and application_id != APPLICATION_ID:
-            raise DataError(
-                f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name"
-                " another path"
-            )
+        if not is_new:
+            refuse_foreign(self._connection, self.path)
         # SQLite itself does not wait here for others who switch to the log at the same moment.
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while not self._is_frozen:
@@ -331,6 +327,28 @@ class TraceFile:
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
+
+
+def refuse_foreign(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises DataError for a database that is not a Step-Trace Buffer, also for one with views,
+    triggers or virtual tables, which run when they are read or written and which no buffer has."""
+    # What the file itself defines may not call functions with effects.
+    connection.execute("PRAGMA trusted_schema = OFF")
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    if application_id != APPLICATION_ID:
+        raise DataError(
+            f"'{path}' is an SQLite file of another program, not a Step-Trace Buffer; name another"
+            " path"
+        )
+    found = connection.execute(
+        "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
+        " OR sql LIKE 'CREATE VIRTUAL%' OR sql LIKE '%GENERATED%' OR sql LIKE '% AS (%'"
+    ).fetchone()
+    if found is not None:
+        raise DataError(
+            f"buffer '{path}' holds the {found[0]} '{found[1]:.80}', which no Step-Trace Buffer"
+            " has; do not use this file"
+        )
 
 
 def pruning_rows(connection: sqlite3.Connection, *place: str) -> Iterator[tuple[str, ...]]:
