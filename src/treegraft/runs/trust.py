@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from treegraft.core.addresses import redacted
 from treegraft.core.errors import CheckpointError
 from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.text import plain
@@ -190,7 +191,7 @@ def what_acts(settings: Any, name: str = "") -> Iterator[str]:
         for one in settings:
             yield from what_acts(one, name)
     elif isinstance(settings, str) and "://" in settings:
-        yield plain(f"ask {settings}  ({name})", 300)
+        yield plain(f"ask {redacted(settings)}  ({name})", 300)
     elif isinstance(settings, str) and _IMPORT.fullmatch(settings):
         yield plain(f"import {settings}  ({name})", 300)
     elif settings is True and name.endswith("trust_remote_code"):

@@ -18,6 +18,7 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
+from treegraft.core.addresses import expanded, redacted
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.packages import require
@@ -108,7 +109,9 @@ class McpServer:
         try:
             described = self._listed.result(settings.start_timeout_s)
         except Exception as error:
-            reason = f"it could not be started or reached: {error}{self._last_words()}"
+            reason = (
+                f"it could not be started or reached: {redacted(str(error))}{self._last_words()}"
+            )
             if isinstance(error, TimeoutError):
                 reason = f"no list of tools within start_timeout_s = {settings.start_timeout_s:g} s"
             self.close()
@@ -257,7 +260,7 @@ class McpServer:
             httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport)
         )
         return streamable_http_client(
-            self.settings.url, http_client=http, max_sse_event_size=max_bytes
+            expanded(self.settings.url, "tools.mcp"), http_client=http, max_sse_event_size=max_bytes
         )
 
     def _last_words(self) -> str:

@@ -275,9 +275,11 @@ class TraceFile:
         )
 
     def back_up(self, path: Path) -> None:
-        """Copies the file without the marks of updates, also while others read and write it."""
-        with closing(sqlite3.connect(path)) as copy:
+        """Copies the file without the marks of updates, also while others read and write it; the
+        copy is whole in one file. Raises DataError: it is not, as on a full disk."""
+        with self._translated_errors(), closing(sqlite3.connect(path)) as copy:
             self._back_up(copy)
+            _fold(copy)
 
     def back_up_into(self, other: TraceFile) -> None:
         """Puts such a copy in the place of what another open buffer holds."""
@@ -319,6 +321,12 @@ class TraceFile:
                 for row in self._connection.execute(sql, (update,)):
                     digest.update(repr(row).encode("utf-8", "surrogatepass"))
 
+    def fold(self) -> None:
+        """Folds the write-ahead log into the file, which can then be renamed. Raises DataError:
+        that failed, as on a full disk."""
+        with self._lock, self._translated_errors():
+            _fold(self._connection)
+
     def close(self) -> None:
         """Folds the write-ahead log into the file and closes it. A second call does nothing."""
         with self._lock:
@@ -327,6 +335,14 @@ class TraceFile:
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
+
+
+def _fold(connection: sqlite3.Connection) -> None:
+    # A copy has the log of its source. Closing would leave it beside the file, under the old name,
+    # where the disk is full, and say nothing.
+    (mode,) = connection.execute("PRAGMA journal_mode = DELETE").fetchone()
+    if mode != "delete":
+        raise sqlite3.OperationalError("its write-ahead log could not be folded into it")
 
 
 def refuse_foreign(connection: sqlite3.Connection, path: Path) -> None:

@@ -22,6 +22,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from treegraft.core.addresses import public
 from treegraft.core.errors import DataError, SettingError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
@@ -272,7 +273,7 @@ class Api:
         return {
             "name": run.name,
             # Dotted names, as a recipe and the command line have them; former ones by their new.
-            "settings": flatten(config),
+            "settings": public(flatten(config)),
             "files": files,
             "has_texts": run.tokens.is_there,
             **run.state(),

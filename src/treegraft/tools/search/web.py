@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treegraft.core.addresses import expanded, redacted
 from treegraft.core.errors import SettingError, ToolUnavailable, nearest
 from treegraft.tools.search.corpus import Passage
 from treegraft.tools.search.service import Service, is_http
@@ -100,10 +101,10 @@ class WebSearch(Service):
                 f" {', '.join(PROVIDERS)}.{nearest(provider, PROVIDERS)}"
             )
         self._provider = chosen = PROVIDERS[provider]
-        base = base_url.strip() or chosen.base_url
+        base = expanded(base_url, "tools.search.base_url").strip() or chosen.base_url
         if not is_http(base):
             raise SettingError(
-                f"tools.search.base_url: got {base_url!r}, expected an address such as"
+                f"tools.search.base_url: got {redacted(base_url)!r}, expected an address such as"
                 f" {chosen.base_url}."
             )
         key = os.environ.get(chosen.key_variable, "").strip()
@@ -126,7 +127,7 @@ class WebSearch(Service):
     @property
     def fingerprint(self) -> str:
         """The provider's address; results also change with the web, which it does not tell."""
-        return f"web {self._url}"
+        return f"web {redacted(self._url)}"
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Returns for each query its results, in the provider's order, as "title | address | text".

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 import treegraft
+from treegraft.core.addresses import expanded, redacted
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Tokenizer
@@ -68,7 +69,7 @@ def build_engine(
         trust_env=False,
     )
     runs = Path(config.run.dir).expanduser().absolute()
-    urls = [_address(url) for url in settings.servers]
+    urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
     python = None if urls else find_python(settings)
     runs.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".servers-", dir=runs))
@@ -178,8 +179,8 @@ def _address(url: str) -> str:
         is_good = False
     if not is_good:
         raise SettingError(
-            f"engine.vllm.servers: '{url}' is not the address of a server; expected one such as"
-            " http://127.0.0.1:8000"
+            f"engine.vllm.servers: '{redacted(url)}' is not the address of a server; expected one"
+            " such as http://127.0.0.1:8000"
         )
     return url.rstrip("/").removesuffix("/v1")
 

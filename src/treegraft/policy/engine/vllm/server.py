@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from treegraft.core.addresses import redacted
 from treegraft.core.errors import EngineError
 from treegraft.core.spans import trace_headers
 
@@ -124,7 +125,7 @@ class Server:
         self._http = http
 
     def __str__(self) -> str:
-        return self.url
+        return redacted(self.url)
 
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None
