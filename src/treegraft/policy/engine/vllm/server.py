@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -192,10 +191,3 @@ class Server:
         names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
         lines = (line for line in response.text.splitlines() if line.startswith(names))
         return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def free_port() -> int:
-    """Returns a port of this machine's loopback that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
