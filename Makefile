@@ -8,7 +8,7 @@ CORE_STAMP := $(VENV)/.treegraft-core
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test border printed cluster-test check smoke bench mutants gpu docs install clean
+.PHONY: vllm-env demo figures test border printed cluster-test check smoke bench mutants gpu docs audit install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -80,6 +80,12 @@ mutants: install
 PART ?= 1
 gpu:
 	PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(PART)
+
+# Known holes in the pinned versions and in the lowest ones that pyproject.toml allows, by PyPI's database.
+AUDIT := build/audit/env
+audit:
+	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet "pip-audit>=2.10"; }
+	$(PYTHON) -m benchmarks.audit $(AUDIT)/bin/pip-audit
 
 # The pages, into build/docs/site; a warning fails.
 docs: install

@@ -14,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # processes of the suite.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Of the suite, whoever runs it: all its processes know the runs that one of them has made.
+os.environ["TREEGRAFT_TRUST_KEY"] = f"{tempfile.gettempdir()}/treegraft-tests-{os.getuid()}/key"
+
 import pytest
 from hypothesis import settings
 from tests.smollm2 import SHARED

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -499,7 +501,7 @@ def test_a_page_that_takes_too_long_or_kills_its_reader_costs_that_page_only(
     with ThreadPoolExecutor(1) as thread:
         reading = thread.submit(text_of, pool, "text/plain", None, words, "w7")
         time.sleep(0.3)
-        worker.process.kill()
+        os.killpg(worker.process.pid, signal.SIGKILL)
         with raises_code("page-late", match="could not be read"):
             reading.result()
     assert text_of(pool, "text/plain", None, b"at last") == "at last"

@@ -508,7 +508,8 @@ def test_the_command_serves_and_ends_with_ctrl_c(run_dir: Path) -> None:
     ) as process:
         try:
             assert process.stdout is not None
-            address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+            # Its last part is the token: 128 bits.
+            address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{22}/", process.stdout.readline())
             assert address is not None
             assert httpx.get(f"{address[0]}api/runs", timeout=60).json()[0]["name"] == "first"
             process.send_signal(signal.SIGINT)

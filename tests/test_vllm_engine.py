@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from treegraft.policy.engine.vllm.build import (
     _environment,
     _folder_for_weights,
     build_engine,
+    client,
     find_python,
     options,
 )
@@ -830,6 +832,50 @@ def test_servers_of_ours_do_not_join_the_ranks(
     assert found["RANKING"] == "kept"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert _environment(settings, 0, tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
+
+
+def test_servers_of_ours_are_reached_by_this_user_alone(tmp_path: Path) -> None:
+    """They listen at a file in a folder of mode 700, never at a port."""
+    words = options(load_config(tiny()), tmp_path / "http-0")
+    assert words[words.index("--uds") + 1] == str(tmp_path / "http-0")
+    assert not {"--host", "--port"} & {*words}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.path.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+        def address_string(self) -> str:
+            return ""
+
+    class AtFile(ThreadingUnixStreamServer):
+        def get_request(self) -> tuple[Any, Any]:
+            return self.socket.accept()[0], ("", 0)
+
+    paths = [tmp_path / f"http-{number}" for number in range(2)]
+    servers = [AtFile(str(path), Answer) for path in paths]
+    for one in servers:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+
+    async def ask() -> list[str]:
+        addresses = [f"http://server-{number}" for number in range(2)]
+        http = client(dict(zip(addresses, paths, strict=True)))
+        servers[1].shutdown()
+        servers[1].server_close()
+        paths[1].unlink()
+        said = (await Server(addresses[0], http).request("GET", "/health", timeout_s=20)).text
+        is_second_there = await Server(addresses[1], http).is_healthy()
+        await http.aclose()
+        return [said, str(is_second_there)]
+
+    try:
+        assert asyncio.run(ask()) == ["/health", "False"]
+    finally:
+        servers[0].shutdown()
+        servers[0].server_close()
 
 
 # ------------------------------------------------------------------ weights and processes

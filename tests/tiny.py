@@ -81,7 +81,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
         name = file.relative_to(run_dir).as_posix()
         if (
             not file.is_file()
-            or name == ".lock"
+            or file.name in (".lock", ".trust")
             or "tensorboard" in name
             or name.endswith(("-wal", "-shm", ".index"))
         ):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from treegraft.cli import commands
     from treegraft.cli.doctor import Machine
     from treegraft.core import (
+        addresses,
         errors,
         files,
         interfaces,
@@ -136,6 +137,7 @@ __all__ = [
     "TrackerKind",
     "Trained",
     "WorkerPool",
+    "addresses",
     "assemble_engine",
     "assemble_training",
     "best_texts",
@@ -178,7 +180,7 @@ _HOMES = homes(
         "assemble": "assemble_engine assemble_training",
         "cli": "commands",
         "cli.doctor": "Machine",
-        "core": "errors files interfaces interrupt keyed listener packages spans",
+        "core": "addresses errors files interfaces interrupt keyed listener packages spans",
         "core.finding": "Finding",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"

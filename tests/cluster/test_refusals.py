@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,3 +182,25 @@ def test_settings_of_a_cluster_elsewhere(
 def test_what_does_not_fit_a_cluster(tables: dict[str, Any], code: str) -> None:
     with raises_code(code):
         refuse_unfit(Config.model_validate(tables))
+
+
+def test_nobody_else_enters_the_folder_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def join(**options: Any) -> None:
+        """Makes its folder as Ray does."""
+        path = Path(options["_temp_dir"])
+        path.mkdir(exist_ok=True)
+        path.chmod(0o777)
+        made.append(path)
+        # Sockets in it have names of up to 107 characters, path included.
+        longest = path / "session_2026-11-25_07-00-00_123456_1234567" / "sockets" / "plasma_store"
+        assert len(str(longest)) < 107
+
+    monkeypatch.setattr(joining, "_join", join)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: None))
+    with joining._local({}):
+        (path,) = made
+        modes = [one.stat().st_mode & 0o777 for one in (path, *path.parents)]
+        assert 0o700 in modes[: len(path.relative_to(tempfile.gettempdir()).parts)]
+    assert not path.parent.exists()

@@ -26,7 +26,7 @@ from treegraft.policy.learn.leader import StreamedWeights, _refuse
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.orders import arguments_of, order_of, packed, unpacked
 from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
-from treegraft.policy.learn.torchrun import num_started
+from treegraft.policy.learn.torchrun import num_ranks
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import bit_sum
 from treegraft.settings.load import config_json
@@ -93,9 +93,7 @@ def test_checksums_of_parts_add_up(cut: int, dtype: torch.dtype) -> None:
 
 
 def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert num_started(settings()) == 1
-    with raises_code("ranks-unequal"):
-        num_started(settings(learn={"ranks": 4}))
+    assert num_ranks(settings()) == 1 and num_ranks(settings(learn={"ranks": 4})) == 4
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "4"),
@@ -103,7 +101,9 @@ def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
         ("MASTER_PORT", ""),
     ):
         monkeypatch.setenv(name, value)
-    assert num_started(settings(learn={"ranks": 4})) == num_started(settings()) == 4
+    assert num_ranks(settings(learn={"ranks": 4})) == num_ranks(settings()) == 4
+    with raises_code("ranks-unequal", match=r"got 2, but .* is 4; .* --nproc-per-node 2"):
+        num_ranks(settings(learn={"ranks": 2}))
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def placement(config: Config, planned: str = "") -> Iterator[Finding]:
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "CPU" else device
     ranks, vllm = config.learn.ranks, config.engine.vllm
     is_one = ranks in ("auto", 1)
-    note = "" if is_one else f"torchrun --nproc-per-node {ranks} -m treegraft train RECIPE"
+    note = "" if is_one else "treegraft train RECIPE starts them; on several hosts torchrun does"
     value = f"{where}, {config.model.dtype}"
     yield Finding("learner", value if is_one else f"{ranks} ranks on {value}", note=note)
     engine = {

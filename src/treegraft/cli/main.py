@@ -29,6 +29,7 @@ from treegraft.cli.commands import (
     Overrides,
     RunAsked,
     Smoke,
+    Trust,
     command_without,
     complete_recipe,
     complete_run,
@@ -202,6 +203,7 @@ def run(
     checkpoint: Checkpoint,
     question: Annotated[str, typer.Argument(help="Question to the agent.")],
     overrides: Overrides = None,
+    trust: Trust = False,
 ) -> None:
     """Ask a trained agent one question and print its steps."""
     from treegraft.core.types import Status
@@ -292,6 +294,10 @@ def view(
     buffer: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Step-Trace Buffer outside the run folder.")
     ] = None,
+    encoder: Annotated[
+        str,
+        typer.Option(help="The buffer's encoder, where it is another than hashing and minilm."),
+    ] = "",
     text: Annotated[
         bool, typer.Option("--text", help="Print to the terminal instead of a browser.")
     ] = False,
@@ -319,7 +325,9 @@ def view(
     from treegraft.view.command import view_bundle, view_pages, view_text
 
     if bundle is not None:
-        refuse_idle(context, "with --bundle", "--text", "--host", "--port", "--browser")
+        refuse_idle(
+            context, "with --bundle", "--text", "--host", "--port", "--browser", "--encoder"
+        )
         refuse_idle(context, "with --bundle", "--update", "--eval", "--group", "--leaf")
         view_bundle(runs, bundle, updates, buffer)
         return
@@ -329,7 +337,7 @@ def view(
         return
     # Typer cannot say that an option needs another one.
     refuse_idle(context, "without --text", "--update", "--eval", "--group", "--leaf")
-    view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
+    view_pages(runs, host, port, opens_browser=browser, buffer=buffer, encoder=encoder)
 
 
 app.command("config")(show_config)

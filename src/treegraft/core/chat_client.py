@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from treegraft.core.addresses import expanded, redacted
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.keyed import keyed_unit
 
@@ -76,7 +77,7 @@ class ChatClient:
 
         Raises SettingError for a url that is no http(s) address.
         """
-        self._url = f"{api_root(url, option)}/chat/completions"
+        self._url = f"{api_root(expanded(url, option), option)}/chat/completions"
         self._model, self._headers = model, _headers(api_key)
         self._timeout_s, self._max_retries, self._backoff_s = timeout_s, max_retries, backoff_s
         self._http: httpx.AsyncClient | None = None
@@ -236,7 +237,7 @@ def api_root(url: str, option: str = "buffer.build.agent") -> str:
         is_good = False
     if not is_good:
         raise SettingError(
-            f"{option} '{url}' is not the address of a server; expected one such as"
+            f"{option} '{redacted(url)}' is not the address of a server; expected one such as"
             " http://127.0.0.1:8000/v1",
             code="address-invalid",
         )

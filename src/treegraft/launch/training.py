@@ -91,9 +91,11 @@ def launched(
     own, given = with_objects(source, objects)
     if placement is not None:
         _refuse_local(given, f"placement '{placement}'")
+    if own.learn.ranks not in ("auto", 1):
+        _refuse_local(given, f"learn.ranks = {own.learn.ranks}")
     with giving(given), joined(own) as ranks:
         if ranks is not None and ranks.rank > 0:
-            return _followed(ranks, own)
+            return followed(ranks, own)
         is_empty = config is None and resume is None and not given.records
         start = _start(None if is_empty else own, recipe, resume, accepts_changes, given)
         if missing := missing_packages(start.config):
@@ -145,8 +147,8 @@ def _placement(name: str) -> PlacementKind:
     return known[name]
 
 
-def _followed(ranks: Ranks, config: Config) -> RunResult:
-    """The run as another rank than 0 sees it."""
+def followed(ranks: Ranks, config: Config) -> RunResult:
+    """Returns the result of a run as another rank than 0 sees it, once rank 0 has ended it."""
     from treegraft.policy.learn.leader import serve_rank
     from treegraft.policy.load import limit_threads
 

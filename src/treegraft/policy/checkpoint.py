@@ -37,6 +37,7 @@ from treegraft.runs.checkpoint import (
     read_state,
     state_json,
 )
+from treegraft.runs.trust import CHECKPOINT, mark
 
 ADAPTER = "adapter"
 
@@ -72,6 +73,7 @@ def save_checkpoint(
         # Last, since it holds the checksums of all others.
         text = state_json(state, checksums_of(partial))
         (partial / "treegraft" / "state.json").write_text(text, encoding="utf-8")
+        mark(partial, CHECKPOINT)
         # On disk before the rename: after a loss of power, a name without its content would be
         # worse than the old checkpoint.
         for file in partial.rglob("*"):

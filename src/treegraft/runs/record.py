@@ -29,7 +29,10 @@ from typing import IO, Any
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
     LineFile,
+    open_inside,
+    open_own,
     parse_json,
+    read_inside,
     storage_fault,
     write_atomically,
 )
@@ -40,6 +43,7 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.runs.tree_json import DAMAGE, parse_tree, tree_from_dict, tree_texts
+from treegraft.runs.trust import RUN, mark
 
 # ---------------------------------------------------------------------- the index of a file
 
@@ -94,11 +98,11 @@ def read_places(path: Path) -> list[TreePlace]:
     if (index := _index_path(path)) is not None:
         # Runs of 0.6 have no index, and one may be damaged: parsing is slow but always possible.
         with suppress(OSError, *DAMAGE):
-            data = parse_json(index.read_bytes())
+            data = parse_json(read_inside(index, path.parents[1]))
             if data["size"] == path.stat().st_size:
                 return [TreePlace(**place) for place in data["trees"]]
     places, end = list[TreePlace](), 0
-    with path.open("rb") as file:
+    with open_inside(path, path.parents[1]) as file:
         for line in file:
             task_id = ""
             # A damaged line keeps its number, so that the trees behind it keep theirs.
@@ -115,7 +119,7 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
     Raises:
         DataError: the tree is damaged or has no such leaf; the message begins with `where`.
     """
-    with path.open("rb") as file:
+    with open_inside(path, path.parents[1]) as file:
 
         def part(begin: int, end: int) -> bytes:
             file.seek(begin)
@@ -211,6 +215,7 @@ class RunFolder:
             for folder in ("trees", "checkpoints"):
                 (partial / folder).mkdir(parents=True)
             write_atomically(partial / "config.json", config_json)
+            mark(partial, RUN)
             partial.replace(path)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -298,7 +303,7 @@ class RunFolder:
         except ImportError:  # not a Unix: no protection there
             return
         try:
-            lock = (self.path / ".lock").open("w")
+            lock = open_own(self.path / ".lock")
         except OSError as error:
             raise CheckpointError(
                 f"run folder '{self.path}' cannot be worked in ({storage_fault(error) or error});"
@@ -368,7 +373,8 @@ class RunFolder:
     def cut_to(self, update: int, metrics_size: int) -> None:
         """Removes all metrics and trees written after the checkpoint of `update`."""
         if self.metrics_path.exists():
-            os.truncate(self.metrics_path, metrics_size)
+            with open_own(self.metrics_path, "ab") as file:
+                file.truncate(metrics_size)
         for file in (*self.trees_dir.glob("*.jsonl"), *self.index_dir.glob("*.json")):
             number = re.search(r"-(\d{6,})", file.name)
             if number and int(number[1]) > update:

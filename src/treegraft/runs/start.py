@@ -17,6 +17,7 @@ from treegraft.core.shipped import names_recipe
 from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
 from treegraft.runs.resume_inputs import refuse_changes, refuse_other_settings
+from treegraft.runs.trust import CHECKPOINT, RUN, key_problem, mark, require_trust
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import config_json, differences, load_config
 from treegraft.settings.objects import with_objects
@@ -65,6 +66,7 @@ class Start:
         self.folder.cut_to(update, self.state.metrics_size)
         self.folder.cut_warmup(self.state.warmup_steps)
         write_atomically(self.path / "config.json", config_json(self.config))
+        mark(self.path, RUN)
         return self.folder
 
     def give_up(self, folder: RunFolder | None) -> None:
@@ -129,6 +131,7 @@ def new_start(config: Source, recipe: str | None, given: GivenObjects | None = N
         folder=None,
         checkpoint=None,
         state=TrainState.fresh(),
+        notices=[*filter(None, [key_problem()])],
         given=given or GivenObjects(),
     )
 
@@ -182,6 +185,7 @@ def resumed_start(
         notices = [*changed, *_of_the_beginning(folder, checkpoint)]
         if checkpoint is not None:
             state = read_state(checkpoint)
+            require_trust(checkpoint, CHECKPOINT)
             refuse_other_settings(run_dir, own, checkpoint)
             notices += refuse_changes(run_dir, state, checkpoint, accepts=accepts_changes)
         if settings.run.num_updates < state.update:
@@ -253,7 +257,8 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the settings that a run was started with, with overrides.
 
     Raises:
-        CheckpointError: no run folder, or one whose settings cannot be read.
+        CheckpointError: no run folder, one whose settings cannot be read, or one that this user
+            neither made nor trusts.
         SettingError: an override is wrong.
     """
     path = RunFolder.open(run_dir).path / "config.json"
@@ -264,6 +269,7 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
             f"Resume with: treegraft train --resume {path.parent.parent.parent}",
             code="checkpoint-not-run",
         )
+    require_trust(path.parent, RUN)
     # Without the overrides at first, so that an error in one of them does not blame the folder.
     try:
         load_config(path)
@@ -319,7 +325,8 @@ def open_checkpoint(
     and where to load the model from.
 
     Raises:
-        CheckpointError: no such checkpoint, or a plain model without settings.
+        CheckpointError: no such checkpoint, a plain model without settings, or settings that this
+            user neither wrote nor trusts.
     """
     place: Path | str = str(checkpoint)
     if not str(checkpoint).startswith("pypi:"):
@@ -327,7 +334,9 @@ def open_checkpoint(
         # A plain model has no state to check; a checkpoint of ours is checked with a recipe too.
         if config is None or (place / "treegraft").is_dir():
             read_state(place)
-        config = config or load_config(place / "treegraft" / "config.json", overrides)
+        if config is None:
+            require_trust(place, CHECKPOINT)
+            config = load_config(place / "treegraft" / "config.json", overrides)
     elif config is None:
         raise CheckpointError(
             f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it.",

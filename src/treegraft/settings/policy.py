@@ -421,8 +421,9 @@ class LearnSettings(Settings):
     """On a CPU: attention over trees by our own kernels, made once per machine with its C
     compiler."""
     ranks: int | Literal["auto"] = setting("auto", resumable=True)
-    """Processes that learn together, each with its share of weights, gradients and moments. "auto"
-    takes those that torchrun has started (one without it); a number is checked against them."""
+    """Processes that learn together, each with its share of weights, gradients and moments. A
+    number starts so many on this machine, or is checked against those that torchrun has started;
+    "auto" takes these (one without torchrun)."""
     replicate: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
     """Copies of the divided weights: each group of ranks / replicate holds one, so that weights are
     gathered within a group alone. It divides the number of ranks."""

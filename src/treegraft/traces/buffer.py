@@ -501,8 +501,15 @@ class TraceBuffer:
             self._file.back_up(partial)
             os.replace(partial, target)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            # On a full disk their room is needed.
+            for leftover in target.parent.glob(f"{partial.name}*"):
+                leftover.unlink()
             raise
+
+    def fold(self) -> None:
+        """Makes the file whole without another beside it, so that it can be renamed. Raises
+        DataError: that failed, as on a full disk."""
+        self._file.fold()
 
     def in_memory(self) -> TraceBuffer:
         """Returns a copy that lives in this process alone, as of `copy_to`."""

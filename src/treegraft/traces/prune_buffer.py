@@ -168,6 +168,7 @@ class BufferPruning:
                 with TraceBuffer(self._partial, buffer.load_encoder()) as new:
                     todo = [one for one in wanted if _Settled(one).place not in done]
                     await self._prune(todo, new, reader, score, head, display)
+                    new.fold()
         os.replace(self._partial, choice.out)
 
     def _begun(self, head: Mapping[str, Any]) -> set[Place]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import webbrowser
 from pathlib import Path
@@ -96,7 +97,13 @@ def _buffer_file(named: Path | None) -> Path | None:
 
 
 def view_pages(
-    paths: list[Path], host: str, port: int, *, opens_browser: bool, buffer: Path | None
+    paths: list[Path],
+    host: str,
+    port: int,
+    *,
+    opens_browser: bool,
+    buffer: Path | None,
+    encoder: str,
 ) -> None:
     """Serves the pages until Ctrl-C, and prints where.
 
@@ -108,16 +115,17 @@ def view_pages(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from treegraft.view.server import build_app
 
-    app = build_app(open_runs(paths), host=host, buffer=_buffer_file(buffer))
+    runs, token = open_runs(paths), secrets.token_urlsafe(16)
+    app = build_app(runs, host=host, buffer=_buffer_file(buffer), encoder=encoder, token=token)
     made = listen(host, port)
-    address = address_of(made)
+    address = f"{address_of(made)}{token}/"
 
     def on_ready() -> None:
         print(f"viewer at {address}  (Ctrl-C ends it)", flush=True)
         if not is_loopback(host):
             print(
-                f"warning: it listens on {host}; everyone who reaches this address can read these"
-                " runs",
+                f"warning: it listens on {host}; everyone who learns this address, which is sent"
+                " unencrypted, can read these runs",
                 file=sys.stderr,
                 flush=True,
             )

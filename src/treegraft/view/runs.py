@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import leads_outside, parse_json
+from treegraft.core.files import leads_outside, open_inside, parse_json, read_inside
 from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.metrics import meaning
@@ -89,7 +89,7 @@ class RunReader:
         """
         path = self._inside("config.json")
         try:
-            found = parse_json(path.read_bytes())
+            found = parse_json(read_inside(path, self.path))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"'{path}' cannot be read ({error}); expected the settings of a run",
@@ -284,7 +284,7 @@ class RunReader:
     def tree(self, name: str, number: int) -> Tree:
         """Returns one tree. Raises DataError: there is none, or it is damaged."""
         place = self._place(name, number)
-        with self._path(name).open("rb") as file:
+        with open_inside(self._path(name), self.path) as file:
             file.seek(place.begin)
             line = file.read(place.end - place.begin)
         return parse_tree(line, f"'{name}', line {number + 1}")
@@ -315,7 +315,7 @@ class RunReader:
         """Returns a summary of each tree of a file, in order."""
 
         def read(path: Path) -> list[dict[str, Any]]:
-            with path.open("rb") as file:
+            with open_inside(path, self.path) as file:
                 return [
                     summarise(parse_tree(line, f"'{name}', line {number + 1}"))
                     | {"file": name, "n": number}
@@ -326,7 +326,7 @@ class RunReader:
 
     def raw_lines(self, name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of a file with their numbers, from `first` on."""
-        with self._path(name).open("rb") as file:
+        with open_inside(self._path(name), self.path) as file:
             yield from islice(enumerate(file), first, None)
 
     def with_task(self, task_id: str) -> list[tuple[TreeFile, int]]:
@@ -421,7 +421,7 @@ def _is_run(path: Path) -> bool:
     if (path / "metrics.jsonl").exists() or (path / "trees").is_dir():
         return (path / "config.json").exists()
     try:
-        found = parse_json((path / "config.json").read_bytes())
+        found = parse_json(read_inside(path / "config.json", path))
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and isinstance(found.get("run"), dict)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from treegraft import SettingError, Task, ToolError, ToolUnavailable
 from treegraft.extras.mcp.plugin import McpSettings
-from treegraft.parts import EnvironmentTool, interfaces, packages, plain
+from treegraft.parts import EnvironmentTool, addresses, interfaces, packages, plain
 
 if TYPE_CHECKING:
     from treegraft.extras.mcp.bounds import Pipes
@@ -106,7 +106,8 @@ class McpServer:
         try:
             described = self._listed.result(settings.start_timeout_s)
         except Exception as error:
-            reason = f"it could not be started or reached: {error}{self._last_words()}"
+            said = addresses.redacted(str(error))
+            reason = f"it could not be started or reached: {said}{self._last_words()}"
             if isinstance(error, TimeoutError):
                 reason = f"no list of tools within start_timeout_s = {settings.start_timeout_s:g} s"
             self.close()
@@ -265,7 +266,9 @@ class McpServer:
             httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport)
         )
         return streamable_http_client(
-            self.settings.url, http_client=http, max_sse_event_size=max_bytes
+            addresses.expanded(self.settings.url, "tools.mcp"),
+            http_client=http,
+            max_sse_event_size=max_bytes,
         )
 
     def _last_words(self) -> str:

@@ -156,12 +156,14 @@ def _local(needs: Mapping[str, float]) -> Iterator[None]:
 
     # Short: the path of a socket in it has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="tg-ray-"))
+    # Ray makes its own folder one that all users of this machine may write to; ours around it is
+    # for us alone.
     try:
         _join(
             num_cpus=int(max(os.cpu_count() or 1, needs.get("CPU", 0))),
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
+            _temp_dir=str(folder / "r"),
         )
         yield
     finally:

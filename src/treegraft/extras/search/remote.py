@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from treegraft import SettingError, ToolError, ToolUnavailable
 from treegraft.extras.search.service import Service, is_http
-from treegraft.parts import interfaces, interrupt
+from treegraft.parts import addresses, interfaces, interrupt
 
 
 def retrieve_url(url: str) -> str:
@@ -28,8 +28,8 @@ def retrieve_url(url: str) -> str:
     url = url.strip()
     if not is_http(url):
         raise SettingError(
-            f"tools.search.url: got {url!r}, expected the address of a retrieval server, such as"
-            " http://127.0.0.1:8000/retrieve.",
+            f"tools.search.url: got {addresses.redacted(url)!r}, expected the address of a"
+            " retrieval server, such as http://127.0.0.1:8000/retrieve.",
             code="address-invalid",
         )
     parts = urlsplit(url)
@@ -41,7 +41,8 @@ class RemoteSearch(Service):
 
     def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
         """Raises `SettingError` where `url` is not an http address."""
-        self.url = retrieve_url(url)
+        self._address = retrieve_url(addresses.expanded(url, "tools.search.url"))
+        self.url = addresses.redacted(self._address)
         super().__init__(
             f"the retrieval server {self.url}",
             timeout_s=timeout_s,
@@ -84,7 +85,7 @@ class RemoteSearch(Service):
             ToolUnavailable: no connection, no answer in time, or none in the protocol.
         """
         asked = {"queries": list(queries), "topk": top_k, "return_scores": True}
-        answer = await self.ask("POST", self.url, json=asked)
+        answer = await self.ask("POST", self._address, json=asked)
         try:
             found = [[_passage(entry) for entry in entries[:top_k]] for entries in answer["result"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:

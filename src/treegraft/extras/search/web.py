@@ -12,7 +12,7 @@ from typing import Any
 from treegraft import SettingError, ToolUnavailable
 from treegraft.extras.search.plugin import PROVIDERS
 from treegraft.extras.search.service import Service, is_http
-from treegraft.parts import errors, interfaces
+from treegraft.parts import addresses, errors, interfaces
 
 MAX_RESULTS = 20
 """More are not asked for at once."""
@@ -36,11 +36,11 @@ class WebSearch(Service):
                 code="unknown-provider",
             )
         self._provider = chosen = PROVIDERS[provider]
-        base = base_url.strip() or chosen.base_url
+        base = addresses.expanded(base_url, "tools.search.base_url").strip() or chosen.base_url
         if not is_http(base):
             raise SettingError(
-                f"tools.search.base_url: got {base_url!r}, expected an address such as"
-                f" {chosen.base_url}.",
+                f"tools.search.base_url: got {addresses.redacted(base_url)!r}, expected an"
+                f" address such as {chosen.base_url}.",
                 code="address-invalid",
             )
         key = os.environ.get(chosen.key_variable, "").strip()
@@ -65,7 +65,7 @@ class WebSearch(Service):
     @property
     def fingerprint(self) -> str:
         """The provider's address; results also change with the web, which it does not tell."""
-        return f"web {self._url}"
+        return f"web {addresses.redacted(self._url)}"
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[interfaces.Passage]]:
         """Returns for each query its results, in the provider's order, as "title | address | text".

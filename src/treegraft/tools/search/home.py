@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError
-from treegraft.core.files import write_atomically
+from treegraft.core.files import open_own, write_atomically
 from treegraft.tools.search.corpus import checksum
 
 SMALL_BYTES = 1 << 26
@@ -79,7 +79,7 @@ def find_or_make(
     """
     if found := _find(corpus, home, recipe):
         return found
-    with (home / ".lock").open("w") as lock:
+    with open_own(home / ".lock") as lock:
         # The kernel releases the lock when its process dies, so no stale lock can stay.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from treegraft import SettingError, Task, ToolError, ToolUnavailable
-from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, interfaces
+from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, addresses, interfaces
 
 MAX_MESSAGE = 2**24
 """Longest message from a server, in bytes."""
@@ -56,8 +56,9 @@ class OpenEnvEnvironments:
         self.options = settings.options_as(OpenEnvOptions)
         self.name = f"openenv at {self.options.url}"
         self.capability = settings.capability_without_fork("an OpenEnv server copies no sessions")
-        scheme = "wss" if self.options.url.startswith("https") else "ws"
-        self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
+        self._url = addresses.expanded(self.options.url, "environment.options").rstrip("/")
+        scheme = "wss" if self._url.startswith("https") else "ws"
+        self.ws_url = f"{scheme}://{self._url.split('://', 1)[-1]}/ws"
         self.calls: dict[str, tuple[str | None, interfaces.Signature]] = {}
         """The server's name of each tool of ours, None for the one action without a name, and its
         arguments."""
@@ -94,8 +95,9 @@ class OpenEnvEnvironments:
         try:
             import httpx
 
-            url = f"{self.options.url.rstrip('/')}/schema"
-            reply = httpx.get(url, timeout=self.options.timeout_s, trust_env=False)
+            reply = httpx.get(
+                f"{self._url}/schema", timeout=self.options.timeout_s, trust_env=False
+            )
             action = reply.raise_for_status().json()["action"]
             # Else the action is a call of a tool, and the server lists its tools on request.
             if action.get("title") not in _MCP_ACTIONS:
@@ -109,9 +111,10 @@ class OpenEnvEnvironments:
                 code="package-missing",
             ) from error
         except Exception as error:  # none there, or of another kind
+            fault = addresses.redacted(str(error))
             raise SettingError(
                 f"environment.options: url is '{self.options.url}', where no OpenEnv server"
-                f" answers: {type(error).__name__}: {error}. Start it first, or correct the url.",
+                f" answers: {type(error).__name__}: {fault}. Start it first, or correct the url.",
                 code="openenv-not-there",
             ) from error
         names = [str(one["name"]) for one in listed]

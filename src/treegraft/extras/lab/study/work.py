@@ -165,6 +165,7 @@ def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
         raise interrupt.Ended(work.stopped_by)
     with TraceBuffer(partial, job.config.buffer.encoder) as buffer:
         num_stored = sum(1 for _ in buffer.trajectories())
+        buffer.fold()
     partial.replace(place)
     return {"trajectories": num_stored}
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from treegraft.core.addresses import redacted
 from treegraft.core.errors import EngineError
 from treegraft.core.spans import trace_headers
 
@@ -126,7 +126,7 @@ class Server:
         self._http = http
 
     def __str__(self) -> str:
-        return self.url
+        return redacted(self.url)
 
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None
@@ -196,10 +196,3 @@ class Server:
         names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
         lines = (line for line in response.text.splitlines() if line.startswith(names))
         return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def free_port() -> int:
-    """Returns a port of this machine's loopback that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
