@@ -9,7 +9,12 @@ from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.plugin import offered, plugins, unknown_name
 from treegraft.settings.config import Config, known_settings
-from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
+from treegraft.settings.explore import (
+    chosen_kinds,
+    has_own,
+    retrieving,
+    takes_warmup_of_buffer,
+)
 from treegraft.settings.plain import shown
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
 from treegraft.settings.table import Contradiction, value_of
@@ -18,6 +23,8 @@ MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
 MAX_TINY_WEIGHTS = 500_000_000
 """With gradients, moments and the engine's copy it takes 10 GB."""
+COMPARED_IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++-baseline")
+"""Advantages of the core that are 0 in a group of one."""
 MAX_GENERATED = 1_000_000
 """Questions that are generated, all of them before the first update."""
 
@@ -281,6 +288,18 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
                 " explore.num_leaves, which is as many, so that a second stage has leaves left;"
                 " leave it out for one stage.",
             )
+    compares = config.credit.advantage in COMPARED_IN_GROUPS and config.credit.rule is None
+    imitates = config.loss.graft_coef or config.loss.lesson_coef
+    # Explorers of one's own, and those that begin below stored steps, may bring further leaves.
+    brings = has_own(config) or any(kind.begins_below for kind in kinds.values())
+    if explore.num_leaves == 1 and compares and not (imitates or brings):
+        yield Contradiction(
+            ("explore.num_leaves", "credit.advantage"),
+            "explore.num_leaves: got 1, so that no leaf has another to be compared with:"
+            f" credit.advantage = '{config.credit.advantage}' would be 0 everywhere, and nothing"
+            " would be learned; expected at least 2. Or compare over the whole batch:"
+            ' credit.advantage = "reinforce++".',
+        )
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
     if retrieving(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
