@@ -259,6 +259,10 @@ class BuildSettings(Settings):
     """Deadline for one reply of a server."""
     max_retries: int = _building(4, ge=0, idle_unless=_asks_a_server)
     """Repeated requests to a server after a failed one."""
+    price_read: float = _building(0.0, ge=0, idle_unless=_asks_a_server)
+    """Price of a million tokens that a server reads, for the estimate of the cost."""
+    price_written: float = _building(0.0, ge=0, idle_unless=_asks_a_server)
+    """Price of a million tokens that it writes."""
     api_key_env: str | None = _building(None, idle_unless=_asks_a_server)
     """Environment variable with the server's key; None where it wants none."""
 
