@@ -461,7 +461,12 @@ def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
         env={"COLUMNS": "200"},
     )
     assert (
-        "entropy change +0.25, p 0.625" in shown.output
+        "branch: p 0.625" in shown.output
+        # Tokens of .1 and .2 nats beside a start of .1, .2 and .3.
+        and "branched at 0 of 1 places that were weighed; entropy +0 to +0 nats a token"
+        in shown.output
+        and "4 leaves, 1 correct, mean reward" in shown.output
+        and "no branch" not in shown.output
         and "graft from expert, similarity 0.875" in shown.output
     )
     assert "leaf 0 (0 to 3), the best by reward" in shown.output

@@ -23,6 +23,8 @@ class LastingDisplay:
 
     def __init__(self, display: Display) -> None:
         self._display: Display | None = display
+        self.inner = display
+        """The display itself."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Returns the display's method, which from the first OSError on does nothing."""

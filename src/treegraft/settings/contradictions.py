@@ -372,7 +372,7 @@ def check(
     """
     return [
         *_rewards_contradicted(config, environment),
-        *_branches_contradicted(explorer, tools, environment),
+        *_branches_contradicted(config, explorer, tools, environment),
         *_calls_contradicted(config, [tool.name for tool in tools]),
         *_grafts_contradicted(config, environment),
     ]
@@ -425,7 +425,10 @@ def _rewards_contradicted(
 
 
 def _branches_contradicted(
-    explorer: Explorer, tools: Sequence[Tool], environment: EnvironmentKind | None
+    config: Config,
+    explorer: Explorer,
+    tools: Sequence[Tool],
+    environment: EnvironmentKind | None,
 ) -> Iterator[Contradiction]:
     """Branches over a state that cannot be had again."""
     if not branches(explorer):
@@ -447,8 +450,19 @@ def _branches_contradicted(
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
             " branches cannot share; expected stateless tools, or an environment that can fork or"
             " replay, which each trajectory has one of. Use explorers that do not branch, make the"
-            " tool stateless, or make it a method of an [environment].",
+            f" tool stateless, or make it a method of an [environment].{_of_servers(config)}",
         )
+
+
+def _of_servers(config: Config) -> str:
+    """How a server's tools are declared stateless, where the recipe names servers."""
+    names = [server.name for server in config.tools.mcp if server.capability != "stateless"]
+    if not names:
+        return ""
+    return (
+        f" For a server whose tools keep nothing between calls ({', '.join(names)}), write"
+        ' capability = "stateless" in its entry of tools.mcp.'
+    )
 
 
 def _calls_contradicted(config: Config, names: Sequence[str]) -> Iterator[Contradiction]:
