@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -50,6 +51,8 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+MOST_PLAIN = 20_000
+"""Bytes from which an answer is compressed for browsers that take it so."""
 _MAX_DIGITS = 40
 """Characters of a number that are read: Python's own limit raises another error."""
 DAMAGE = (
@@ -431,4 +434,5 @@ def build_app(
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
     # A foreign name in the Host header is refused: a page on the internet could point a name of its
     # own here and read runs through it (DNS rebinding).
-    return Guard(OwnNames(Starlette(routes=routes), host), is_framed=is_framed)
+    small = GZipMiddleware(Starlette(routes=routes), MOST_PLAIN, compresslevel=1)
+    return Guard(OwnNames(small, host), is_framed=is_framed)
