@@ -127,10 +127,6 @@ CASES: dict[str, tuple[Any, str]] = {
         at_end(rollout__accuracy=0.75, eval__accuracy=0.25),
         "differ: 50% more are correct in training",
     ),
-    "held_out_differs_reward": (
-        at_end(rollout__accuracy=0.0, reward__mean=0.95, eval__accuracy_sampled=0.0),
-        "differ: 100% more",
-    ),
     "engine_drift": (at_end(learn__engine_gap=2e-4), "0.0002 nats"),
     "one_sign": (at_end(learn__positive_frac=1.0), "100.0% of its contributions are positive"),
     # From 5 % of 400 calls to 30 %: 23 standard errors.
@@ -190,6 +186,8 @@ def test_each_rule_speaks_and_is_silenced(name: str) -> None:
 def test_the_gap_to_held_out_tasks_has_a_limit() -> None:
     history = lines(at_end(rollout__accuracy=0.75, eval__accuracy=0.25))
     assert warnings_of(history, HealthSettings(held_out_differs=0.6))[-1] == []
+    none = lines(at_end(rollout__accuracy=0.0, reward__mean=0.95, eval__accuracy_sampled=0.0))
+    assert names(warnings_of(none))[-1] == ["held_out_differs"]
     # A high reward with some right held-out tasks is another measure, not a contradiction.
     some = lines(at_end(rollout__accuracy=0.2, reward__mean=1.0, eval__accuracy=0.1))
     assert warnings_of(some)[-1] == []
