@@ -81,9 +81,12 @@ PART ?= 1
 gpu:
 	PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(PART)
 
-# The pages, into build/docs/site; a warning fails.
-docs: install
-	$(BIN)/python docs/build.py
+# The pages, into build/docs/site; a warning fails. Where $(PYTHON) has the package already, no second environment is made.
+docs:
+	@if [ ! -e $(STAMP) ] && $(PYTHON) -c "import treegraft" 2>/dev/null; then \
+	  $(PYTHON) -c "import zensical" 2>/dev/null || { echo "make docs: $(PYTHON) lacks what builds the pages; run: $(PYTHON) -m pip install -c constraints.txt -e '.[docs]'"; exit 1; }; \
+	  $(PYTHON) docs/build.py; \
+	else $(MAKE) install && $(BIN)/python docs/build.py; fi
 
 install: $(STAMP)
 
