@@ -345,6 +345,14 @@ class RunFolder:
         files = self.trees_dir.glob("update-*.jsonl")
         return sorted((int(one.stem.removeprefix("update-")), one) for one in files)
 
+    def drop_trees(self, update: int) -> None:
+        """Removes the trees of an update and of earlier ones; those of evaluations stay."""
+        for number, path in self.update_files():
+            if number <= update:
+                # The index first: without its file it would tell of a loss.
+                (self.index_dir / f"{path.stem}.json").unlink(missing_ok=True)
+                path.unlink()
+
     def damaged_trees(self, update: int) -> list[str]:
         """Returns the files of trees, up to those of an update, that are missing or not as they
         were written, by what their indexes say."""

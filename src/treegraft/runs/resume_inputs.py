@@ -152,7 +152,7 @@ def _refuse_short(run_dir: Path, state: TrainState, checkpoint: Path) -> None:
     way = ways_out(run_dir, checkpoint, f"from {instead[0].name}" if instead else None)
     raise DamagedCheckpoint(
         f"run folder '{run_dir}': metrics.jsonl has {size} bytes, {checkpoint.name} saw"
-        f" {state.metrics_size}; the file was damaged, changed or removed",
+        f" {state.metrics_size}; the file was damaged, or changed or removed by hand",
         f" {way}",
     )
 
