@@ -87,9 +87,12 @@ audit:
 	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet "pip-audit>=2.10"; }
 	$(PYTHON) -m benchmarks.audit $(AUDIT)/bin/pip-audit
 
-# The pages, into build/docs/site; a warning fails.
-docs: install
-	$(BIN)/python docs/build.py
+# The pages, into build/docs/site; a warning fails. Where $(PYTHON) has the package already, no second environment is made.
+docs:
+	@if [ ! -e $(STAMP) ] && $(PYTHON) -c "import treegraft" 2>/dev/null; then \
+	  $(PYTHON) -c "import zensical" 2>/dev/null || { echo "make docs: $(PYTHON) lacks what builds the pages; run: $(PYTHON) -m pip install -c constraints.txt -e '.[docs]'"; exit 1; }; \
+	  $(PYTHON) docs/build.py; \
+	else $(MAKE) install && $(BIN)/python docs/build.py; fi
 
 install: $(STAMP)
 

@@ -159,7 +159,7 @@ def test_a_server_solves_a_task_with_tools_that_run_here() -> None:
     task = TASKS[1]
     with serving(expert) as (url, seen):
         attempt = solve(endpoint(url, temperature=0.7, max_reply_tokens=9), task)
-    assert attempt == Attempt(contents=world().expert(task, 0))
+    assert attempt == Attempt(contents=world().expert(task, 0), num_requests=3)
     assert [request["path"] for request in seen] == ["/v1/chat/completions"] * 3
     assert [message["role"] for message in seen[2]["messages"]] == [
         "system",
@@ -262,7 +262,7 @@ def test_what_a_tool_says_cannot_forge_a_tag_for_the_server() -> None:
 def test_nonsense_is_a_failure_with_its_reason(text: str | None, reason: str) -> None:
     with serving(lambda *_: said(text)) as (url, seen):
         attempt = solve(endpoint(url), TASKS[0])
-    assert attempt == Attempt(error=reason)
+    assert attempt == Attempt(error=reason, refused=(text or "").strip(), num_requests=1)
     assert len(seen) == 1
 
 
@@ -297,7 +297,9 @@ def test_a_tool_service_that_is_down_is_a_failure() -> None:
             pass
 
     with serving(expert) as (url, _):
-        assert solve(endpoint(url, [Down()]), TASKS[0]) == Attempt(error="the index is down")
+        assert solve(endpoint(url, [Down()]), TASKS[0]) == Attempt(
+            error="the index is down", num_requests=1
+        )
 
 
 # A server that is slow, down, or ill

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -396,6 +397,19 @@ def test_a_run_name_that_exists(treegraft: Command, copy: Path, tmp_path: Path) 
     assert sorted(copy.rglob("*")) == before
 
 
+def test_a_run_name_that_exists_is_told_before_torch_loads(copy: Path, tmp_path: Path) -> None:
+    settings = tiny(run={"name": "copy", "dir": str(copy.parent)})
+    recipe = write_recipe(tmp_path / "r.json", settings)
+    code = (
+        "import sys\nfrom treegraft.cli.main import main\n"
+        f"sys.argv = ['treegraft', 'train', {str(recipe)!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["3", "False"], done
+    assert f"run folder '{copy}' exists" in done.stderr
+
+
 def test_neither_recipe_nor_run(treegraft: Command) -> None:
     code, text = treegraft("train")
     assert (
@@ -435,7 +449,8 @@ def test_damaged_checkpoints(
     metrics = (copy / "metrics.jsonl").read_text()
     code, text = treegraft("train", "--resume", copy, "run.num_updates=3")
     assert code == 3 and str(checkpoint) in text and part in text
-    assert "Remove that folder" in text and f"--resume {copy}` goes on from update-000001" in text
+    way = f"Go on from update-000001 with: treegraft train --resume {copy} --accept-changes"
+    assert way in text
     assert (copy / "metrics.jsonl").read_text() == metrics
     code, text = treegraft("eval", copy)
     assert code == 3 and part in text

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from tests.error_codes import raises_code
+from tests.pages import builder
 
-from pages import builder
 from treegraft.core.errors import EngineError, SettingError, TreegraftError, about
 from treegraft.core.plugin import load_object
 

@@ -24,10 +24,13 @@ from tests.mcp_hostile import GOOD, OVER_HTTP, WAYS
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Capability, Signature, Tool
 from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.explore.entropy import EntropyBranching
 from treegraft.extras.mcp.client import McpServer, McpTool
 from treegraft.extras.mcp.plugin import McpSettings
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.settings.config import Config
+from treegraft.settings.contradictions import check
+from treegraft.settings.explore import EntropySettings
 from treegraft.settings.load import load_config
 from treegraft.settings.table import value_of, with_value
 from treegraft.settings.tools import ToolsSettings
@@ -431,3 +434,18 @@ def test_a_single_text_is_the_whole_body() -> None:
         signature = Signature.of_schema({"type": "object", "properties": properties})
         assert signature.text_parameter == parameter
     assert Signature.of_schema({"type": "object"}).text_parameter is None
+
+
+def test_branches_over_a_server_name_the_setting_that_allows_them() -> None:
+    class Writes:
+        name, description, capability, cacheable = "write", "Writes.", Capability.NONE, False
+
+    config = Config()
+    servers = [McpSettings(name="files", command=["x"]), McpSettings(name="web", url="http://h")]
+    named = config.model_copy(update={"tools": config.tools.model_copy(update={"mcp": servers})})
+    explorer = EntropyBranching(EntropySettings(), vocab_size=10)
+    tools: Any = [Writes()]
+    (found,) = check(named, explorer, tools, None)
+    assert 'files, web), write capability = "stateless" in its entry of tools.mcp' in found.text
+    (without,) = check(config, explorer, tools, None)
+    assert "tools.mcp" not in without.text

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from tests.error_codes import raises_code
+from tests.tiny import tiny
 from tests.trees import Part, build_tree, recorded_trees
 
+from treegraft.core.errors import SettingError
 from treegraft.core.files import write_atomically
 from treegraft.core.steps import observation_from
 from treegraft.core.types import (
@@ -27,6 +29,8 @@ from treegraft.core.types import (
 from treegraft.runs.record import RunFolder, read_metrics, read_trees, write_trees
 from treegraft.runs.start import find_checkpoint
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
+from treegraft.settings.load import load_config
+from treegraft.train import train
 
 TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
 
@@ -218,3 +222,28 @@ def test_a_missing_run_leads_to_those_that_are_there(
     for recipe in ("recipes/demo.toml", "demo"):
         with raises_code("recipe-not-run"):
             find_checkpoint(recipe)
+
+
+def test_old_trees_are_dropped_and_evaluations_stay(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    for number in (1, 2, 10, 11):
+        write_trees(folder.trees_path(number), [TREE])
+    write_trees(folder.trees_path(1, "greedy"), [TREE])
+    folder.drop_trees(9)
+    left = {"update-000010", "update-000011", "eval-000001-greedy"}
+    assert {path.stem for path in folder.trees_dir.iterdir()} == left
+    assert {path.stem for path in folder.index_dir.iterdir()} == left
+    assert folder.damaged_trees(11) == []
+    folder.drop_trees(-1)
+    assert len(folder.update_files()) == 2
+
+
+def test_a_run_keeps_the_trees_of_its_latest_updates(tmp_path: Path) -> None:
+    run = {"name": "a", "dir": str(tmp_path), "num_updates": 3}
+    done = train(tiny(run=run, track={"keep_trees": 2}))
+    names = sorted(path.stem for path in (done.run_dir / "trees").glob("update-*"))
+    assert names == ["update-000002", "update-000003"]
+    assert list((done.run_dir / "trees").glob("eval-000000-*"))
+    replaying = {"track": {"keep_trees": 2}, "replay": {"fresh_frac": 0.5}}
+    with pytest.raises(SettingError, match=r"track\.keep_trees: got 2, but groups of any earlier"):
+        load_config(replaying)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,7 +201,8 @@ AcceptChanges = Annotated[
     bool | None,
     typer.Option(
         "--accept-changes",
-        help="With --resume: go on although metrics, evaluations or the buffer have changed.",
+        help="With --resume: go on although metrics, evaluations or the buffer have changed, and"
+        " from an earlier checkpoint where the latest is damaged or has lost its metrics.",
     ),
 ]
 
@@ -274,8 +276,15 @@ def _asked(
         # What stands in the recipe's place is the first override.
         typed = [recipe, *typed]
         recipe = None
+    config = _settings(recipe, typed, resume, str(context.info_name), smoke)
+    if resume is None and os.environ.get("RANK", "0") == "0":
+        from treegraft.runs.start import new_start
+
+        # A folder that is there already is told before torch loads, which takes seconds. Other
+        # ranks may begin when the first has made it.
+        new_start(config, recipe)
     return RunAsked(
-        config=_settings(recipe, typed, resume, str(context.info_name), smoke),
+        config=config,
         recipe=recipe,
         overrides=typed,
         resume=resume,

@@ -48,6 +48,7 @@ from treegraft.core.errors import (
     ModelError,
     SettingError,
     TreegraftError,
+    memory_fault,
     nearest,
 )
 from treegraft.core.files import storage_fault
@@ -55,6 +56,8 @@ from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.plugin import Command, load_object, offered_commands
 from treegraft.core.text import plain
 
+NARROWEST = 16
+"""Characters of a column of `compare`: a cost of ten million and the space beside it."""
 _RETIRED = {
     "bench": " Benchmarks run in a clone: python -m benchmarks.speed engine. Of a recipe: treegraft"
     " profile RECIPE.",
@@ -242,14 +245,22 @@ def compare(
         print(json.dumps({"accuracy": key, "rows": dict(rows), "notes": notes}))
         return
     say(f"{key}: {meaning(key)}")
-    shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
-    for column in shown.columns[1:]:
-        column.overflow = "fold"
-    for name, values in rows:
-        form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
-        cells = ["-" if value is None else form.format(value) for value in values]
-        shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
-    Console().print(shown)
+    console = Console()
+    names = [folder.resolve().name for folder in runs]
+    first = max(len(COSTS.get(name, name)) for name, _ in rows) + 2
+    # More than fit side by side stand below, each time beside the first, with which they compare.
+    num_beside = max(1, (console.width - first) // NARROWEST - 1)
+    for begin in range(1, max(2, len(runs)), num_beside):
+        places = [0, *range(begin, min(begin + num_beside, len(runs)))]
+        shown = table("", *(names[place] for place in places), padding=(0, 2))
+        for column in shown.columns[1:]:
+            column.overflow = "fold"
+        for name, values in rows:
+            form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
+            own = [values[place] for place in places]
+            cells = ["-" if value is None else form.format(value) for value in own]
+            shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
+        console.print(shown)
     say(COSTS_NOTE, "dim")
     for note in notes:
         say(note, "yellow")
@@ -415,10 +426,19 @@ def main() -> None:
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
-    except (OSError, BaseExceptionGroup) as error:
-        if not (fault := storage_fault(error)):
+    except (OSError, RuntimeError, MemoryError, BaseExceptionGroup) as error:
+        if fault := storage_fault(error):
+            said = f"a file could not be used: {plain(fault)}."
+        elif fault := memory_fault(error):
+            said = (
+                f"memory has run out ({plain(fault)}). `treegraft doctor RECIPE` estimates what a"
+                " recipe takes; lower engine.max_rows, explore.num_leaves or"
+                " rollout.max_completion_tokens, or free memory. A run that had begun goes on from"
+                " its last checkpoint with: treegraft train --resume RUN"
+            )
+        else:
             raise
-        say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
+        say(f"error: {said}", "red", to_stderr=True)
         sys.exit(1)
     except KeyboardInterrupt as error:
         sys.exit(exit_status(error))

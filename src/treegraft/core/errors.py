@@ -109,6 +109,21 @@ def first_cause() -> Iterator[None]:
         raise cause from group
 
 
+_OF_ALLOCATORS = ("can't allocate memory", "not enough memory", "out of memory")
+"""In the texts of torch's errors, whose class for CPUs is RuntimeError."""
+
+
+def memory_fault(error: BaseException) -> str:
+    """Returns what an error says that memory has run out with, on one line; "" for another."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(memory_fault, error.exceptions)), "")
+    text = " ".join(str(error).split())
+    is_one = isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(one in text.lower() for one in _OF_ALLOCATORS)
+    )
+    return (text or type(error).__name__)[:300] if is_one else ""
+
+
 @contextlib.contextmanager
 def about(*settings: str) -> Iterator[None]:
     """Lets errors from inside that know no setting be about these."""

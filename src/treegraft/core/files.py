@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -66,6 +67,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def checksum(data: bytes) -> str:
+    """Returns what `file_checksum` says of a file of these bytes."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def file_checksum(path: Path, size: int | None = None) -> str:
     """Returns a checksum of a file's bytes, of the first `size` where that is given."""
     digest, left = hashlib.blake2b(digest_size=16), size
@@ -85,6 +91,14 @@ def open_own(path: Path, mode: str = "a") -> IO[Any]:
     the mode "a" nothing in it is lost. Raises OSError where it is a link."""
     buffering = 0 if "b" in mode else -1
     return open(path, mode, buffering, opener=_not_following)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder with all that is in it; of a link to one the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def write_atomically(path: Path, text: str) -> None:

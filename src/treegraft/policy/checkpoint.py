@@ -25,6 +25,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from treegraft.core.files import remove_folder
 from treegraft.core.interfaces import LearnerLike
 from treegraft.policy.output_head import base_model
 from treegraft.policy.shards import TensorFiles, write_rows
@@ -85,12 +86,14 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     aside = folder.with_name(f".{folder.name}{ASIDE}")
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():
+        remove_folder(aside)
     # A folder cannot be renamed onto one that is not empty.
     if folder.exists():
         folder.replace(aside)
     partial.replace(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():
+        remove_folder(aside)
 
 
 def write_model(

@@ -29,6 +29,8 @@ from typing import IO, Any
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
     LineFile,
+    checksum,
+    file_checksum,
     open_inside,
     open_own,
     parse_json,
@@ -86,9 +88,10 @@ def write_trees(path: Path, trees: Iterable[Tree]) -> None:
     if index is not None:
         # An index of the file's earlier content must not be there beside the new one.
         index.unlink(missing_ok=True)
-    write_atomically(path, "".join(lines))
+    text = "".join(lines)
+    write_atomically(path, text)
     if index is not None:
-        data = {"size": begin, "trees": places}
+        data = {"size": begin, "checksum": checksum(text.encode()), "trees": places}
         write_atomically(index, json.dumps(data, separators=(",", ":")))
 
 
@@ -359,6 +362,30 @@ class RunFolder:
         """Returns (update, its trees) for each one recorded, in order."""
         files = self.trees_dir.glob("update-*.jsonl")
         return sorted((int(one.stem.removeprefix("update-")), one) for one in files)
+
+    def drop_trees(self, update: int) -> None:
+        """Removes the trees of an update and of earlier ones; those of evaluations stay."""
+        for number, path in self.update_files():
+            if number <= update:
+                # The index first: without its file it would tell of a loss.
+                (self.index_dir / f"{path.stem}.json").unlink(missing_ok=True)
+                path.unlink()
+
+    def damaged_trees(self, update: int) -> list[str]:
+        """Returns the files of trees, up to those of an update, that are missing or not as they
+        were written, by what their indexes say."""
+        damaged = []
+        for index in sorted(self.index_dir.glob("*.json")):
+            number = re.search(r"-(\d{6,})", index.name)
+            path = self.trees_dir / f"{index.stem}.jsonl"
+            if number is None or int(number[1]) > update:
+                continue
+            with suppress(OSError, *DAMAGE):
+                # An index of 0.7 has none.
+                noted = parse_json(index.read_bytes()).get("checksum")
+                if not path.is_file() or (noted and file_checksum(path) != noted):
+                    damaged.append(f"trees/{path.name}")
+        return damaged
 
     def cut_before(self, update: int) -> None:
         """Removes the metrics and trees of `update` and of later ones."""

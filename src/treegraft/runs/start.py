@@ -14,9 +14,16 @@ from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import storage_fault, write_atomically
 from treegraft.core.given import GIVEN, GivenObjects, Record
 from treegraft.core.shipped import names_recipe
-from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
+from treegraft.runs.checkpoint import (
+    TrainState,
+    latest_checkpoint,
+    leave_out,
+    read_state,
+    tidy,
+    whole_state,
+)
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
-from treegraft.runs.resume_inputs import refuse_changes, refuse_other_settings
+from treegraft.runs.resume_inputs import choose_checkpoint, refuse_changes, refuse_other_settings
 from treegraft.runs.trust import CHECKPOINT, RUN, key_problem, mark, require_trust
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import config_json, differences, load_config
@@ -38,6 +45,8 @@ class Start:
     checkpoint: Path | None
     """The checkpoint to go on from; None starts at the beginning."""
     state: TrainState
+    passed: Sequence[Path] = ()
+    """Newer checkpoints that cannot be gone on from."""
     notices: Sequence[str] = ()
     """What the user is told when the run begins, one sentence each."""
     given: GivenObjects = field(default_factory=GivenObjects)
@@ -65,6 +74,8 @@ class Start:
         update = -1 if self.checkpoint is None else self.state.update
         self.folder.cut_to(update, self.state.metrics_size)
         self.folder.cut_warmup(self.state.warmup_steps)
+        for checkpoint in self.passed:
+            leave_out(checkpoint)
         write_atomically(self.path / "config.json", config_json(self.config))
         mark(self.path, RUN)
         return self.folder
@@ -149,7 +160,8 @@ def resumed_start(
         config: the settings it was started with; only those declared as resumable may differ. None
             takes its own.
         accepts_changes: go on although metrics, evaluations or the buffer have changed since the
-            checkpoint was written.
+            checkpoint was written, and from an earlier one where the latest is damaged or has lost
+            its metrics.
         given: the Python objects that the settings lead to; None for none.
 
     Raises:
@@ -180,14 +192,14 @@ def resumed_start(
     folder.claim()
     try:
         tidy(folder.checkpoints_dir)
-        checkpoint = latest_checkpoint(folder.checkpoints_dir)
-        state = TrainState.fresh()
-        notices = [*changed, *_of_the_beginning(folder, checkpoint)]
+        chosen = choose_checkpoint(run_dir, folder.checkpoints_dir, accepts=accepts_changes)
+        checkpoint, state = chosen.checkpoint, chosen.state
+        notices = [*changed, *chosen.notices, *_of_the_beginning(folder, checkpoint)]
         if checkpoint is not None:
-            state = read_state(checkpoint)
             require_trust(checkpoint, CHECKPOINT)
             refuse_other_settings(run_dir, own, checkpoint)
             notices += refuse_changes(run_dir, state, checkpoint, accepts=accepts_changes)
+            notices += _damaged_results(folder, state.update)
         if settings.run.num_updates < state.update:
             raise CheckpointError(
                 f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
@@ -209,6 +221,7 @@ def resumed_start(
         folder=folder,
         checkpoint=checkpoint,
         state=state,
+        passed=chosen.passed,
         notices=notices,
         accepts_changes=accepts_changes,
         given=given,
@@ -250,6 +263,22 @@ def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[st
         yield (
             f"{folder.path} has no checkpoint; the run begins anew, and its metrics and trees so"
             " far are removed"
+        )
+
+
+def _damaged_results(folder: RunFolder, update: int) -> Iterator[str]:
+    """What a resume does not depend on, and is not as it was written."""
+    if damaged := folder.damaged_trees(update):
+        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+        yield (
+            f"{', '.join(damaged[:3])}{more}: missing or not as written, so that what is shown of"
+            " them may be wrong; the run itself does not depend on them and goes on as it was"
+        )
+    best = folder.checkpoints_dir / "best"
+    if best.exists() and whole_state(best) is None:
+        yield (
+            f"{best} is damaged; the run goes on without it, and the next better evaluation"
+            " replaces it"
         )
 
 

@@ -141,6 +141,11 @@ class TrackSettings(Settings):
     "package.module:Tracker"; metrics.jsonl is always written."""
     record_trees: bool = True
     """Write whole trees to trees/."""
+    keep_trees: int | None = setting(
+        None, ge=1, idle_unless=when("track.record_trees"), resumable=True, ignored_by_eval=True
+    )
+    """The latest updates whose trees are kept, for long runs; those of evaluations stay. None for
+    all."""
     spans: str | None = setting(None, resumable=True, ignored_by_eval=True)
     """Where spans of OpenTelemetry go, which show what the seconds of an update went to: "file" for
     spans-ROLE.jsonl in the run folder, or the address of a collector (OTLP over HTTP); None for

@@ -10,7 +10,12 @@ from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.plugin import offered, plugins, unknown_name
 from treegraft.settings.config import Config, known_settings
-from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
+from treegraft.settings.explore import (
+    chosen_kinds,
+    has_own,
+    retrieving,
+    takes_warmup_of_buffer,
+)
 from treegraft.settings.plain import shown
 from treegraft.settings.recipe import flatten
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
@@ -20,6 +25,8 @@ MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
 MAX_TINY_WEIGHTS = 500_000_000
 """With gradients, moments and the engine's copy it takes 10 GB."""
+COMPARED_IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++-baseline")
+"""Advantages of the core that are 0 in a group of one."""
 MAX_GENERATED = 1_000_000
 """Questions that are generated, all of them before the first update."""
 
@@ -279,6 +286,18 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
                 " explore.num_leaves, which is as many, so that a second stage has leaves left;"
                 " leave it out for one stage.",
             )
+    compares = config.credit.advantage in COMPARED_IN_GROUPS and config.credit.rule is None
+    imitates = config.loss.graft_coef or config.loss.lesson_coef
+    # Explorers of one's own, and those that begin below stored steps, may bring further leaves.
+    brings = has_own(config) or any(kind.begins_below for kind in kinds.values())
+    if explore.num_leaves == 1 and compares and not (imitates or brings):
+        yield Contradiction(
+            ("explore.num_leaves", "credit.advantage"),
+            "explore.num_leaves: got 1, so that no leaf has another to be compared with:"
+            f" credit.advantage = '{config.credit.advantage}' would be 0 everywhere, and nothing"
+            " would be learned; expected at least 2. Or compare over the whole batch:"
+            ' credit.advantage = "reinforce++".',
+        )
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
     if retrieving(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
@@ -352,7 +371,7 @@ def check(
     """
     return [
         *_rewards_contradicted(config, environment),
-        *_branches_contradicted(explorer, tools, environment),
+        *_branches_contradicted(config, explorer, tools, environment),
         *_calls_contradicted(config, [tool.name for tool in tools]),
         *_grafts_contradicted(config, environment),
     ]
@@ -407,7 +426,10 @@ def _rewards_contradicted(
 
 
 def _branches_contradicted(
-    explorer: Explorer, tools: Sequence[Tool], environment: EnvironmentKind | None
+    config: Config,
+    explorer: Explorer,
+    tools: Sequence[Tool],
+    environment: EnvironmentKind | None,
 ) -> Iterator[Contradiction]:
     """Branches over a state that cannot be had again."""
     if not branches(explorer):
@@ -429,8 +451,19 @@ def _branches_contradicted(
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
             " branches cannot share; expected stateless tools, or an environment that can fork or"
             " replay, which each trajectory has one of. Use explorers that do not branch, make the"
-            " tool stateless, or make it a method of an [environment].",
+            f" tool stateless, or make it a method of an [environment].{_of_servers(config)}",
         )
+
+
+def _of_servers(config: Config) -> str:
+    """How a server's tools are declared stateless, where the recipe names servers."""
+    names = [server.name for server in config.tools.mcp if server.capability != "stateless"]
+    if not names:
+        return ""
+    return (
+        f" For a server whose tools keep nothing between calls ({', '.join(names)}), write"
+        ' capability = "stateless" in its entry of tools.mcp.'
+    )
 
 
 def _calls_contradicted(config: Config, names: Sequence[str]) -> Iterator[Contradiction]:

@@ -69,6 +69,22 @@ _BARE = re.compile(r"(?<![\w.])\.(?=\d+$)")
 """The point of a number without a digit before it, which TOML does not allow."""
 
 
+_NO_KEYS = re.compile(
+    r'''"""(?:[^\\]|\\.)*?(?:"""|\Z)|\'{3}.*?(?:\'{3}|\Z)|"(?:[^"\\\n]|\\.)*"?|\'[^\'\n]*\'?'''
+    r"|\#[^\n]*|[\w \t-]+",
+    re.DOTALL,
+)
+"""Texts, comments and names: without them, a dotted key is a row of dots."""
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The tables of TOML; raises RecursionError before it reads a key of too many dots, for which
+    tomllib takes memory with the square of their number."""
+    if "." * (MAX_DEPTH + 1) in _NO_KEYS.sub("", text):
+        raise RecursionError
+    return tomllib.loads(text)
+
+
 def parse_value(text: str) -> Any:
     """Returns the value of a TOML literal or of a number such as .5, else the text itself.
 
@@ -76,7 +92,7 @@ def parse_value(text: str) -> Any:
         SettingError: numbers too long or lists too deep to be read.
     """
     try:
-        parsed = tomllib.loads(f"value = {_BARE.sub('0.', text.strip())}")
+        parsed = _parsed(f"value = {_BARE.sub('0.', text.strip())}")
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError) as error:
@@ -94,7 +110,7 @@ def read_tables(path: Path, kind: Kind = "recipe") -> dict[str, Any]:
     language = "JSON" if path.suffix == ".json" else "TOML"
     text = _read(path, kind)
     try:
-        data: Any = json.loads(text) if language == "JSON" else tomllib.loads(text)
+        data: Any = json.loads(text) if language == "JSON" else _parsed(text)
     except (ValueError, RecursionError) as error:
         raise SettingError(
             f"{kind} '{path}' is not valid {language}: {_why(error)}. Texts need quotes, lists"

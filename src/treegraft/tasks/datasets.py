@@ -19,6 +19,8 @@ from treegraft.core.types import SYSTEM_ROLES, Task
 from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.fields import (
     CONTROL,
+    QUESTION_COLUMNS,
+    REFERENCE_COLUMNS,
     Defects,
     accepted_answers,
     after_mark,
@@ -172,6 +174,8 @@ class _FileDefects(Defects):
     unreadable: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)
     """Of the rows that lacked one that the settings name."""
+    lacking: Mapping[str, Any] = field(default_factory=dict)
+    """The first of those rows."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """The first row with a list or an object in place of a text."""
     num_rows: int = 0
@@ -242,6 +246,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
     found = [find_value(row.values, [column]) if column else ("", None) for column in wanted]
     if None in found:
         defects.add(_NO_COLUMN, row.number)
+        defects.lacking = defects.lacking or row.values
         defects.columns |= {column for column, _ in nested_columns(row.values)}
         return None
     question, reference, category = (pair[1] for pair in found if pair is not None)
@@ -294,7 +299,7 @@ def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) 
         if _NO_COLUMN in defects.rows and column and column not in defects.columns:
             raise DataError(
                 f"'{spec}' has no column '{column}'"
-                f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
+                f" (tasks.dataset.{setting}).{_likely(setting, column, defects)} It has"
                 f" {', '.join(sorted(defects.columns))}",
                 code="column-missing",
             )
@@ -303,6 +308,17 @@ def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) 
     raise DataError(
         f"'{spec}' has no usable row among {defects.num_rows}: {found}", code="no-usable-row"
     )
+
+
+def _likely(setting: str, column: str, defects: _FileDefects) -> str:
+    """The column that may be meant: by its contents, by the names that files give it, by its
+    spelling."""
+    usual: Sequence[str] = REFERENCE_COLUMNS if setting == "reference_column" else ()
+    if setting == "question_column":
+        chats = [name for name, value in defects.lacking.items() if are_messages(value)]
+        usual = (*chats, *QUESTION_COLUMNS)
+    found = find_value(defects.lacking, usual)
+    return f" Did you mean '{found[0]}'?" if found else nearest(column, defects.columns)
 
 
 def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -54,6 +55,8 @@ HEADERS = {
 }
 MAX_ANSWER = 64 << 20
 """Bytes of an answer."""
+MOST_PLAIN = 20_000
+"""Bytes from which an answer is compressed for browsers that take it so."""
 _MAX_DIGITS = 40
 """Characters of a number that are read: Python's own limit raises another error."""
 DAMAGE = (
@@ -489,7 +492,7 @@ def build_app(
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
     # A foreign name in the Host header is refused: a page on the internet could point a name of its
     # own here and read runs through it (DNS rebinding).
-    app: ASGIApp = Starlette(routes=routes)
+    app: ASGIApp = GZipMiddleware(Starlette(routes=routes), MOST_PLAIN, compresslevel=1)
     if token is not None:
         app = Entry(app, token, is_framed=is_framed)
     return Guard(OwnNames(app, host), is_framed=is_framed)

@@ -259,8 +259,16 @@ class MarkedFormat(ABC):
         answer = self._answer_rule.read(content.answer, task.reference)
         return None if answer is None else normal_answer(answer)
 
-    def _answer(self, body: str) -> tuple[str, str]:
-        """The text before the answer and the answer, in its last box if that is looked for."""
+    @property
+    def system_prompt(self) -> str:
+        """The system prompt, composed where none was given."""
+        return self._system_prompt
+
+    def split_answer(self, body: str) -> tuple[str, str]:
+        """Returns the text before the answer and the answer, in its last box if that is looked for.
+
+        Raises Violation for an answer without the box that is required.
+        """
         found = boxed(body)
         if found is None and self._require_boxed:
             raise Violation("an answer without \\boxed{}")

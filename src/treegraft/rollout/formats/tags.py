@@ -132,7 +132,7 @@ class TagsFormat(MarkedFormat):
         if reading.name is None:
             return StepContent(thought=thought)
         if reading.name == ANSWER:
-            return StepContent(thought=thought, answer=self._answer(reading.body)[1])
+            return StepContent(thought=thought, answer=self.split_answer(reading.body)[1])
         return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
 
     def parse_text(self, text: str) -> ParsedStep:
