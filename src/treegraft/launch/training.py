@@ -70,7 +70,7 @@ def launched(
     accepts_changes: bool = False,
     display: Display | bool | None = None,
     placement: str | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[object] = (),
     **objects: Unpack[Objects],
 ) -> RunResult:
     """Returns the result of a run's work; in other ranks than 0, what rank 0 says of it.
@@ -246,6 +246,7 @@ async def prepared(
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
+        await parts.try_rewards(parts.train_tasks)
         sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
         sampler.restore(state.sampler or {})
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)

@@ -25,6 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import Trajectory, Tree
@@ -445,5 +446,10 @@ def shown(display: Display | bool | None) -> Iterator[Display]:
     if isinstance(display, bool):
         with display_on(None) if display else nullcontext(NoDisplay()) as made:
             yield made
+    elif not hasattr(display, "phase"):
+        raise SettingError(
+            f"display: got {display!r:.80}; expected True, False, None, or an object that derives"
+            " from treegraft.parts.NoDisplay."
+        )
     else:
         yield display
