@@ -27,18 +27,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
-from treegraft.core.files import (
-    LineFile,
-    parse_json,
-    storage_fault,
-    write_atomically,
-)
+from treegraft.core.files import LineFile, parse_json, storage_fault, write_atomically
 from treegraft.core.given import Record
 from treegraft.core.text import plain
-from treegraft.core.types import (
-    Trajectory,
-    Tree,
-)
+from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.tree_json import DAMAGE, parse_tree, tree_from_dict, tree_texts
 
 # ---------------------------------------------------------------------- the index of a file
