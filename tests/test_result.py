@@ -227,7 +227,7 @@ def test_progress_in_a_notebook_is_one_line() -> None:
         "run runs/x: tiny, 2 updates",
         "warning: a short one",
         "interrupted and saved; go on with: treegraft train --resume runs/x",
-        "or in Python: train(None, resume='runs/x')",
+        "or in Python: train(resume='runs/x')",
         "",
     ]
     # 20 reports within four seconds: not more than two states a second, each over the last one.

@@ -210,8 +210,8 @@ def quit_early(**_: Any) -> list[float]:
     [
         (explode, "KeyError"),
         (quit_early, "SystemExit"),
-        (lambda **_: [1.0], "1 rewards for 2"),
-        (lambda **_: 1.0, "TypeError"),
+        (lambda **_: [1.0], "it returned [1.0], expected a list"),
+        (lambda **_: 1.0, "it returned 1.0, expected a list"),
         (lambda **_: [float("nan"), float("nan")], "finite"),
         (lambda **_: ["good", "bad"], "'good'"),
         (lambda **_: [None, None], "applies"),

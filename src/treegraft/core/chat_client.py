@@ -125,7 +125,7 @@ class ChatClient:
                 return await self._request(body)
             except _TransientError as error:
                 if attempt == self._max_retries:
-                    raise ChatError(str(error), code="code-failed") from error
+                    raise ChatError(str(error)) from error
                 # Without the keyed part all requests of a busy server would come back together.
                 wait_s = self._backoff_s * 2**attempt * (1.0 - keyed_unit(*noise_key, attempt) / 2)
                 await asyncio.sleep(min(max(wait_s, error.wait_s), MAX_BACKOFF_S))

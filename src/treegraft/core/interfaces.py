@@ -586,9 +586,11 @@ class Explorer(Protocol):
     that begins rollouts below stored steps is a `Restarting` besides.
     """
 
-    probe_tokens: int | None
-    """How many first tokens of a step after a tool result `after_probe` wants to see; None: it is
-    never asked."""
+    @property
+    def probe_tokens(self) -> int | None:
+        """How many first tokens of a step after a tool result `after_probe` wants to see; None: it
+        is never asked."""
+
     expands: bool
     """Whether `fill` may return `Expand` or `Retry`: the states between steps are then kept until
     the tree is done, which takes a copy each of an environment that forks."""

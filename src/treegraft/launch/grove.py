@@ -16,7 +16,7 @@ from treegraft.assemble import Parts, assemble, build_own_learner, training_expl
 from treegraft.core.errors import SettingError, first_cause
 from treegraft.core.files import write_atomically
 from treegraft.core.given import GivenObjects, giving
-from treegraft.core.interfaces import CreditRule, Engine, Explorer, WeightSource
+from treegraft.core.interfaces import CreditRule, Engine, Explorer, Tokenizer, WeightSource
 from treegraft.core.types import Task, Tree
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
@@ -95,6 +95,7 @@ async def _held(config: Config, engine: Engine | None) -> AsyncIterator[_Held]:
     async with assemble(config, engine=engine) as parts:
         parts.check_tasks(parts.train_tasks)
         await parts.try_environment()
+        await parts.try_rewards(parts.train_tasks)
         buffer = RolloutBuffer(config, parts.source)
         await buffer.check_expert(parts.environments)
         explorer = training_explorer(config, parts.tokenizer)
@@ -217,9 +218,9 @@ class Grove:
         return self._open().parts.train_tasks
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """That of the model, with the recipe's template."""
-        return self._open().parts.tokenizer
+        return cast(Tokenizer, self._open().parts.tokenizer)
 
     @property
     def engine(self) -> Engine:

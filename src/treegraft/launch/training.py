@@ -20,7 +20,7 @@ from treegraft.evals.preflight import Preflight
 from treegraft.evals.warmup import demonstrations_of, evaluate_warmup, warm_up_from
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.lessons import Given, LessonBook
-from treegraft.policy.learn.torchrun import joined
+from treegraft.policy.learn.torchrun import is_started, joined
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
@@ -70,7 +70,7 @@ def launched(
     accepts_changes: bool = False,
     display: Display | bool | None = None,
     placement: str | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[object] = (),
     **objects: Unpack[Objects],
 ) -> RunResult:
     """Returns the result of a run's work; in other ranks than 0, what rank 0 says of it.
@@ -91,7 +91,8 @@ def launched(
     own, given = with_objects(source, objects)
     if placement is not None:
         _refuse_local(given, f"placement '{placement}'")
-    if own.learn.ranks not in ("auto", 1):
+    # Under torchrun each rank runs the script that has the objects.
+    if own.learn.ranks not in ("auto", 1) and not is_started():
         _refuse_local(given, f"learn.ranks = {own.learn.ranks}")
     with giving(given), joined(own) as ranks:
         if ranks is not None and ranks.rank > 0:
@@ -99,7 +100,7 @@ def launched(
         is_empty = config is None and resume is None and not given.records
         start = _start(None if is_empty else own, recipe, resume, accepts_changes, given)
         if missing := missing_packages(start.config):
-            raise SettingError("\n".join(missing.values()), code="invalid-setting")
+            raise SettingError("\n".join(missing.values()), code="packages-missing")
         if (start.config.engine.kind, start.config.publish.kind) == ("vllm", "external"):
             raise SettingError(
                 "publish.kind: got 'external', expected another one in `train`, whose own learner"
@@ -258,6 +259,7 @@ async def prepared(
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
+        await parts.try_rewards(parts.train_tasks)
         sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
         sampler.restore(state.sampler or {})
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)

@@ -49,11 +49,7 @@ class _Step:
 
 
 async def find_stored(
-    retriever: Retriever | None,
-    tree: OpenTree,
-    sessions: Sessions,
-    format: Format,
-    limits: Limits,
+    retriever: Retriever | None, tree: OpenTree, sessions: Sessions, format: Format, limits: Limits
 ) -> StoredSteps:
     """Returns the stored trajectories of a tree's task; none without a retriever, or where it fails
     or takes longer than the deadline of a rollout."""
@@ -66,13 +62,7 @@ async def find_stored(
 class StoredSteps:
     """The stored trajectories of one tree's task."""
 
-    def __init__(
-        self,
-        tree: OpenTree,
-        sessions: Sessions,
-        format: Format,
-        limits: Limits,
-    ) -> None:
+    def __init__(self, tree: OpenTree, sessions: Sessions, format: Format, limits: Limits) -> None:
         """Begins without any."""
         self._tree, self._sessions, self._format, self._limits = tree, sessions, format, limits
         self._usable: list[tuple[Sequence[Trace], list[_Step], Stored]] = []
@@ -228,12 +218,7 @@ class StoredSteps:
         return session, shown
 
     def _appended(
-        self,
-        number: int,
-        steps: Sequence[_Step],
-        point: Point | None,
-        *,
-        is_taught: bool = False,
+        self, number: int, steps: Sequence[_Step], point: Point | None, *, is_taught: bool = False
     ) -> OpenPath:
         """A path below the steps, which the tree then has."""
         traces, _, _ = self._usable[number]

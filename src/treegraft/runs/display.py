@@ -10,6 +10,7 @@ import shlex
 import sys
 import textwrap
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import Trajectory, Tree
@@ -300,7 +302,7 @@ class NotebookDisplay(PlainDisplay):
     def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
         super().interrupted(resume_command, is_saved)
         if self._run_dir is not None:
-            self._say(f"or in Python: train(None, resume={str(self._run_dir)!r})")
+            self._say(f"or in Python: train(resume={str(self._run_dir)!r})")
 
 
 class RichDisplay(_Lines):
@@ -458,10 +460,20 @@ def shown(display: Display | bool | None) -> Iterator[Display]:
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook. A display of the caller's own is left open.
     """
+    is_notebook = Console().is_jupyter
+    if is_notebook:
+        # Of tqdm, as libraries import it; progress here needs no widgets.
+        warnings.filterwarnings("ignore", message="IProgress not found")
     if display is None:
-        display = sys.stdout is not None and (sys.stdout.isatty() or Console().is_jupyter)
+        display = is_notebook or (sys.stdout is not None and sys.stdout.isatty())
     if isinstance(display, bool):
         with display_on(None) if display else nullcontext(NoDisplay()) as made:
             yield made
+    elif not hasattr(display, "phase"):
+        raise SettingError(
+            f"display: got {display!r:.80}; expected True, False, None, or an object that derives"
+            " from treegraft.parts.NoDisplay.",
+            code="display-invalid",
+        )
     else:
         yield display

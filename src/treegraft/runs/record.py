@@ -40,10 +40,7 @@ from treegraft.core.files import (
 )
 from treegraft.core.given import Record
 from treegraft.core.text import plain
-from treegraft.core.types import (
-    Trajectory,
-    Tree,
-)
+from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.tree_json import DAMAGE, parse_tree, tree_from_dict, tree_texts
 from treegraft.runs.trust import RUN, mark
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
     makers: dict[str, Maker] = {}
     for number, callback in enumerate(callbacks):
         methods = [name for name in _METHODS if callable(getattr(callback, name, None))]
-        if isinstance(callback, type) or not (methods or callable(callback)):
+        is_wrong = isinstance(callback, type) or inspect.iscoroutinefunction(callback)
+        if is_wrong or not (methods or callable(callback)):
             raise SettingError(
                 f"callbacks: entry {number} is {callback!r:.80}; expected a function of (update,"
                 f" metrics), or an object with some of the methods {', '.join(_METHODS)}.",
@@ -86,10 +88,8 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
             )
         named = callback if methods else _FunctionTracker(callback)
         name = getattr(callback, "__name__", type(callback).__name__)
-        key = (
-            f"callback {name}" if f"callback {name}" not in makers else f"callback {name} {number}"
-        )
-        makers[key] = lambda _, one=named: one  # type: ignore[misc]
+        key = f"callback {name}"
+        makers[f"{key} {number}" if key in makers else key] = lambda _, one=named: one  # type: ignore[misc]
     return makers
 
 

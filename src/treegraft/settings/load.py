@@ -39,7 +39,7 @@ from treegraft.settings.plain import (
     shortened,
     shown,
 )
-from treegraft.settings.recipe import SMOKE, merged, read_recipe
+from treegraft.settings.recipe import BASE, SMOKE, merged, read_recipe
 from treegraft.settings.table import value_of
 from treegraft.settings.unknown import suggestion, unknown_settings
 
@@ -377,9 +377,13 @@ def _give(data: dict[str, Any], given: Mapping[str, Any], origin: str, *, replac
             value = value.value
         there = functools.reduce(lambda place, key: place[key], name.split("."), data) if has else 0
         if has and not replaces and there != value:
+            keys = reversed(name.split("."))
+            place = functools.reduce(lambda inner, key: f"{{'{key}': {inner}}}", keys, "...")
+            other = f": {{'{BASE}': '{origin}', {place[1:]} replaces the recipe's"
             raise SettingError(
                 f"{origin}: setting '{name}' is {shown(there)}, and an argument gives"
-                f" {shown(value)} for it; expected one of the two. Leave the other out.",
+                f" {shown(value)} for it; expected one of the two. Leave the other out"
+                f"{'' if origin == 'settings' else other}.",
                 settings=[name],
                 code="argument-and-setting",
             )
@@ -398,8 +402,8 @@ def load_config(
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
     Args:
-        source: a `Config`, nested tables, the path of a recipe (.toml) or of a resolved
-            config.json, or the name of a shipped recipe, such as "demo".
+        source: a `Config`, nested tables (over those of a recipe, with {"base": "demo", ...}), the
+            path of a recipe (.toml) or of a resolved config.json, or the name of a shipped recipe.
         overrides: each "table.setting=value", the value a TOML literal or else a text; "none" for
             None.
         smoke: with the recipe's table [smoke] put over the others: the same path through the code
@@ -419,6 +423,9 @@ def load_config(
     elif isinstance(source, Mapping):
         # A copy: overrides are put into it.
         origin, data = "settings", json.loads(json.dumps(source, default=str))
+        if isinstance(base := data.get(BASE), str):
+            del data[BASE]
+            data = merged(_read(Path(base), smoke=smoke), data)
     else:
         origin, data = str(source), _read(Path(source), smoke=smoke)
     _drop_removed(data, origin)

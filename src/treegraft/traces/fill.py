@@ -26,7 +26,7 @@ from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.rewards import RewardScorer, build_rewards, check_rewards
+from treegraft.tasks.rewards import build_rewards, build_scorer, check_rewards
 from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
@@ -160,16 +160,10 @@ class BufferBuild:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools, format)
             rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
             check_rewards(rewards, tasks.train_tasks())
-            scorer = RewardScorer(
-                rewards,
-                written_text=format.written_text,
-                deadline_s=config.reward.deadline_s,
-                success_reward=config.environment.success_reward,
-            )
             yield ScoredAgent(
                 agent=agent,
                 format=format,
-                scorer=scorer,
+                scorer=build_scorer(config, rewards, format.written_text),
                 max_graft_tokens=config.rollout.max_completion_tokens,
             )
         finally:
