@@ -304,7 +304,7 @@ def offered(kind: str) -> Mapping[str, Any]:
     return plugins().offered(kind)
 
 
-def offered_commands() -> dict[str, Command]:
+def offered_commands() -> Mapping[str, Command]:
     """Returns the commands of all plugins, by name; of ours, it loads only those that bring one."""
     return plugins("WITH_COMMANDS").offered("commands")
 

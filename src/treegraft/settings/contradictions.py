@@ -457,7 +457,9 @@ def _branches_contradicted(
 
 def _of_servers(config: Config) -> str:
     """How a server's tools are declared stateless, where the recipe names servers."""
-    names = [server.name for server in config.tools.mcp if server.capability != "stateless"]
+    # A setting of a plugin, which may be missing.
+    servers: Sequence[Any] = getattr(config.tools, "mcp", ())
+    names = [server.name for server in servers if server.capability != "stateless"]
     if not names:
         return ""
     return (
