@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from treegraft.core.addresses import public
 from treegraft.core.errors import SettingError, nearest
