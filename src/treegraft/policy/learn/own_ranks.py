@@ -10,9 +10,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from treegraft.settings.config import Config
-from treegraft.settings.load import config_json
-
 STORE = "TREEGRAFT_RANK_STORE"
 """Environment variable: the file at which the ranks meet."""
 GRACE_S = 30.0
@@ -22,9 +19,13 @@ FAILED_S = 3.0
 
 
 @contextmanager
-def started(config: Config, size: int) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
+def started(settings: str, size: int) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
     """Holds the other ranks of a training, whose rank 0 is this process; they have ended at the
-    end of the block."""
+    end of the block.
+
+    Args:
+        settings: the resolved ones, as JSON.
+    """
     grace_s, processes = FAILED_S, list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory(prefix="treegraft-ranks-") as folder:
         of_all = {
@@ -38,7 +39,7 @@ def started(config: Config, size: int) -> Iterator[Sequence[subprocess.Popen[byt
         before = {name: os.environ.get(name) for name in own}
         try:
             for rank in range(1, size):
-                processes.append(_rank(config, of_all, rank))
+                processes.append(_rank(settings, of_all, rank))
             os.environ.update(own)
             yield processes
             grace_s = GRACE_S
@@ -55,7 +56,7 @@ def started(config: Config, size: int) -> Iterator[Sequence[subprocess.Popen[byt
                     process.wait()
 
 
-def _rank(config: Config, of_all: dict[str, str], rank: int) -> subprocess.Popen[bytes]:
+def _rank(settings: str, of_all: dict[str, str], rank: int) -> subprocess.Popen[bytes]:
     own = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -72,5 +73,5 @@ def _rank(config: Config, of_all: dict[str, str], rank: int) -> subprocess.Popen
     )
     assert process.stdin is not None
     with process.stdin as pipe:
-        pipe.write(config_json(config).encode())
+        pipe.write(settings.encode())
     return process

@@ -56,8 +56,9 @@ def joined(config: Config) -> Iterator[Ranks | None]:
     # torch.distributed is for several processes alone.
     from treegraft.policy.learn.own_ranks import started
     from treegraft.policy.learn.ranks import Ranks
+    from treegraft.settings.load import config_json
 
-    with nullcontext(()) if is_started() else started(config, size) as processes:
+    with nullcontext(()) if is_started() else started(config_json(config), size) as processes:
         ranks = Ranks(config, processes)
         try:
             yield ranks
