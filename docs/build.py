@@ -12,6 +12,7 @@ from the navigation) fails the build.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -210,6 +211,7 @@ class Raised(NamedTuple):
     """Its message, with … for what is filled in; empty where it is made elsewhere."""
 
 
+@functools.cache
 def raised() -> list[Raised]:
     """Returns every place where an error of ours is made, by files and lines."""
     folder = ROOT / "src" / "treegraft"

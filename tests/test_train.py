@@ -80,7 +80,7 @@ def start(folder: Path, name: str = "a", display: Any = None, **tables: Any) -> 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    return start(tmp_path_factory.mktemp("run"), track={"trackers": ["tensorboard"]})
+    return start(tmp_path_factory.mktemp("run"))
 
 
 def test_the_run_folder_holds_what_the_design_says(run: RunResult) -> None:
@@ -166,17 +166,6 @@ def test_trees_are_recorded_after_learning(run: RunResult) -> None:
                 assert sum(leaf.advantage or 0.0 for leaf in tree.leaves) == pytest.approx(
                     0.0, abs=1e-6
                 )
-
-
-def test_tensorboard_has_the_metrics(run: RunResult) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run.run_dir / "tensorboard"))
-    events.Reload()
-    found = {event.step: event.value for event in events.Scalars("reward/mean")}
-    assert found == {
-        line["update"]: pytest.approx(line["reward/mean"]) for line in read_metrics(run.run_dir)[1:]
-    }
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

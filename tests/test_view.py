@@ -389,6 +389,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         "/api/runs/first/groups?file=update-000001"
     )
     assert answer.status_code == 404 and "line 3" in answer.json()["error"]
+    assert answer.json()["code"] == "tree-unreadable"
 
 
 # ---------------------------------------------------------------------- refusals

@@ -442,9 +442,9 @@ def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]
         try:
             return _json(method(request))
         except (DataError, SettingError) as error:
-            return _json({"error": str(error)}, 404)
+            return _json({"error": str(error), "code": error.code}, 404)
         except TreegraftError as error:
-            return _json({"error": str(error)}, 409)
+            return _json({"error": str(error), "code": error.code}, 409)
         except DAMAGE as error:
             _log.warning("%s cannot be shown", request.url.path, exc_info=error)
             found = f"{type(error).__name__}: {error}"
