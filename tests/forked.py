@@ -60,7 +60,7 @@ def _work(
     err: _Handle,
     is_session: bool,
 ) -> None:
-    """Does in a process of its own what `python -m MODULE ARGUMENTS` does."""
+    """Does in a process of its own what `python -m MODULE ARGUMENTS` does, or `python -c CODE`."""
     if is_session:
         os.setsid()
     for handle, stream in ((out, 1), (err, 2)):
@@ -77,7 +77,10 @@ def _work(
     sys.path[:] = [*filter(None, paths), *(one for one in sys.path if one)]
     sys.argv = list(words)
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if words[0] == "-c":
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     finally:
         # A process of multiprocessing leaves them out.
         atexit._run_exitfuncs()
