@@ -113,18 +113,11 @@ ORDERS = (
 )
 
 
-FORGET = """
-import sys
-for name in [name for name in sys.modules if name.partition(".")[0] == "treegraft"]:
-    del sys.modules[name]
-"""
-"""Before it, a process has nothing of Treegraft's; what it needs of others may be there."""
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_train_is_the_function_in_any_import_order(order: str, tmp_path: Path) -> None:
     code = f"{order}; assert train is other and train.__name__ == 'train' and callable(train)"
-    with Forked(["-c", FORGET + code], cwd=tmp_path, stderr=subprocess.STDOUT) as process:
+    one = subprocess.STDOUT
+    with Forked(["-c", code], cwd=tmp_path, stderr=one, is_fresh=True) as process:
         said, _ = process.communicate(timeout=120)
     assert (process.returncode, said) == (0, "")
 

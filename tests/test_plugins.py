@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.forked import Forked
 from tests.tiny import tiny
 
 from treegraft.core.errors import SettingError
@@ -179,13 +180,10 @@ def install(folder: Path, source: str, name: str = "mine") -> Path:
 
 def run(code: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([*map(str, folders), str(ROOT / "src"), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        timeout=300,
-    )
+    own = {**os.environ, "PYTHONPATH": path, **environment}
+    with Forked(["-c", code], cwd=Path(), env=own, is_fresh=True) as process:
+        said = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(code, process.wait(), *said)
 
 
 def treegraft(arguments: list[str], *folders: Path, **environment: str) -> tuple[int, str]:
