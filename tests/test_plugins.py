@@ -364,7 +364,10 @@ def test_a_plugin_that_cannot_be_taken_is_one_sentence(
     code, out = treegraft(["config", "demo"], folder)
     words = " ".join(out.split())
     assert code == 2 and said in words and "mine" in words and "Traceback" not in out
-    # The others are whole, and without it there is work.
+
+
+def test_beside_a_plugin_that_cannot_be_taken_there_is_work(tmp_path: Path) -> None:
+    folder = install(tmp_path / "site", "plugin = 3")
     assert treegraft(["--help"], folder)[0] == 0
     assert treegraft(["config", "demo"], folder, TREEGRAFT_PLUGINS="off")[0] == 0
 
