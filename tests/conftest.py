@@ -42,6 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+LONGEST = (
+    *("test_resume", "extras/test_trl", "distributed/test_laws", "test_sandbox", "test_plugins"),
+    *("test_train", "test_objects", "test_readme", "test_report", "test_view_browser"),
+    *("extras/test_scienceworld", "test_study", "test_engine", "distributed/test_jobs"),
+    *("test_package", "test_packages", "test_tools", "test_toolstar", "test_vllm_engine"),
+)
+"""Files that take long begin first, so that no process is left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
 # A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose
 # Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -58,11 +58,9 @@ def _work(
     environment: Mapping[str, str],
     out: _Handle,
     err: _Handle,
-    is_session: bool,
+    is_fresh: bool,
 ) -> None:
-    """Does in a process of its own what `python -m MODULE ARGUMENTS` does."""
-    if is_session:
-        os.setsid()
+    """Does in a process of its own what `python -m MODULE ARGUMENTS` does, or `python -c CODE`."""
     for handle, stream in ((out, 1), (err, 2)):
         os.dup2(handle.number, stream)
     for number in {out.number, err.number} - {1, 2}:
@@ -75,9 +73,15 @@ def _work(
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [*filter(None, paths), *(one for one in sys.path if one)]
-    sys.argv = list(words)
+    for name in list(sys.modules) if is_fresh else ():
+        if name.partition(".")[0] == "treegraft":
+            del sys.modules[name]
+    sys.argv = ["-c", *words[2:]] if words[0] == "-c" else list(words)
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if words[0] == "-c":
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     finally:
         # A process of multiprocessing leaves them out.
         atexit._run_exitfuncs()
@@ -95,16 +99,20 @@ class Forked:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         stderr: int | None = None,
-        start_new_session: bool = False,
+        is_fresh: bool = False,
     ) -> None:
-        """Starts it; standard output is a pipe, and so is standard error unless it is
-        `subprocess.STDOUT`, with which both are one."""
+        """Starts it; standard output is a pipe, and so is standard error.
+
+        Args:
+            stderr: `subprocess.STDOUT` for one pipe of both.
+            is_fresh: nothing of Treegraft's is loaded; it comes from where PYTHONPATH leads.
+        """
         self.args = [str(word) for word in words]
         ours, out = os.pipe()
         theirs, err = (None, out) if stderr == subprocess.STDOUT else os.pipe()
         arguments = (self.args, str(cwd), dict(os.environ if env is None else env))
         self._process: BaseProcess = context().Process(
-            target=_work, args=(*arguments, _Handle(out), _Handle(err), start_new_session)
+            target=_work, args=(*arguments, _Handle(out), _Handle(err), is_fresh)
         )
         self._process.start()
         for number in {out, err}:

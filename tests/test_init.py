@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.error_codes import raises_code
+from tests.forked import Forked
 from tests.test_examples import threads  # noqa: F401
 
 from treegraft.cli.init import init
@@ -17,7 +16,13 @@ from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import exact_match
 from treegraft.train import train
 
-COMMAND = (sys.executable, "-m", "treegraft")
+
+def said(folder: Path, *words: str) -> str:
+    """Returns what a command prints that goes well."""
+    with Forked(["treegraft", *words], cwd=folder) as process:
+        printed, problems = process.communicate(timeout=120)
+    assert process.returncode == 0, problems
+    return printed
 
 
 @pytest.fixture
@@ -42,10 +47,9 @@ def test_the_project_is_trained_and_passes_its_tests(project: Path, tmp_path: Pa
 
 def test_the_commands_that_are_printed_work(tmp_path: Path) -> None:
     """As a user types them, the training cut short."""
-    printed = subprocess.check_output([*COMMAND, "init", "mine"], cwd=tmp_path, text=True)
+    printed = said(tmp_path, "init", "mine")
     assert "mine/my_tool.py" in printed and "chat.toml" not in printed
-    checks = [*COMMAND, "doctor", "recipe.toml", "--json"]
-    assert "my_reward:one_call" in subprocess.check_output(checks, cwd=tmp_path / "mine", text=True)
+    assert "my_reward:one_call" in said(tmp_path / "mine", "doctor", "recipe.toml", "--json")
 
 
 @pytest.mark.slow

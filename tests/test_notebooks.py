@@ -64,6 +64,7 @@ def executed(name: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
     return printed, [one.data for one in outputs if one.output_type != "stream"]
 
 
+@pytest.mark.slow
 def test_smoke_test_of_a_first_agent(tmp_path: Path) -> None:
     printed, results = executed("first_agent", tmp_path)
     (run,) = (tmp_path / "runs").iterdir()

@@ -13,6 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from tests.forked import Forked
 
 from treegraft.core.shipped import shipped, shipped_recipes
 
@@ -51,14 +52,10 @@ def treegraft(
     assert found.startswith(str(installed))
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "treegraft", *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        words = ["treegraft", *arguments]
+        with Forked(words, cwd=folder, env=environment, is_fresh=True) as process:
+            said = process.communicate(timeout=300)
+            return subprocess.CompletedProcess(words, process.wait(), *said)
 
     return run
 

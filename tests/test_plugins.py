@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.error_codes import raises_code
+from tests.forked import Forked
 from tests.tiny import tiny
 
 from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, offered, offered_commands, plugins
@@ -181,13 +182,10 @@ def install(folder: Path, source: str, name: str = "mine") -> Path:
 
 def run(code: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([*map(str, folders), str(ROOT / "src"), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        timeout=300,
-    )
+    own = {**os.environ, "PYTHONPATH": path, **environment}
+    with Forked(["-c", code], cwd=Path(), env=own, is_fresh=True) as process:
+        said = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(code, process.wait(), *said)
 
 
 def treegraft(arguments: list[str], *folders: Path, **environment: str) -> tuple[int, str]:
@@ -368,7 +366,10 @@ def test_a_plugin_that_cannot_be_taken_is_one_sentence(
     code, out = treegraft(["config", "demo"], folder)
     words = " ".join(out.split())
     assert code == 2 and said in words and "mine" in words and "Traceback" not in out
-    # The others are whole, and without it there is work.
+
+
+def test_beside_a_plugin_that_cannot_be_taken_there_is_work(tmp_path: Path) -> None:
+    folder = install(tmp_path / "site", "plugin = 3")
     assert treegraft(["--help"], folder)[0] == 0
     assert treegraft(["config", "demo"], folder, TREEGRAFT_PLUGINS="off")[0] == 0
 

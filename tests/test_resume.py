@@ -77,7 +77,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
 RARE = {
     *("half of a warm-up checkpoint written", "in the evaluation at the start", "scoring"),
     *("half of an index written", "in an evaluation between", "all done but the end"),
-    "a checkpoint renamed, old ones not removed",
+    *("a checkpoint renamed, old ones not removed", "sampling", "learned, not published"),
 }
 """Moments between two of the others, where the same files lie on the disk: for the slow tests."""
 

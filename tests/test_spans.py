@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.error_codes import raises_code
+from tests.forked import Forked
 from tests.tiny import differing, tiny
 
 from treegraft.core import spans
@@ -100,8 +101,8 @@ def test_nothing_is_recorded_and_imported_where_no_run_asks() -> None:
     with spans.joined({}, "rank 1"), spans.recorded(None, Path(), "rank 0"), spans.span("x", n=1):
         pass
     seen = "import sys, treegraft.train; print([m for m in sys.modules if 'opentel' in m])"
-    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    with Forked(["-c", seen], cwd=Path(), stderr=subprocess.STDOUT) as process:
+        assert process.communicate(timeout=120)[0].strip() == "[]"
 
 
 def test_another_process_goes_on_with_a_span(tmp_path: Path) -> None:

@@ -12,14 +12,17 @@ from tests.distributed.jobs import ranks_of
 
 NAMES = {
     2: (
-        *("llama", "tied", "qwen3", "minibatches", "kl", "lora", "lessons", "stored", "idle"),
-        *("checkpointing", "offload", "replicate", "twice", "resumed"),
+        *("llama", "tied", "minibatches", "kl", "lora", "lessons", "stored", "idle"),
+        *("offload", "replicate", "twice", "resumed"),
         *("files", "files tied"),
     ),
     3: ("idle",),
 }
 """The checks of `tests.distributed.laws` by number of ranks, all of a number in one job."""
-SLOW = ("llama", "tied", "lora", "lessons", "minibatches", "twice", "resumed")
+SLOW = (
+    *("llama", "tied", "lora", "lessons", "minibatches", "twice", "resumed"),
+    *("qwen3", "checkpointing"),
+)
 """Those of three ranks that take too long for the default suite, in a job of their own."""
 LIMITS = {"lora": 1e-4}
 """Adam magnifies the rounding of first gradients near 0."""
