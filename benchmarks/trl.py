@@ -29,14 +29,16 @@ from treegraft.parts import files, grove
 
 METHODS = {
     "grpo": ["explore.explorers=['independent']"],
-    "arpo": ["explore.explorers=['entropy']", "credit.attribution=hard"],
-    "rapo": ["explore.explorers=['graft']", "loss.graft_coef=0.0"],
+    "arpo": [
+        *("explore.explorers=['entropy']", "explore.entropy.num_starts=4"),
+        "credit.attribution=hard",
+    ],
+    "rapo": ["explore.explorers=['graft']", "explore.graft.num_hybrid=4", "loss.graft_coef=0.0"],
 }
 SEEDS = (0, 1, 2)
 SMALL = [
-    *("run.tasks_per_update=4", "explore.num_leaves=8", "explore.entropy.num_starts=4"),
-    *("explore.graft.num_hybrid=4", "learn.num_minibatches=1", "eval.every=0"),
-    *("eval.at_start=false", "eval.at_end=false", "tasks.num_eval=100"),
+    *("run.tasks_per_update=4", "explore.num_leaves=8", "learn.num_minibatches=1"),
+    *("eval.every=0", "eval.at_start=false", "eval.at_end=false", "tasks.num_eval=100"),
 ]
 QUIET = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 QUIET |= {"logging_strategy": "no"}
