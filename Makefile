@@ -8,7 +8,7 @@ CORE_STAMP := $(VENV)/.treegraft-core
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test border printed cluster-test check smoke bench mutants gpu docs install clean
+.PHONY: vllm-env demo figures test border printed cluster-test check smoke bench mutants gpu docs audit install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -81,9 +81,18 @@ PART ?= 1
 gpu:
 	PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(PART)
 
-# The pages, into build/docs/site; a warning fails.
-docs: install
-	$(BIN)/python docs/build.py
+# Known holes in the pinned versions and in the lowest ones that pyproject.toml allows, by PyPI's database.
+AUDIT := build/audit/env
+audit:
+	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet "pip-audit>=2.10"; }
+	$(PYTHON) -m benchmarks.audit $(AUDIT)/bin/pip-audit
+
+# The pages, into build/docs/site; a warning fails. Where $(PYTHON) has the package already, no second environment is made.
+docs:
+	@if [ ! -e $(STAMP) ] && $(PYTHON) -c "import treegraft" 2>/dev/null; then \
+	  $(PYTHON) -c "import zensical" 2>/dev/null || { echo "make docs: $(PYTHON) lacks what builds the pages; run: $(PYTHON) -m pip install -c constraints.txt -e '.[docs]'"; exit 1; }; \
+	  $(PYTHON) docs/build.py; \
+	else $(MAKE) install && $(BIN)/python docs/build.py; fi
 
 install: $(STAMP)
 

@@ -37,13 +37,14 @@ import numpy.typing as npt
 import uvicorn
 
 from benchmarks.speed.measure import compare
+from treegraft.core.interfaces import Passage, SearchBackend
 from treegraft.core.listener import address_of, listen
-from treegraft.tools.search.corpus import Corpus, Passage, read_rows
+from treegraft.extras.search.serve import search_app
+from treegraft.tools.search.corpus import Corpus, read_rows
 from treegraft.tools.search.dense import DenseIndex, save_lists
 from treegraft.tools.search.encoders import CACHE_SIZE, Encoder, build_encoder
 from treegraft.tools.search.nearest import FLAT_LIMIT
-from treegraft.tools.search.serve import search_app
-from treegraft.tools.search.tool import CorpusSearch, SearchBackend
+from treegraft.tools.search.tool import CorpusSearch
 
 Vectors = npt.NDArray[np.float32]
 

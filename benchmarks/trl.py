@@ -109,7 +109,7 @@ def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "
     torch.set_num_threads(1)
     base = warmed_up(folder)
     config = config_of(method, base, "run.num_updates=1000")
-    alone_tokens, tree_tokens, our_tokens = [], [], []
+    alone_tokens, tree_tokens, our_tokens = (list[tuple[int, int]]() for _ in range(3))
     turns = Turns(), Turns()
     own = {**QUIET, "output_dir": str(folder / "out")}
     with_trees = counting(TreeGRPOTrainer, tree_tokens)(

@@ -22,14 +22,14 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs"
 FOREIGN_NAMES = PAGES / "foreign_names.toml"
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 INTERVAL = re.compile(r"(?<=\d) ± (?=\d)")
-REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names)[\w-]*\)")
+REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names|errors)[\w-]*\)")
 TABLE = re.compile(r"(?<=^<!-- table: )(.+?) -->\n.*?(?=<!-- end of table -->)", re.S | re.M)
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
@@ -50,6 +50,12 @@ Every setting of {versions} with what it is in Treegraft, generated from
 `src/treegraft/settings/names.toml` and `docs/foreign_names.toml`. If you type one of the common
 names in a recipe or on the command line, the error message says the same. `x.*` stands for all
 settings below `x` that have no line of their own."""
+ERRORS_HEAD = """# Errors
+
+Every error that Treegraft raises on purpose is a `treegraft.TreegraftError`. Its `code` names the
+reason for programs and stays when the message is edited: catch the class, then compare
+`error.code`; `error.settings` holds the dotted names of settings that it is about, where these are
+known. Generated from the source; `…` stands for what a message fills in."""
 COMMANDS_HEAD = """# Commands
 
 Generated from the program; `treegraft COMMAND --help` prints the same. Exit codes: 0 success; 1
@@ -94,6 +100,7 @@ def references() -> dict[str, str]:
         "metrics": metrics_page(),
         "commands": commands_page(),
         "names": names_page(),
+        "errors": errors_page(),
     }
 
 
@@ -129,7 +136,7 @@ def settings_page() -> str:
 
 def servers_table() -> str:
     """Returns the settings of one entry of tools.mcp, which have no dotted names."""
-    from treegraft.settings.tools import McpSettings
+    from treegraft.extras.mcp.plugin import McpSettings
 
     rows = [
         "",
@@ -184,6 +191,78 @@ def metrics_page() -> str:
     lines = [METRICS_HEAD]
     for group, rows in groups.items():
         lines += ["", f"## {group}", "", "| key | meaning |", "|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class Raised(NamedTuple):
+    """A place of the source where an error of ours is made."""
+
+    place: str
+    """File and line."""
+    kind: str
+    """Name of its class."""
+    code: str
+    """Empty where it has none, or one that is no literal."""
+    text: str
+    """Its message, with … for what is filled in; empty where it is made elsewhere."""
+
+
+def raised() -> list[Raised]:
+    """Returns every place where an error of ours is made, by files and lines."""
+    folder = ROOT / "src" / "treegraft"
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")}
+    classes = [one for tree in trees.values() for one in ast.walk(tree)]
+    classes = [one for one in classes if isinstance(one, ast.ClassDef)]
+    kinds, size = {"TreegraftError"}, 0
+    while size < len(kinds):
+        size = len(kinds)
+        kinds |= {one.name for one in classes if kinds & {_name(base) for base in one.bases}}
+    found = []
+    for path, tree in sorted(trees.items()):
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and _name(call.func) in kinds:
+                code = next((one.value for one in call.keywords if one.arg == "code"), None)
+                found.append(
+                    Raised(
+                        f"{path.relative_to(folder)}:{call.lineno}",
+                        _name(call.func),
+                        code.value if isinstance(code, ast.Constant) else "",
+                        _template(call.args[0]) if call.args else "",
+                    )
+                )
+    return found
+
+
+def _name(node: ast.expr) -> str:
+    """The last part of a name: EngineError of errors.EngineError."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _template(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        parts = [one.value if isinstance(one, ast.Constant) else "…" for one in node.values]
+        return "".join(map(str, parts))
+    return ""
+
+
+def errors_page() -> str:
+    """Returns the codes of all errors by class, each with its messages."""
+    lines = [ERRORS_HEAD]
+    found = raised()
+    for kind in sorted({one.kind for one in found}):
+        lines += ["", f"## {kind}", "", "| code | message |", "|---|---|"]
+        texts: dict[str, list[str]] = {}
+        for one in found:
+            if one.kind == kind:
+                texts.setdefault(one.code, []).append(one.text)
+        for name, several in sorted(texts.items()):
+            said = sorted({" ".join(text.split()) for text in several} - {"", "…"})
+            lines.append(f"| `{name}` | {cell(' / '.join(said))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -10,16 +10,37 @@ import tempfile
 # other on a busy machine take five times as long. Read by torch when it is imported, here and in
 # the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test has several, they wait for each other asleep: spinning takes the cores of the other
+# processes of the suite.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Of the suite, whoever runs it: all its processes know the runs that one of them has made.
+os.environ["TREEGRAFT_TRUST_KEY"] = f"{tempfile.gettempdir()}/treegraft-tests-{os.getuid()}/key"
+
+import pytest
 from hypothesis import settings
+from tests.smollm2 import SHARED
 
 # trackio reads its folder when it is first imported, which TRL does too: never the user's own.
 _trackio = tempfile.TemporaryDirectory(prefix="treegraft-trackio-")
 os.environ["TRACKIO_DIR"] = _trackio.name
 
-# How long an example takes is a matter of the machine's other work.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# The processes that xdist starts inherit it.
+_shared = tempfile.TemporaryDirectory(prefix="treegraft-tests-")
+os.environ.setdefault(SHARED, _shared.name)
+
+# How long an example takes is a matter of the machine's other work. With the slow tests come all
+# examples of laws that name no number of their own.
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("whole", deadline=None, max_examples=100)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    marks = str(config.getoption("-m"))
+    settings.load_profile(
+        "quick" if "not slow" in marks.replace("slow or not slow", "") else "whole"
+    )
+
 
 # A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose
 # Ctrl-C is tested.

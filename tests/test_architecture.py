@@ -7,6 +7,7 @@ only.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,10 +83,9 @@ TORCH = (
     "algo.losses",
     "algo.objectives",
     "tools.search.encoders",
-    "runs.tensorboard",
     "extras",
 )
-"""Where tensors live, the tracker whose SummaryWriter torch brings, and the profile of both."""
+"""Where tensors live, and extensions."""
 
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
 """Exceptions from the above: what must answer without torch."""
@@ -130,7 +130,11 @@ def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[st
 
 FILES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
-TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in TEXTS.items()}
 
 
 def home(name: str) -> str | None:
@@ -145,16 +149,14 @@ def home(name: str) -> str | None:
     return ""
 
 
+@functools.cache
 def edges() -> dict[str, set[str]]:
     drawn: dict[str, set[str]] = {}
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         found = imports(tree, module, FILES[module].name == "__init__.py")
         targets = {target for name in found if (target := home(name)) is not None}
         drawn[module] = targets - {module}
     return drawn
-
-
-EDGES = edges()
 
 
 def test_imports_of_all_kinds_are_seen() -> None:
@@ -197,7 +199,7 @@ def test_every_entry_of_the_root_is_a_room() -> None:
 
 def test_arrows() -> None:
     wrong = []
-    for module, targets in EDGES.items():
+    for module, targets in edges().items():
         room = module.partition(".")[0]
         for target in sorted(targets):
             # The root package re-exports and is a way in, never a way between modules;
@@ -214,7 +216,7 @@ def test_arrows() -> None:
 def test_an_extension_imports_the_public_face_and_itself_alone() -> None:
     """Extensions do not know each other: each folder could be a package of its own."""
     wrong = []
-    for module, targets in EDGES.items():
+    for module, targets in edges().items():
         own = ".".join(module.split(".")[:2])
         if module.startswith("extras."):
             others = {one for one in targets if one not in ("", "parts") and not under(one, (own,))}
@@ -247,7 +249,7 @@ def test_the_table_of_rooms_has_no_circle() -> None:
 def test_torch_stays_where_tensors_live() -> None:
     users = [
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if any(name.split(".")[0] == "torch" for name in imports(tree, module))
     ]
     assert [one for one in users if not under(one, TORCH) or under(one, NO_TORCH)] == [], (
@@ -258,20 +260,20 @@ def test_torch_stays_where_tensors_live() -> None:
 def test_vllm_is_imported_in_its_plugin_alone() -> None:
     users = [
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         if any(name.split(".")[0] == "vllm" for name in imports(tree, module))
     ]
     assert users == ["policy.engine.vllm.plugin"]
 
 
 def test_ray_is_imported_in_the_cluster_alone() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         uses = any(name.split(".")[0] == "ray" for name in imports(tree, module))
         assert not uses or under(module, ("extras.ray",)), f"{module} imports ray"
 
 
 def test_torch_distributed_is_imported_where_ranks_learn_alone() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         uses = any(name.startswith("torch.distributed") for name in imports(tree, module))
         is_allowed = under(module, ("policy.learn", "extras.ray.rank"))
         assert not uses or is_allowed, f"{module} imports torch.distributed"
@@ -282,7 +284,7 @@ PICKLING |= {"all_gather_object", "gather_object", "send_object_list", "recv_obj
 
 
 def test_nothing_is_pickled() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         names = {ast.unparse(one) for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
         # An error of somebody else's that is caught.
         names |= set(imports(tree, module)) - {"pickle.UnpicklingError"}
@@ -297,7 +299,7 @@ def test_nothing_is_pickled() -> None:
 
 
 def test_the_root_is_only_asked_for_the_version() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         if module.startswith("extras"):
             continue
         for name in imports(tree, module, FILES[module].name == "__init__.py"):
@@ -332,14 +334,14 @@ def entries(edges: dict[str, set[str]], place: tuple[str, ...]) -> dict[str, set
 
 
 def test_no_circle_of_files() -> None:
-    assert circle({module: targets - {""} for module, targets in EDGES.items() if module}) == ""
+    assert circle({module: targets - {""} for module, targets in edges().items() if module}) == ""
 
 
 PLACES = sorted({tuple(name.split(".")[:n]) for name in FILES for n in range(name.count(".") + 1)})
 
 
 def test_no_circle_of_folders() -> None:
-    assert [found for place in PLACES if (found := circle(entries(EDGES, place)))] == []
+    assert [found for place in PLACES if (found := circle(entries(edges(), place)))] == []
 
 
 def test_a_circle_of_folders_is_seen() -> None:
@@ -377,7 +379,7 @@ def is_core(module: str) -> bool:
 
 def test_sizes() -> None:
     long = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         code = code_lines(FILES[module].read_text(encoding="utf-8"), tree)
         if len(code) > 400 and module not in LONGER:
             long.append(f"{module} has {len(code)} lines of code")
@@ -393,7 +395,8 @@ def test_sizes() -> None:
 def test_the_core_is_small() -> None:
     core = {module: path for module, path in FILES.items() if is_core(module)}
     total = sum(
-        len(code_lines(path.read_text(encoding="utf-8"), TREES[one])) for one, path in core.items()
+        len(code_lines(path.read_text(encoding="utf-8"), trees()[one]))
+        for one, path in core.items()
     )
     assert total <= MOST_CORE_LINES
 
@@ -411,7 +414,7 @@ def test_chains_of_imports_are_short() -> None:
 
 def test_modules_and_public_functions_are_described() -> None:
     missing = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         is_described = ast.get_docstring(tree) is not None
         if (FILES[module].name != "__init__.py" or tree.body) and not is_described:
             missing.append(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -17,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from tests.error_codes import raises_code
 from tests.families import byte_model
 from tests.tiny import tiny, write_recipe
 from transformers.utils import logging
 
 from treegraft.cli import main as cli
-from treegraft.core.errors import DataError, ModelError, SettingError, TreegraftError
+from treegraft.core.errors import TreegraftError
 from treegraft.core.types import Status
 from treegraft.policy.load import load_model
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
@@ -370,7 +372,7 @@ def test_settings_that_lead_nowhere(
 
 
 def test_a_tracker_that_fails_leaves_no_run_behind(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"track\.trackers: 'builtins:object'"):
+    with raises_code("tracker-call"):
         train(
             tiny(
                 run={"name": "a", "dir": str(tmp_path / "runs")},
@@ -393,6 +395,19 @@ def test_a_run_name_that_exists(treegraft: Command, copy: Path, tmp_path: Path) 
         and f"treegraft train --resume {copy}" in text
     )
     assert sorted(copy.rglob("*")) == before
+
+
+def test_a_run_name_that_exists_is_told_before_torch_loads(copy: Path, tmp_path: Path) -> None:
+    settings = tiny(run={"name": "copy", "dir": str(copy.parent)})
+    recipe = write_recipe(tmp_path / "r.json", settings)
+    code = (
+        "import sys\nfrom treegraft.cli.main import main\n"
+        f"sys.argv = ['treegraft', 'train', {str(recipe)!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["3", "False"], done
+    assert f"run folder '{copy}' exists" in done.stderr
 
 
 def test_neither_recipe_nor_run(treegraft: Command) -> None:
@@ -434,7 +449,8 @@ def test_damaged_checkpoints(
     metrics = (copy / "metrics.jsonl").read_text()
     code, text = treegraft("train", "--resume", copy, "run.num_updates=3")
     assert code == 3 and str(checkpoint) in text and part in text
-    assert "Remove that folder" in text and f"--resume {copy}` goes on from update-000001" in text
+    way = f"Go on from update-000001 with: treegraft train --resume {copy} --accept-changes"
+    assert way in text
     assert (copy / "metrics.jsonl").read_text() == metrics
     code, text = treegraft("eval", copy)
     assert code == 3 and part in text
@@ -564,7 +580,7 @@ def test_damaged_metrics_leave_the_folder_to_others(treegraft: Command, copy: Pa
     (copy / "metrics.jsonl").write_bytes(b"\xff" + data[1:])
     config = json.loads((copy / "config.json").read_text())
     config["run"]["num_updates"] += 1
-    with pytest.raises(DataError, match="line 1: not a line of metrics"):
+    with raises_code("metrics-line-invalid"):
         train(config, resume=copy, accepts_changes=True)
     folder = RunFolder.open(copy)
     folder.claim()
@@ -620,9 +636,13 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list
 
 def test_a_hub_that_does_not_answer_is_asked_once(silent_hub: list[bytes]) -> None:
     """Its clients would ask again for more than a minute."""
-    with pytest.raises(ModelError, match=r"not fetched before, while http.* does not answer"):
+    with raises_code(
+        "hub-model-missing", match=r"not fetched before, while http.* does not answer"
+    ):
         load_model(ModelSettings(path="nobody/misspelt"))
-    with pytest.raises(ModelError, match=r"encoder 'nobody/misspelt': there is no such folder"):
+    with raises_code(
+        "encoder-missing", match=r"encoder 'nobody/misspelt': there is no such folder"
+    ):
         build_encoder("nobody/misspelt")
     assert silent_hub.count(b"HEAD / HTTP/1.1") == 2
     assert not any(b"misspelt" in request for request in silent_hub)

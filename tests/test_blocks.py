@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import EngineError
 from treegraft.policy.engine.blocks import (
     START,
     BlockPool,
@@ -59,7 +59,7 @@ def test_the_room_of_a_gpu_is_a_share_of_its_free_memory(monkeypatch: pytest.Mon
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert cache_bytes("auto", cpu) == 4e9 and cache_bytes(0.5, cpu) == 5e8
     assert cache_bytes("auto", gpu) == 0.4 * 50e9 and cache_bytes(50, gpu) == 50e9
-    with pytest.raises(EngineError, match=r"cache_gb: got 51, .* 50\.0 of 80\.0 GB; lower it"):
+    with raises_code("gpu-memory-short"):
         cache_bytes(51, gpu)
 
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from tests.killed_adds import CHUNK, endless
 
-from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Observation, StepContent, ToolCall, Trace
 from treegraft.traces import buffer as buffer_module
 from treegraft.traces.buffer import SourceStats, TraceBuffer
@@ -199,11 +199,11 @@ def test_an_empty_buffer_finds_nothing_and_needs_no_encoder(tmp_path: Path) -> N
 
 def test_what_is_wrong_with_a_search_is_said(tmp_path: Path) -> None:
     with planted(tmp_path) as buffer:
-        with pytest.raises(SettingError, match="expected a list"):
+        with raises_code("keys-one-text"):
             buffer.search("q")
-        with pytest.raises(SettingError, match=r"k=0.*1 or more"):
+        with raises_code("k-too-small"):
             buffer.search(["q"], 0)
-        with pytest.raises(SettingError, match="1 entries for 2 keys"):
+        with raises_code("exclude-tasks-unequal"):
             buffer.search(["q", "d"], exclude_tasks=["A"])
 
 
@@ -447,7 +447,7 @@ def test_a_useless_trace_is_refused_and_nothing_added(
     tmp_path: Path, changes: dict[str, object], says: str
 ) -> None:
     with opened(tmp_path / "b") as buffer:
-        with pytest.raises(DataError, match=f"trace 1 .*task 5.*{says}.*Leave"):
+        with raises_code("trace-invalid"):
             buffer.add([trace(0), trace(5, **changes)])
         assert len(buffer) == 0
 
@@ -460,12 +460,12 @@ def test_an_answer_alone_is_a_value(tmp_path: Path) -> None:
 def test_another_encoder_is_refused_and_both_are_named(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         buffer.add([trace(0)])
-    with pytest.raises(
-        DataError, match=r"'hashing' \(512 dimensions\).*'minilm'.*take \"hashing\""
+    with raises_code(
+        "buffer-other-encoder", match=r"'hashing' \(512 dimensions\).*'minilm'.*take \"hashing\""
     ):
         TraceBuffer(tmp_path / "b")
-    with pytest.raises(
-        DataError, match=r"'hashing' \(512 dimensions\).*'planted' \(4 dimensions\)"
+    with raises_code(
+        "buffer-other-encoder", match=r"'hashing' \(512 dimensions\).*'planted' \(4 dimensions\)"
     ):
         TraceBuffer(tmp_path / "b", Planted({}))
 
@@ -476,7 +476,7 @@ def test_an_encoder_that_changed_under_its_name_is_found_out(tmp_path: Path) -> 
     changed = Planted({buffer_module._PROBE: (1, 0, 0, 0)})
     with (
         TraceBuffer(tmp_path / "b", changed) as buffer,
-        pytest.raises(DataError, match=r"'planted' gives other vectors.*0\.000"),
+        raises_code("encoder-changed"),
     ):
         buffer.search(["q"])
 
@@ -485,13 +485,13 @@ def test_vectors_that_are_none_are_refused(tmp_path: Path) -> None:
     for number, vector in enumerate([(np.nan, 0, 0, 0), (2, 0, 0, 0)]):
         with (
             TraceBuffer(tmp_path / str(number), Planted({"bad": vector})) as buffer,
-            pytest.raises(DataError, match="'planted' gave"),
+            raises_code("vectors-invalid"),
         ):
             buffer.add([trace(0, key="bad")])
 
 
 def test_a_misspelt_encoder_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="Did you mean 'hashing'"):
+    with raises_code("unknown-encoder"):
         TraceBuffer(tmp_path / "b", "hashin")
     assert list(tmp_path.iterdir()) == []
 
@@ -536,33 +536,33 @@ def without_vectors(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "code"),
     [
         (
             lambda path: path.write_text("no database, but long enough for a header " * 9),
-            "is not a Step-Trace Buffer, which is",
+            "buffer-foreign",
         ),
-        (foreign, "SQLite file of another program"),
-        (newer, "format 99, this version of treegraft reads 1"),
-        (cut_off, "damaged"),
-        (overwritten, "damaged"),
-        (without_vectors, "300 traces and 200 vectors"),
-        (lambda path: path.mkdir(), "is a folder"),
-        (lambda path: path.write_bytes(b""), "empty file"),
-        (lambda path: None, "there is no such file"),
+        (foreign, "buffer-foreign"),
+        (newer, "buffer-version"),
+        (cut_off, "buffer-damaged"),
+        (overwritten, "buffer-damaged"),
+        (without_vectors, "buffer-damaged"),
+        (lambda path: path.mkdir(), "buffer-is-folder"),
+        (lambda path: path.write_bytes(b""), "buffer-file-empty"),
+        (lambda path: None, "buffer-missing"),
     ],
 )
 def test_what_is_no_buffer_is_refused_with_a_reason(
-    tmp_path: Path, make: Callable[[Path], object], says: str
+    tmp_path: Path, make: Callable[[Path], object], code: str
 ) -> None:
     make(tmp_path / "b")
-    with pytest.raises(DataError, match=says):
+    with raises_code(code):
         TraceBuffer.open_as_built(tmp_path / "b")
 
 
 def test_a_path_below_a_file_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="cannot be opened"):
+    with raises_code("buffer-not-opened"):
         opened(tmp_path / "file" / "b")
 
 
@@ -571,7 +571,7 @@ def test_a_closed_buffer_says_so(tmp_path: Path) -> None:
     buffer.add([trace(0)])
     buffer.close()
     buffer.close()
-    with pytest.raises(DataError, match="is closed"):
+    with raises_code("buffer-closed"):
         buffer.search(["q"])
 
 

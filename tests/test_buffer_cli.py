@@ -170,6 +170,32 @@ def test_a_server_builds_beside_the_expert(
     }
 
 
+def test_what_asking_costs_and_what_was_refused_is_printed(
+    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = world()
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        good = len(body["messages"]) > 2 or number % 2
+        status, found = said(expert_text(tasks, body) if good else "Sorry, I cannot help.")
+        return status, {**found, "usage": {"prompt_tokens": 1000, "completion_tokens": 200}}
+
+    with serving(reply) as (url, seen):
+        asked = (f"agent={url}", "model=m", "max_concurrent=1", "num_tasks=2")
+        prices = ("price_read=2.5", "price_written=10")
+        settings = [f"buffer.build.{one}" for one in (*asked, *prices)]
+        assert treegraft("build", recipe, tmp_path / "b", *FEW, *settings) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "2 tasks x 2 attempts: at most" in text
+    num = len(seen)
+    # By hand: 2.5 and 10 a million.
+    cost = num * (1000 * 2.5 + 200 * 10) / 1e6
+    assert f"{num} requests, {num * 1000:,} tokens read and {num * 200:,} written" in text
+    assert f"at a cost of {cost:.2f}" in text
+    assert "Sorry, I cannot help." in text
+    assert "of the attempts" in text
+
+
 def test_a_server_that_went_down_is_an_error_after_the_counts(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

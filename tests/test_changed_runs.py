@@ -4,6 +4,8 @@ says what differs and how to go on."""
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sqlite3
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_grafted_runs import BOTH
 from tests.tiny import differing, tiny
 
@@ -20,6 +23,7 @@ from treegraft.core.files import file_checksum
 from treegraft.core.interrupt import Ended
 from treegraft.core.types import Trace
 from treegraft.policy.learn.learner import Learner
+from treegraft.runs.checkpoint import in_order, prune_checkpoints, tidy
 from treegraft.runs.display import PlainDisplay
 from treegraft.runs.record import read_metrics
 from treegraft.traces.buffer import TraceBuffer
@@ -101,7 +105,6 @@ STATE = "checkpoints/update-000002/treegraft/state.json"
 EVALUATION = "trees/eval-000000-greedy.jsonl"
 CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     # what is done; what is said; whether --accept-changes goes on
-    "state": (edit(STATE, lambda data: data.update(update=1)), "state.json is different", False),
     "settings": (
         edit("config.json", lambda data: data["run"].update(seed=9)),
         "config.json was changed by hand: run.seed was 3, now 9",
@@ -168,13 +171,120 @@ def test_a_change_is_refused_and_may_be_accepted(
         assert f"warning: {text}" in capsys.readouterr().out
 
 
-def test_the_earlier_checkpoint_is_a_way_out_of_a_damaged_one(whole: Path, copy: Path) -> None:
-    edit(STATE, lambda data: data.update(update=-4))(copy)
-    with pytest.raises(CheckpointError, match="goes on from update-000001"):
+def lose_bytes(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost"),
+    [
+        (
+            edit(STATE.replace("2", "3"), lambda data: data.update(update=-4)),
+            "state.json is different",
+        ),
+        (lose_bytes, "update-000003 saw"),
+    ],
+)
+def test_the_earlier_checkpoint_is_a_way_out(
+    damage: Callable[[Path], None],
+    lost: str,
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copy = Path(shutil.copytree(whole, tmp_path / "a"))
+    damage(copy)
+    told = f"o on from update-000002 with: treegraft train --resume {copy} --accept-changes"
+    with pytest.raises(CheckpointError, match=re.escape(told)) as refused:
         train(None, resume=copy)
-    shutil.rmtree(copy / "checkpoints" / "update-000002")
-    train(None, resume=copy)
+    assert lost in str(refused.value)
+    train(None, resume=copy, accepts_changes=True, display=PlainDisplay(sys.stdout))
+    out = capsys.readouterr().out
+    assert lost in out
+    assert "goes on from update-000002, and updates after 2 are lost and learned again" in out
+    # What is passed over is kept, out of the way of the next resume.
+    left = copy / "checkpoints" / "left-update-000003"
+    assert left.is_dir()
+    shutil.rmtree(left)
     assert differing(whole, copy) == []
+
+
+def test_only_a_whole_checkpoint_is_named_as_a_way_out(copy: Path) -> None:
+    for name in ("update-000001", "update-000002"):
+        edit(f"checkpoints/{name}/treegraft/state.json", lambda data: data.update(update=-4))(copy)
+    for accepts in (False, True):
+        with pytest.raises(CheckpointError, match="No other checkpoint of the run is whole"):
+            train(None, resume=copy, accepts_changes=accepts)
+
+
+def test_metrics_that_lost_bytes_before_every_checkpoint_are_refused(copy: Path) -> None:
+    path = copy / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[5:])
+    for accepts in (False, True):
+        with pytest.raises(CheckpointError, match=r"Put it back, or start a new run") as refused:
+            train(None, resume=copy, accepts_changes=accepts)
+        assert "--accept-changes" not in str(refused.value)
+
+
+def test_a_checkpoint_that_is_a_link_is_pruned_and_its_target_stays(
+    whole: Path, copy: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "elsewhere"
+    link = copy / "checkpoints" / "update-000001"
+    link.replace(target)
+    link.symlink_to(target)
+    number = len(list(target.rglob("*")))
+    train(None, resume=copy, accepts_changes=True)
+    assert len(list(target.rglob("*"))) == number
+    prune_checkpoints(copy / "checkpoints", 1)
+    assert not os.path.lexists(link)
+    assert [one.name for one in in_order(copy / "checkpoints")] == ["update-000003"]
+    assert len(list(target.rglob("*"))) == number
+    write_again = copy / "checkpoints" / ".update-000009.partial"
+    write_again.symlink_to(target)
+    tidy(copy / "checkpoints")
+    assert not os.path.lexists(write_again) and len(list(target.rglob("*"))) == number
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+TREES = "trees/update-000001.jsonl"
+RESULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "trees cut": (lambda run: cut(run / TREES), TREES),
+    "trees flipped": (lambda run: flip(run / TREES), TREES),
+    "trees removed": (lambda run: (run / TREES).unlink(), TREES),
+    "best": (
+        lambda run: flip(run / "checkpoints" / "best" / "model.safetensors"),
+        "best is damaged; the run goes on without it",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", RESULTS)
+def test_damaged_results_are_told_and_cost_nothing(
+    damage: str, whole: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    do, text = RESULTS[damage]
+    do(copy)
+    train(None, resume=copy, display=PlainDisplay(sys.stdout))
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if "warning: " in line and text in line], out
+    damaged = {"trees/update-000001.jsonl", "checkpoints/best/model.safetensors"}
+    assert {str(one) for one in differing(whole, copy)} <= damaged
+
+
+def test_whole_results_are_not_spoken_of(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(None, resume=copy, display=PlainDisplay(sys.stdout))
+    assert "not as written" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_0_6_is_refused_in_one_sentence(copy: Path) -> None:
@@ -183,7 +293,7 @@ def test_a_checkpoint_of_0_6_is_refused_in_one_sentence(copy: Path) -> None:
         del data["beside"], data["checksum"]
 
     edit(STATE, old)(copy)
-    with pytest.raises(CheckpointError, match=r"got format version 1, expected 2; .*0\.6 or older"):
+    with raises_code("checkpoint-version"):
         train(None, resume=copy)
 
 

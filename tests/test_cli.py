@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import typer
+from tests.error_codes import raises_code
+from tests.pages import ROOT
 from tests.test_terminal import example_tree
 
 from treegraft.cli import main as cli
@@ -97,16 +99,24 @@ def test_help_is_quick_and_free_of_torch() -> None:
 
 
 def test_module_runs_as_a_command() -> None:
+    code = (
+        "import atexit, runpy, sys\n"
+        "atexit.register(lambda: print(*{'pydantic'} & set(sys.modules)))\n"
+        "sys.argv = ['treegraft', '--help']\n"
+        "runpy.run_module('treegraft', run_name='__main__')"
+    )
     found = subprocess.run(
-        [sys.executable, "-m", "treegraft", "--help"],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
     assert all(
-        command in found.stdout for command in ("train", "sft", "eval", "run", "config", "doctor")
+        command in found.stdout for command in ("train", "sft", "eval", "run", "config", "cluster")
     )
+    # Settings are for those who train; the list of commands does not wait for them.
+    assert "pydantic" not in found.stdout
 
 
 def test_there_are_at_most_a_hundred_options() -> None:
@@ -371,6 +381,95 @@ def test_compare_shows_runs_side_by_side(
     assert treegraft("compare", tmp_path / "none") == 3
 
 
+def too_large_for_torch() -> None:
+    import torch
+
+    torch.empty(1 << 50)
+
+
+def too_large_for_python() -> None:
+    bytearray(1 << 62)
+
+
+def too_large_in_a_group() -> None:
+    try:
+        too_large_for_torch()
+    except RuntimeError as error:
+        raise ExceptionGroup("two", [ValueError("x"), error]) from error
+
+
+@pytest.mark.parametrize("work", [too_large_for_torch, too_large_for_python, too_large_in_a_group])
+def test_memory_that_runs_out_is_one_paragraph(
+    work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "app", work)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: memory has run out (") and "treegraft doctor" in said
+    assert "Traceback" not in said
+
+
+def test_another_runtime_error_is_not_about_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(cli, "app", work)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        cli.main()
+
+
+def test_compare_of_many_runs_keeps_labels_and_the_first_run(
+    treegraft: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folders = [tmp_path / f"run{n}" for n in range(7)]
+    for n, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        line = {"update": 1, "eval/accuracy": n / 10, "rollout/num_sampled_tokens": 10**7 + n}
+        (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert treegraft("compare", *folders) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    heads = [row for row in shown if row[:1] == ["run0"]]
+    assert len(heads) > 1
+    assert [name for row in heads for name in row[1:]] == [f"run{n}" for n in range(1, 7)]
+    tokens = [row[2:] for row in shown if row[:2] == ["sampled", "tokens"]]
+    assert all(row[0] == "10,000,000" for row in tokens)
+    assert [one for row in tokens for one in row[1:]] == [f"10,000,00{n}" for n in range(1, 7)]
+
+
+def test_a_metrics_meaning_is_a_command_away(
+    treegraft: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert treegraft("config", "graft/num_grafts", "learn/entropy") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "graft/num_grafts: attached steps of other agents"
+    assert second.startswith("learn/entropy: ")
+
+
+@pytest.mark.parametrize(("has_docs", "said"), [(False, "pip install"), (True, "built")])
+def test_the_pages_are_built_by_the_environment_that_is_there(
+    has_docs: bool, said: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in\n'
+        f"*zensical*) exit {0 if has_docs else 1};;\n*treegraft*) exit 0;;\n"
+        "*docs/build.py*) echo built;;\n*) exit 9;;\nesac\n"
+    )
+    python.chmod(0o755)
+    words = ["make", "-f", str(ROOT / "Makefile"), "docs", f"PYTHON={python}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert said in done.stdout
+    assert (done.returncode == 0) is has_docs
+    assert not (tmp_path / ".venv").exists()
+
+
 def test_compare_shows_the_time_of_warm_up_and_evaluations(
     treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -394,7 +493,7 @@ def test_an_empty_question_is_refused(tmp_path: Path) -> None:
     """Before a checkpoint is looked for: the folder is not there."""
     from treegraft.evals.agent import answer_question
 
-    with pytest.raises(DataError, match="question: got an empty text"):
+    with raises_code("question-empty", match="question: got an empty text"):
         answer_question(tmp_path / "nothing", "  ")
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import tomllib
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
+from tests.trees import Part, build_tree
 
+from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
 from treegraft.settings.config import (
@@ -27,6 +31,7 @@ from treegraft.settings.load import (
     traced,
     without_removed,
 )
+from treegraft.settings.plain import parse_value
 from treegraft.settings.policy import LearnSettings
 from treegraft.settings.table import Condition, setting, value_of
 
@@ -336,7 +341,8 @@ def test_contradictions(data: dict, part: str) -> None:
 
 def test_what_only_looks_contradictory_loads() -> None:
     searched = {"explorers": ["tree_search", "graft"], "num_leaves": 1}
-    load_config({"explore": searched, "buffer": {"path": "b"}})
+    whole = {"advantage": "reinforce++"}
+    load_config({"explore": searched, "buffer": {"path": "b"}, "credit": whole})
     load_config({"tasks": {"kind": "arithmetic"}, "rollout": {"max_tool_calls": 0}})
     load_config({"tasks": {"kind": "mine:Source"}, "reward": {"funcs": ["my_rewards:brief"]}})
     load_config(
@@ -442,7 +448,7 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
 def test_evaluation_refuses_what_only_training_uses() -> None:
     refuse_ignored(["eval.num_samples=4", "tools.deadline_s=3", "unknown=3"], "eval")
     for override in ("learn.lr=1", "explore.num_leaves=3", "run.num_updates=3", "eval.every=3"):
-        with pytest.raises(SettingError, match="no effect"):
+        with raises_code("override-idle"):
             refuse_ignored([override], "eval")
 
 
@@ -538,14 +544,12 @@ def test_facts_speak_of_settings_that_exist() -> None:
 def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
     from treegraft.core.plugin import CORE_NAMES
     from treegraft.explore.build import MAKERS
-    from treegraft.runs.trackers import TRACKERS
     from treegraft.tasks.build import TASKS
     from treegraft.tasks.rewards import REWARDS
     from treegraft.tools.build import TOOLS
 
     tables = {
         "explore.explorers": MAKERS,
-        "track.trackers": TRACKERS,
         "tasks.kind": TASKS,
         "reward.funcs": REWARDS,
         "tools.use": TOOLS,
@@ -657,9 +661,10 @@ def test_defaults_follow_the_number_of_leaves() -> None:
             "buffer": {"path": "expert"},
         }
         assert value_of(load_config(given).explore, name) == 2
-        assert value_of(load_config(given, ["explore.num_leaves=1"]).explore, name) == 1
+        alone = ["explore.num_leaves=1", "credit.advantage=reinforce++"]
+        assert value_of(load_config(given, alone).explore, name) == 1
         # What is given stays, and has to fit.
-        with pytest.raises(SettingError, match="expected at most"):
+        with raises_code("settings-contradict", "explore.num_leaves"):
             load_config(given, [f"explore.{name}=5"])
 
 
@@ -688,3 +693,85 @@ def test_thoughts_and_boxes_are_asked_for_in_tags_only() -> None:
     assert asked(kind="chat") == (False, False)
     assert asked(kind="chat", require_think=True) == (True, False)
     assert asked(require_boxed=False) == (True, False)
+
+
+def _deep(key: str, num: int) -> str:
+    return ".".join([key] * num)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _deep("a", 900) + " = 1\n",
+        _deep("a", 30_000) + " = 1\n",
+        f"[{_deep(' a ', 30_000)}]\n",
+        _deep('"a.b"', 5_000) + " = 1\n",
+        f"x = {{ {_deep('a', 5_000)} = 1 }}\n",
+        f'x = "# no comment"\n{_deep("a", 5_000)} = 1\n',
+    ],
+)
+def test_keys_of_too_many_dots_are_refused_before_they_are_read(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(text)
+    tracemalloc.start()
+    said = refused(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "nested too deeply, expected at most 16" in said
+    # tomllib alone takes some gigabytes for 30,000.
+    assert peak < 20_000_000
+
+
+def test_dots_within_texts_comments_and_numbers_are_no_keys(tmp_path: Path) -> None:
+    dots = ". " * 100
+    path = tmp_path / "dots.toml"
+    path.write_text(
+        f"# {dots}\n[tools]\nuse = []\n[format]\nanswer_pattern = '''{dots}\n{_deep('a', 100)}'''\n"
+    )
+    assert _deep("a", 100) in str(load_config(path).format.answer_pattern)
+    assert parse_value("[1.5, 2.5, .5]") == "[1.5, 2.5, .5]"
+    assert parse_value(f'"{dots}"') == dots
+    with pytest.raises(SettingError, match="nested too deeply"):
+        parse_value(f"{{{_deep('a', 100)}=1}}")
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("arpo", "entropy"), ("RAPO", "graft"), ("grpo", "independent")]
+)
+def test_a_papers_method_is_an_alias_of_its_explorer(method: str, name: str) -> None:
+    buffer = {"path": "expert"}
+    config = load_config({"explore": {"explorers": [method]}, "buffer": buffer})
+    assert config == load_config({"explore": {"explorers": [name]}, "buffer": buffer})
+    assert config.explore.explorers == [name]
+    typed = load_config({"buffer": buffer}, [f'explore.explorers=["{method}"]'])
+    assert typed.explore.explorers == [name]
+
+
+def test_a_method_beside_its_explorer_is_named_twice() -> None:
+    both = {"explore": {"explorers": ["entropy", "arpo"]}}
+    assert "expected each name once" in refused(both)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce++-baseline"])
+def test_a_group_of_one_is_refused_where_leaves_are_compared(advantage: str) -> None:
+    one = {"explore": {"num_leaves": 1}}
+    said = refused(one, f"credit.advantage={advantage}")
+    assert "explore.num_leaves: got 1" in said
+    assert "expected at least 2" in said
+    # What it would have learned from: one reward less its own mean.
+    lone = build_tree(Part.of("p", Part("s", reward=1.0)))
+    if advantage in ("grpo", "dr_grpo", "rloo"):
+        assert assign_credit(lone, advantage=advantage).leaves[0].advantage == 0
+
+
+@pytest.mark.parametrize(
+    "teaching",
+    [
+        {"credit": {"advantage": "reinforce++"}},
+        {"credit": {"rule": "mine:rule"}},
+        {"loss": {"lesson_coef": 0.1}, "buffer": {"path": "expert"}},
+        {"explore": {"num_leaves": 1, "explorers": ["mine:Explorer"]}},
+    ],
+)
+def test_a_group_of_one_stays_where_something_else_teaches(teaching: dict) -> None:
+    assert load_config({"explore": {"num_leaves": 1}, **teaching}).explore.num_leaves == 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
@@ -127,12 +128,12 @@ def test_refusals(rule: Callable[[Tree], Tree], message: str) -> None:
 
 
 def test_a_rule_that_is_not_there_is_refused() -> None:
-    for name, message in [
-        ("rank", "expected None or an import path"),
-        ("math:ranks", "no 'ranks' in 'math'"),
-        ("math:pi", "'math:pi' is a float"),
+    for name, code in [
+        ("rank", "settings-contradict"),
+        ("math:ranks", "import-name-missing"),
+        ("math:pi", "credit-rule-invalid"),
     ]:
-        with pytest.raises(SettingError, match=message):
+        with raises_code(code):
             find_credit_rule(load_config({"credit": {"rule": name}}))
 
 

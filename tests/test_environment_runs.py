@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny
 from tests.worlds import KeyDoor
 
 from treegraft.assemble import assemble
-from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Engine
 from treegraft.core.types import Status
 from treegraft.evals.agent import answer_question
@@ -168,29 +168,29 @@ def test_eval_and_run_open_environments_of_their_own(done: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "part"),
+    ("changes", "code"),
     [
-        ({"environment": {"kind": "tests.worlds:LockedKeyDoor"}}, "whose capability is 'none'"),
+        ({"environment": {"kind": "tests.worlds:LockedKeyDoor"}}, "settings-contradict"),
         (
             {"environment": {"kind": "tests.worlds:ReplayedKeyDoor", "capability": "none"}},
-            "whose capability is 'none'",
+            "settings-contradict",
         ),
-        ({"environment": {}}, "got 'environment', but environment.kind is empty"),
+        ({"environment": {}}, "settings-contradict"),
         (
             {"environment": {"kind": "tests.test_environment_runs:Unrewarded"}},
-            "has no method get_reward",
+            "settings-contradict",
         ),
-        ({"environment": {"kind": "world"}}, "environment.kind: got 'world'"),
+        ({"environment": {"kind": "world"}}, "settings-contradict"),
         (
             {"environment": {"kind": "tests.test_environment_runs:Searching"}},
-            "two tools are named 'search'",
+            "tools-same-name",
         ),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_run(
-    changes: dict[str, Any], part: str, tmp_path: Path
+    changes: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingError, match=part):
+    with raises_code(code):
         run(tmp_path, "refused", **changes)
     assert not (tmp_path / "refused").exists() and KeyDoor.live == []
 
@@ -256,9 +256,7 @@ def test_grafts_need_an_environment_that_can_be_tried() -> None:
             buffer={"path": "expert"},
         )
     )
-    with pytest.raises(
-        SettingError, match="got 'graft' with an environment whose capability is 'none'"
-    ):
+    with raises_code("settings-contradict", "explore.explorers"):
         asyncio.run(assemble(config).__aenter__())
 
 
@@ -302,7 +300,7 @@ def make_nothing(**_: Any) -> object:
 
 def test_an_engine_without_its_members_is_refused_by_name() -> None:
     config = load_config(tiny(engine={"kind": "tests.test_environment_runs:make_nothing"}))
-    with pytest.raises(SettingError, match=r"gives a object without capacity, close, complete"):
+    with raises_code("members-missing"):
         asyncio.run(assemble(config).__aenter__())
 
 

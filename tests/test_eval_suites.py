@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.corpus import DATA
+from tests.error_codes import raises_code
+from tests.forked import Forked
 from tests.slow_learner import example_trees
 from tests.test_agents import said, serving
 from tests.tiny import tiny, write_recipe
 
-from treegraft.core.errors import CheckpointError, DataError, EngineError, SettingError
 from treegraft.core.types import Status, Task, Tree
 from treegraft.evals import folder as folders
 from treegraft.evals.folder import EvalFolder
@@ -65,13 +66,13 @@ def test_the_papers_sets_by_name() -> None:
     assert parse_names("gsm8k, web,gsm8k=a.jsonl") == {"gsm8k": "a.jsonl"} | dict.fromkeys(
         GROUPS["web"]
     )
-    for text, part in (
-        ("gsm8", "Did you mean 'gsm8k'"),
-        ("", "got none"),
-        ("gsm8k=", "expected sets"),
-        ("arpo=x", "expected sets"),
+    for text, code in (
+        ("gsm8", "unknown-set"),
+        ("", "no-sets"),
+        ("gsm8k=", "unknown-set"),
+        ("arpo=x", "unknown-set"),
     ):
-        with pytest.raises(SettingError, match=part):
+        with raises_code(code):
             parse_names(text)
 
 
@@ -199,14 +200,33 @@ def test_the_first_n_or_a_seeds_order(tmp_path: Path) -> None:
 
 def test_missing_sources_are_named_before_anything_is_read(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k.jsonl", {"question": "q", "answer": "1"})
-    with pytest.raises(DataError, match=r"no math500.jsonl.*holds gsm8k.jsonl"):
+    with raises_code("set-file-missing"):
         load_sets(parse_names("gsm8k,math500"), data_dir=tmp_path)
-    with pytest.raises(DataError, match="no such folder"):
+    with raises_code("set-folder-missing"):
         load_sets(parse_names("gsm8k"), data_dir=tmp_path / "none")
-    with pytest.raises(SettingError, match="xbench"):
+    with raises_code("set-not-on-hub"):
         load_sets(parse_names("xbench"))
-    with pytest.raises(DataError, match=r"no usable row among 1.*columns are title"):
+    with raises_code("set-without-rows"):
         read_set("gsm8k", write(tmp_path / "odd.jsonl", {"title": "q"}))
+
+
+def test_the_released_folders_are_found_and_their_counts_compared(tmp_path: Path) -> None:
+    rows = [{"question": f"q{n}", "answer": "1"} for n in range(125)]
+    for place, num in (
+        ("bamboogle/test.jsonl", 125),
+        ("hle/top.json", 4),
+        ("SimpleQA/test.jsonl", 3),
+    ):
+        (tmp_path / place).parent.mkdir()
+        (tmp_path / place).write_text("".join(json.dumps(one) + "\n" for one in rows[:num]))
+    names = parse_names("bamboogle,hle,simpleqa")
+    found = load_sets(names, data_dir=tmp_path, as_papers=True)
+    assert [len(one.tasks) for one in found] == [125, 4, 3]
+    said = "ARPO's released evaluation scores 500 rows of it, and these are {}: its numbers are of"
+    assert found[0].notes == ()
+    for one, num in zip(found[1:], (4, 3), strict=True):
+        assert one.notes[0].startswith(said.format(num))
+    assert not any(one.notes for one in load_sets(names, data_dir=tmp_path))
 
 
 @needs_data
@@ -316,7 +336,7 @@ def test_a_damaged_evaluation_is_left_to_others(agent: tuple[Path, Path], tmp_pa
     evaluated(agent, into)
     trees = into / "trees" / "bamboogle.jsonl"
     trees.write_bytes(b'{"group_id": 1}\n' + trees.read_bytes())
-    with pytest.raises(DataError, match="bamboogle"):
+    with raises_code("evaluation-line-invalid"):
         evaluated(agent, into)
     folder = RunFolder(into)
     folder.claim()  # the lock is free again
@@ -362,31 +382,20 @@ def test_an_evaluation_stopped_twice_equals_one_that_was_not(
 
 def test_a_killed_evaluation_goes_on(agent: tuple[Path, Path], tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "treegraft",
-        "eval",
-        "suite",
-        str(agent[0]),
-        "bamboogle,webwalker",
-        "engine.max_rows=4",
-        "eval.greedy=false",
-        "eval.num_samples=2",
+        *("treegraft", "eval", "suite", str(agent[0]), "bamboogle,webwalker"),
+        *("engine.max_rows=4", "eval.greedy=false", "eval.num_samples=2"),
+        *("--data-dir", str(agent[1]), "--into", str(tmp_path / "cut"), "--json"),
     ]
-    command += ["--data-dir", str(agent[1]), "--into", str(tmp_path / "cut"), "--json"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
     trees = tmp_path / "cut" / "trees" / "bamboogle.jsonl"
     end = time.monotonic() + 240
-    while (
-        process.poll() is None
-        and time.monotonic() < end
-        and not (trees.exists() and trees.read_bytes().count(b"\n") >= 2)
-    ):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with Forked(command, cwd=ROOT, stderr=subprocess.STDOUT) as process:
+        while (
+            process.poll() is None
+            and time.monotonic() < end
+            and not (trees.exists() and trees.read_bytes().count(b"\n") >= 2)
+        ):
+            time.sleep(0.005)
+        process.kill()
     kept = trees.read_bytes()
     assert kept.count(b"\n") >= 2
     found = evaluated(agent, tmp_path / "cut", overrides=["engine.max_rows=4"])
@@ -483,21 +492,21 @@ def test_a_papers_group_has_its_measures(has_judge: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "part"),
+    ("how", "code"),
     [
-        ({"num_samples": 3}, "samples was 2 and is now 3"),
-        ({"temperature": 0.7}, "temperature was 1.0 and is now 0.7"),
-        ({"num": 5}, "set bamboogle was 12 items"),
-        ({"shuffle_seed": 4}, "other items or order"),
+        ({"num_samples": 3}, "evaluation-other-settings"),
+        ({"temperature": 0.7}, "evaluation-other-settings"),
+        ({"num": 5}, "evaluation-other-settings"),
+        ({"shuffle_seed": 4}, "evaluation-other-settings"),
         (
             {"overrides": ["engine.max_rows=4", "rollout.max_tool_calls=1"]},
-            "rollout.max_tool_calls was 3 and is now 1",
+            "evaluation-other-settings",
         ),
-        ({"overrides": ["engine.max_rows=4", "run.seed=9"]}, "run.seed was 3 and is now 9"),
+        ({"overrides": ["engine.max_rows=4", "run.seed=9"]}, "evaluation-other-settings"),
     ],
 )
 def test_changed_settings_are_refused(
-    how: dict[str, Any], part: str, agent: tuple[Path, Path], tmp_path: Path
+    how: dict[str, Any], code: str, agent: tuple[Path, Path], tmp_path: Path
 ) -> None:
     into = tmp_path / "e"
     plan = SuitePlan(suite="bamboogle,webwalker", data_dir=agent[1], into=into)
@@ -507,7 +516,7 @@ def test_changed_settings_are_refused(
     config, place = open_checkpoint(agent[0], None, ["engine.max_rows=4"])
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
     EvalFolder.open(into, _asked(config, place, Sampling(2, 1.0)), sets).close()
-    with pytest.raises(CheckpointError, match=part):
+    with raises_code(code):
         evaluated(agent, into, **how)
 
 
@@ -537,10 +546,10 @@ def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
         rule=SETS["gsm8k"],
         tasks=(Task(id="gsm8k/0", question="q", reference=("1",)),),
     )
-    with pytest.raises(CheckpointError, match="not the folder of an evaluation"):
+    with raises_code("evaluation-folder-invalid"):
         EvalFolder.open(tmp_path, {}, [one])
     held = EvalFolder.open(tmp_path / "new", {"a": 1}, [one])
-    with pytest.raises(CheckpointError, match="another process"):
+    with raises_code("run-in-use"):
         EvalFolder.open(tmp_path / "new", {"a": 1}, [one])
     held.close()
     assert os.listdir(tmp_path / "new") != [] and folders.FORMAT_VERSION == 1
@@ -562,7 +571,7 @@ def test_a_suite_is_greedy_or_sampled(table: dict[str, Any], expected: tuple[int
 @pytest.mark.parametrize("num_samples", [0, 5])
 def test_as_many_samples_as_fit_in_the_engine(num_samples: int) -> None:
     own = EvalSettings(greedy=False, num_samples=num_samples)
-    with pytest.raises(SettingError, match=f"got {num_samples}, expected 1 to engine.max_rows"):
+    with raises_code("samples-too-many"):
         Sampling.of(Config(eval=own, engine=EngineSettings(max_rows=4)))
 
 
@@ -632,11 +641,11 @@ def test_a_judge_that_cannot_be_reached_loses_nothing(
         _,
     ):
         judge = JudgeSettings(url=url, model="m", max_retries=1, backoff_s=0.01, max_concurrent=1)
-        with pytest.raises(EngineError, match=r"HTTP 503; 2 of \d+ answers were judged"):
+        with raises_code("judge-failed"):
             evaluated(agent, tmp_path / "e", judge=judge)
     assert len(EvalFolder(tmp_path / "e").verdicts()) == 2
     assert sum(map(len, lines(tmp_path / "e").values())) == 2 * NUM_ITEMS
-    with pytest.raises(SettingError, match="--judge 'nowhere'"):
+    with raises_code("address-invalid"):
         evaluated(agent, tmp_path / "f", judge=JudgeSettings(url="nowhere", model="m"))
 
 
@@ -671,9 +680,9 @@ def test_two_evaluations_item_by_item(agent: tuple[Path, Path], tmp_path: Path) 
         same.gain.high,
     ) == (0.0, 0.0)
     evaluated(agent, tmp_path / "c", num=5)
-    with pytest.raises(DataError, match=r"12 items and .* 5, and they are not the same"):
+    with raises_code("items-differ", match=r"12 items and .* 5, and they are not the same"):
         compare_evaluations(tmp_path / "a", tmp_path / "c")
-    with pytest.raises(CheckpointError, match="not the folder of an evaluation"):
+    with raises_code("evaluation-folder-invalid", match="not the folder of an evaluation"):
         compare_evaluations(tmp_path / "a", tmp_path / "none")
 
 

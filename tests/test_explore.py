@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import SettingError
 from treegraft.core.types import Branch, BranchCause, Generate, Graft, Origin, PathView, Start, Step
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.build import build_explorer
@@ -383,5 +383,5 @@ def test_an_explorer_of_your_own_without_a_member_is_refused_by_name() -> None:
     missing = (
         "without after_probe, before_step, begins_answers, expands, fill, has_stages, is_hybrid"
     )
-    with pytest.raises(SettingError, match=missing):
+    with raises_code("members-missing", match=missing):
         build_explorer(settings, vocab_size=10)

@@ -34,6 +34,7 @@ NAMES = (
         "sft",
         "RunResult",
     ),
+    "trust",
     *("Config", "load_config", "evaluate_checkpoint", "answer_question"),
     *("TreegraftError", "SettingError", "DataError", "ToolError", "ToolUnavailable"),
 )

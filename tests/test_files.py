@@ -14,6 +14,7 @@ import pytest
 from treegraft.core.files import (
     LineFile,
     file_checksum,
+    open_own,
     parse_json,
     storage_fault,
     write_atomically,
@@ -81,3 +82,34 @@ def test_the_checksum_of_a_beginning(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[: (1 << 20) + 5])
     assert file_checksum(tmp_path / "a", (1 << 20) + 5) == file_checksum(tmp_path / "b")
     assert file_checksum(tmp_path / "a") == file_checksum(tmp_path / "a", 3 << 20)
+
+
+def test_a_link_is_never_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name, write in {
+        ".lock": lambda path: open_own(path).close(),
+        "metrics.jsonl": lambda path: LineFile(path).append("{}"),
+        "new": lambda path: open_own(path, "xb").close(),
+    }.items():
+        (tmp_path / name).symlink_to(victim)
+        with pytest.raises(OSError):
+            write(tmp_path / name)
+        assert victim.read_text() == "mine"
+
+
+def test_a_link_in_the_place_of_the_partial_file_is_removed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".config.json.partial").symlink_to(victim)
+    write_atomically(tmp_path / "config.json", "new")
+    assert victim.read_text() == "mine" and (tmp_path / "config.json").read_text() == "new"
+    assert not (tmp_path / "config.json").is_symlink()
+    assert not (tmp_path / ".config.json.partial").exists()
+
+
+def test_a_lock_keeps_what_is_in_its_file(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("text")
+    with open_own(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "lock").read_text() == "text"

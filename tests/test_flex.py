@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from treegraft.core.errors import ModelError
 from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.learn import flex as flex_module
 from treegraft.policy.learn import tree_attention as attention
@@ -157,7 +157,7 @@ def test_a_tree_too_large_for_a_dense_mask_is_refused_on_a_gpu(
         query = torch.zeros(4, 4224, 16, device="cuda")
         for sinks, why in ((None, "FlexAttention failed"), (torch.zeros(4), "attention sinks")):
             options = AttentionOptions(0.25, None, None, sinks)
-            with pytest.raises(ModelError, match=rf"4,097 tokens .* at most 4,096: .*{why}"):
+            with raises_code("tree-too-long", match=rf"4,097 tokens .* at most 4,096: .*{why}"):
                 plan.attend(0, query, query, query, options)
 
 

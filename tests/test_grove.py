@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
 from treegraft import (
     DataError,
     ScriptedEngine,
-    SettingError,
     TraceBuffer,
     Tree,
     load_config,
@@ -86,7 +86,7 @@ def test_every_way_of_opening_gives_the_same_trees() -> None:
 def test_the_plain_form_does_not_wait_for_the_loop_it_stands_on(scripted: Any) -> None:
     async def blocked() -> None:
         async with grove(tiny(**SMALL), engine=scripted()) as my_grove:
-            with pytest.raises(SettingError, match="await agrow and apublish"):
+            with raises_code("grove-on-this-loop"):
                 my_grove.grow(my_grove.tasks[:1], 1)
             # From another thread it may wait.
             trees = await asyncio.to_thread(my_grove.grow, my_grove.tasks[:1], 1)
@@ -116,14 +116,14 @@ def test_two_groves_share_nothing() -> None:
 
 def test_it_is_open_inside_its_block_alone(scripted: Any) -> None:
     my_grove = grove(tiny(**SMALL), engine=scripted())
-    with pytest.raises(SettingError, match="it is not open"):
+    with raises_code("grove-not-open"):
         my_grove.grow([], 1)
     for _ in range(2):
         with my_grove:
             assert len(my_grove.grow(my_grove.tasks[:1], 1)) == 1
-            with pytest.raises(SettingError, match="open already"), my_grove:
+            with raises_code("grove-open"), my_grove:
                 pass
-    with pytest.raises(SettingError, match="it is not open"):
+    with raises_code("grove-not-open"):
         _ = my_grove.tasks
 
 
@@ -140,22 +140,22 @@ def test_ctrl_c_ends_the_wait_and_the_thread(scripted: Any) -> None:
 
 
 def test_bad_input_is_one_sentence_before_any_work(scripted: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"explore\.num_leavs"):
+    with raises_code("unknown-setting"):
         grove({"explore": {"num_leavs": 2}})
-    with pytest.raises(SettingError, match="engine: got a str, expected an object"):
+    with raises_code("engine-invalid"):
         grove(tiny(**SMALL), engine="native")  # type: ignore[arg-type]
     gone = tiny(**GRAFTED | {"buffer": {"path": str(tmp_path / "gone.sqlite")}})
-    with pytest.raises(DataError, match="there is no file"), grove(gone):
+    with raises_code("buffer-missing"), grove(gone):
         pass
     with grove(tiny(**SMALL), engine=scripted()) as my_grove:
         task = my_grove.tasks[0]
-        for tasks, number, text in (
-            ([task], -1, "got number -1"),
-            ([task], "1", "got number '1'"),
-            (["t"], 1, "got a str among the tasks"),
-            ([task, task], 1, f"'{task.id}' is given twice"),
+        for tasks, number, code in (
+            ([task], -1, "update-number-invalid"),
+            ([task], "1", "update-number-invalid"),
+            (["t"], 1, "no-task"),
+            ([task, task], 1, "task-twice"),
         ):
-            with pytest.raises(SettingError, match=text):
+            with raises_code(code):
                 my_grove.grow(tasks, number)  # type: ignore[arg-type]
         with pytest.raises(DataError):
             my_grove.grow([replace(task, id="own", question="r1 " * 200)], 1)

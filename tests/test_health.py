@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.error_codes import raises_code
 from tests.tiny import is_timing, tiny
 from tests.trees import Part, build_tree
 
-from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
@@ -123,6 +123,10 @@ CASES: dict[str, tuple[Any, str]] = {
     "graft_unused": ({"graft/unused_frac": 0.96}, "no graft: 96%"),
     "graft_untrue": ({"environment/untrue_graft_frac": 0.6}, "environment contradicts: 60%"),
     "answer_copied": (at_end(graft__copied_frac=0.3), "30%"),
+    "held_out_differs": (
+        at_end(rollout__accuracy=0.75, eval__accuracy=0.25),
+        "differ: 50% more are correct in training",
+    ),
     "engine_drift": (at_end(learn__engine_gap=2e-4), "0.0002 nats"),
     "one_sign": (at_end(learn__positive_frac=1.0), "100.0% of its contributions are positive"),
     # From 5 % of 400 calls to 30 %: 23 standard errors.
@@ -179,12 +183,32 @@ def test_each_rule_speaks_and_is_silenced(name: str) -> None:
         )
 
 
+def test_the_gap_to_held_out_tasks_has_a_limit() -> None:
+    history = lines(at_end(rollout__accuracy=0.75, eval__accuracy=0.25))
+    assert warnings_of(history, HealthSettings(held_out_differs=0.6))[-1] == []
+    none = lines(at_end(rollout__accuracy=0.0, reward__mean=0.95, eval__accuracy_sampled=0.0))
+    assert names(warnings_of(none))[-1] == ["held_out_differs"]
+    # A high reward with some right held-out tasks is another measure, not a contradiction.
+    some = lines(at_end(rollout__accuracy=0.2, reward__mean=1.0, eval__accuracy=0.1))
+    assert warnings_of(some)[-1] == []
+
+
 def test_every_rule_has_a_case_and_a_setting() -> None:
     rules = {rule.name for rule in RULES}
     assert {
         name for name in rules if any(case == name or case.startswith(f"{name}_") for case in CASES)
     } == rules
     assert rules | {"window", "symptoms_every"} == set(HealthSettings.model_fields)
+
+
+@pytest.mark.parametrize("kind", ["branch", "graft"])
+def test_no_branch_and_no_graft_at_all_is_told_after_the_first_update(kind: str) -> None:
+    shares = [1.0, 1.0, 0.5, 0.5, 1.0]
+    found = warnings_of(lines(lambda n: {f"{kind}/unused_frac": shares[n - 1]}, 5))
+    # Afterwards the mean of three counts: 0.83, 0.67, 0.67 are below 0.95.
+    assert names(found) == [[f"{kind}_unused"], [f"{kind}_unused"], [], [], []]
+    one_in_ten = warnings_of(lines({f"{kind}/unused_frac": 0.97}, 3))
+    assert names(one_in_ten) == [[], [], [f"{kind}_unused"]]
 
 
 def test_windows_are_waited_for() -> None:
@@ -306,11 +330,9 @@ def test_settings_are_checked() -> None:
     for wrong in ({"truncated": 1.5}, {"truncated": "never"}, {"window": 0}):
         with pytest.raises(ValidationError):
             HealthSettings(**wrong)
-    with pytest.raises(
-        SettingError, match=r"health\.truncated': got 'never', expected a share, 0 to 1, or 'off'"
-    ):
+    with raises_code("invalid-setting"):
         load_config({}, ["health.truncated=never"])
-    with pytest.raises(SettingError, match=r"health\.graft_unused.*no effect"):
+    with raises_code("override-idle"):
         load_config({}, ["health.graft_unused=0.5"])
 
 
@@ -482,7 +504,7 @@ def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(
         ),
         resume=cut,
     )
-    with pytest.raises(CheckpointError, match="other settings"):
+    with raises_code("resumed-other-settings"):
         train(
             tiny(
                 **{**tables, "learn": {"lr": 1.0}},

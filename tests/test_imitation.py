@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from treegraft.core.errors import CheckpointError, DataError, SettingError
+from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.types import StepContent, Task, Trace, Tree
 from treegraft.evals.evaluate import evaluate
 from treegraft.policy.learn.learner import Learner
@@ -96,7 +97,9 @@ def test_best_of_each_question_by_reward_then_by_length(tmp_path: Path) -> None:
     ]
     # The bound itself is enough.
     assert len(chosen(path, min_reward=1.0)) == 2
-    with pytest.raises(DataError, match=r"4 with a reward below .* = 2.* The best reward is 1:"):
+    with raises_code(
+        "no-demonstration", match=r"4 with a reward below .* = 2.* The best reward is 1:"
+    ):
         chosen(path, min_reward=2.0)
 
 
@@ -152,28 +155,28 @@ def test_in_environments_the_question_is_as_it_was_shown(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("rows", "settings", "part"),
+    ("rows", "settings", "code"),
     [
-        ([{"reward": 0.5}, {}], {"min_reward": 0.1}, "line 2: got no reward"),
-        ([{"reward": float("nan")}], {}, "line 1.*finite"),
-        ([{"reward": 0.5}], {"min_reward": 0.6}, "1 with a reward below"),
+        ([{"reward": 0.5}, {}], {"min_reward": 0.1}, "demonstration-without-reward"),
+        ([{"reward": float("nan")}], {}, "demonstrations-unfit"),
+        ([{"reward": 0.5}], {"min_reward": 0.6}, "no-demonstration"),
     ],
 )
 def test_rewards_of_a_file(
-    rows: Sequence[Mapping[str, float]], settings: Any, part: str, tmp_path: Path
+    rows: Sequence[Mapping[str, float]], settings: Any, code: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "t.jsonl"
     own = {"question": "q", "steps": [{"answer": "a"}]}
     path.write_text("".join(json.dumps({**own, **row}) + "\n" for row in rows))
-    with pytest.raises(DataError, match=part):
+    with raises_code(code):
         chosen(path, **settings)
 
 
 def test_filters_need_stored_trajectories() -> None:
     for override in ("warmup.min_reward=0.5", "warmup.num_best=1"):
-        with pytest.raises(SettingError, match=r"warmup.traces is 'expert'"):
+        with raises_code("override-idle"):
             load_config(tiny(), [override])
-    with pytest.raises(SettingError, match=r"buffer.path: got none, but warmup.traces"):
+    with raises_code("settings-contradict", "buffer.path", "warmup.traces"):
         load_config(tiny(), ["warmup.traces=buffer"])
     # The table has an effect although nothing is grafted.
     load_config(tiny(), ["warmup.traces=buffer", "buffer.path=expert", "buffer.encoder=hashing"])
@@ -340,7 +343,7 @@ def test_law_16_demonstrations_do_not_change_unseen(tmp_path: Path) -> None:
             """UPDATE traces SET value = replace(value, '"body":"e1', '"body":"e2')"""
         )
     connection.close()
-    with pytest.raises(CheckpointError, match=r"the demonstrations in .* have changed"):
+    with raises_code("demonstrations-changed"):
         sft(None, resume=run, display=False)
     assert sft(None, resume=run, accepts_changes=True, display=False).metrics["warmup/num_steps"]
 

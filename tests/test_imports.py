@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import DataError
 from treegraft.core.types import (
     GraftCause,
     Leaf,
@@ -400,12 +400,16 @@ def test_grafted_steps_of_a_run_are_history_but_no_traces(tmp_path: Path) -> Non
     assert last.key == "a ?\na\nsearch e0\nr\nb\nsearch e0\nr"
 
 
-@pytest.mark.parametrize("name", ["nowhere.jsonl", "."])
-def test_a_path_with_nothing_to_read_is_refused_before_any_work(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "code"), [("nowhere.jsonl", "import-missing"), (".", "import-folder-invalid")]
+)
+def test_a_path_with_nothing_to_read_is_refused_before_any_work(
+    tmp_path: Path, name: str, code: str
+) -> None:
     good = tmp_path / "good.jsonl"
     good.write_text('{"question": "q ?", "text": "<answer>1</answer>"}\n')
     with TraceBuffer(tmp_path / "b", "hashing") as buffer:
-        with pytest.raises(DataError, match=r"there is no such file|holds no trees"):
+        with raises_code(code):
             import_files([good, tmp_path / name], buffer)
         assert len(buffer) == 0
 
@@ -442,5 +446,5 @@ def test_one_trace_from_a_line() -> None:
     "line", ["", "{}", '{"key": "q"}', '{"key": 1, "value": "x"}', '{"key": "q", "value": 7}', "[]"]
 )
 def test_a_line_that_is_no_trace_is_refused(line: str) -> None:
-    with pytest.raises(DataError, match=r"stdin, line 3: .*; expected JSON of a trace"):
+    with raises_code("trace-line-invalid"):
         read_trace(line, 3, DEFAULTS)

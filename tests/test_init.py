@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_examples import threads  # noqa: F401
 
 from treegraft.cli.init import init
-from treegraft.core.errors import SettingError
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import exact_match
@@ -72,7 +72,7 @@ def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     init(tmp_path / "empty")
     for place in (tmp_path / "empty", tmp_path / "empty" / "recipe.toml"):
-        with pytest.raises(SettingError, match="exists and is not an empty folder"):
+        with raises_code("folder-taken"):
             init(place)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.slow_learner import example_trees, gradient_of, make_learner
 from tests.tiny import differing, tiny
 from tests.trees import Part, build_tree
 
 from treegraft.cli.doctor import data_files
-from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import StepContent, Tree
 from treegraft.policy.learn.learner import token_scores
 from treegraft.policy.learn.lessons import Lesson, LessonBook, shared_out, weight_of
@@ -178,14 +178,14 @@ def test_nothing_of_a_trajectory_of_others_is_an_own_trace() -> None:
 
 
 def test_own_lessons_fit_the_other_settings(tmp_path: Path) -> None:
-    for tables, text in (
-        ({"buffer": {"path": "self", "grow": {"num_best": 0}}}, "expected 1 or more"),
+    for tables, about in (
+        ({"buffer": {"path": "self", "grow": {"num_best": 0}}}, "buffer.grow.num_best"),
         (
             {"buffer": {"path": "self"}, "warmup": {"traces": "buffer"}},
-            "begins empty; name another",
+            "warmup.traces",
         ),
     ):
-        with pytest.raises(SettingError, match=text):
+        with raises_code("settings-contradict", about):
             load_config(settings(tmp_path, "r", **tables))
     own = load_config(settings(tmp_path, "r", buffer={"path": "self"}))
     assert own.buffer.grow.num_best == 1
@@ -194,16 +194,16 @@ def test_own_lessons_fit_the_other_settings(tmp_path: Path) -> None:
 
 
 def test_lessons_need_successes_in_a_buffer(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"loss\.lesson_coef takes lessons from a Step-Trace"):
+    with raises_code("settings-contradict", "loss.lesson_coef"):
         load_config(tiny(loss={"lesson_coef": 1.0}))
-    with pytest.raises(SettingError, match=r"loss\.lesson_coef is 0"):
+    with raises_code("override-idle"):
         load_config("recipes/demo.toml", ["learn.num_lessons=3"])
 
     path = tmp_path / "b"
     with TraceBuffer(path, "hashing") as buffer:
         steps = [StepContent(answer="e1")]
         buffer.add(split_steps("x", "q ?", steps, reward=1.0, source="s", trajectory="0"))
-    with pytest.raises(DataError, match="has no success at the training tasks"):
+    with raises_code("no-lesson"):
         train(settings(tmp_path, "r", buffer={"path": str(path), "encoder": "hashing"}))
     # Before the warm-up and before anything is written.
     assert not (tmp_path / "r").exists()

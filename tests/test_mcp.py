@@ -18,18 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
+from tests.mcp_hostile import GOOD, OVER_HTTP, WAYS
 
-from mcp_hostile import GOOD, OVER_HTTP, WAYS
-from treegraft.core.errors import SettingError, ToolUnavailable
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Capability, Signature, Tool
 from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.explore.entropy import EntropyBranching
+from treegraft.extras.mcp.client import McpServer, McpTool
+from treegraft.extras.mcp.plugin import McpSettings
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.settings.config import Config
+from treegraft.settings.contradictions import check
+from treegraft.settings.explore import EntropySettings
 from treegraft.settings.load import load_config
-from treegraft.settings.tools import McpSettings, ToolsSettings
+from treegraft.settings.table import value_of, with_value
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.function import tag_of
-from treegraft.tools.mcp import McpServer, McpTool
 from treegraft.tools.toolbox import Toolbox
 
 pytest.importorskip("mcp", reason="the extra 'mcp' is not installed")
@@ -45,6 +51,10 @@ def over_stdio(**options: Any) -> McpSettings:
     return McpSettings(
         name="local", command=[sys.executable, SCRIPT], start_timeout_s=STARTED_S, **options
     )
+
+
+def with_servers(servers: list[McpSettings]) -> ToolsSettings:
+    return with_value(Config().tools, "mcp", servers)
 
 
 def toolbox_of(tools: list[Tool]) -> Toolbox:
@@ -127,7 +137,7 @@ def check_answers(tools: list[Tool]) -> None:
 def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_TEST_KEY", "sesame")
     monkeypatch.setenv("MCP_OTHER_KEY", "secret")
-    tools = build_tools(ToolsSettings(mcp=[over_stdio(env=["MCP_TEST_KEY"])]), ())
+    tools = build_tools(with_servers([over_stdio(env=["MCP_TEST_KEY"])]), ())
     by_name = {tool.name: tool for tool in tools}
     assert list(by_name) == [
         "get_weather",
@@ -167,7 +177,7 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         await toolbox.close()
         await toolbox.close()
         assert not is_alive(int(pid))
-        with pytest.raises(ToolUnavailable, match="'local' has ended: it was closed"):
+        with raises_code("mcp-ended"):
             await toolbox.call(ToolCall("about", ""), TASK)
 
     asyncio.run(life_and_death())
@@ -178,7 +188,7 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_url(http_server: str) -> None:
     tools = build_tools(
-        ToolsSettings(mcp=[McpSettings(name="far", url=http_server, start_timeout_s=STARTED_S)]), ()
+        with_servers([McpSettings(name="far", url=http_server, start_timeout_s=STARTED_S)]), ()
     )
     try:
         check_answers(tools)
@@ -193,7 +203,7 @@ def check_hostile(settings: McpSettings, ways: Mapping[str, str], folder: Path) 
         "import asyncio, resource, sys, time\n"
         "from test_mcp import *\n"
         "settings = McpSettings.model_validate_json(sys.argv[1])\n"
-        "tools = build_tools(ToolsSettings(mcp=[settings]), ())\n"
+        "tools = build_tools(with_servers([settings]), ())\n"
         "toolbox = toolbox_of(tools)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "pids = set()\n"
@@ -250,7 +260,7 @@ def test_a_bad_answer_fails_its_own_call_and_no_other() -> None:
         start_timeout_s=STARTED_S,
         max_restarts=0,
     )
-    tools = build_tools(ToolsSettings(mcp=[settings]), ())
+    tools = build_tools(with_servers([settings]), ())
 
     async def talk() -> list[Observation]:
         toolbox = toolbox_of(tools)
@@ -277,32 +287,30 @@ def test_a_storm_of_restarts_ends(caplog: pytest.LogCaptureFixture) -> None:
             start_timeout_s=STARTED_S,
             max_restarts=3,
         )
-        tools = build_tools(ToolsSettings(mcp=[settings]), ())
+        tools = build_tools(with_servers([settings]), ())
 
         async def talk() -> None:
             toolbox = toolbox_of(tools)
             (crashed,) = await ask(toolbox, ("crash", ""))
             assert crashed.is_error
-            with pytest.raises(ToolUnavailable, match="'once' has ended: "):
+            with raises_code("mcp-ended"):
                 await toolbox.call(ToolCall("about", ""), TASK)
             await toolbox.close()
 
-        with caplog.at_level(logging.WARNING, logger="treegraft.tools.mcp"):
+        with caplog.at_level(logging.WARNING, logger="treegraft.extras.mcp.client"):
             asyncio.run(talk())
-    told = [one.getMessage() for one in caplog.records if one.name == "treegraft.tools.mcp"]
+    told = [one.getMessage() for one in caplog.records if one.name == "treegraft.extras.mcp.client"]
     assert len(told) == 4 and "stays so after 3 restarts" in told[-1]
     assert "its last line on stderr: not again" in told[1]
 
 
 def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    tools = build_tools(
-        ToolsSettings(mcp=[over_stdio(max_restarts=1, tools=["crash", "about"])]), ()
-    )
+    tools = build_tools(with_servers([over_stdio(max_restarts=1, tools=["crash", "about"])]), ())
     assert [tool.name for tool in tools] == ["crash", "about"]
 
     async def crash() -> None:
         toolbox = toolbox_of(tools)
-        with caplog.at_level(logging.WARNING, logger="treegraft.tools.mcp"):
+        with caplog.at_level(logging.WARNING, logger="treegraft.extras.mcp.client"):
             first, crashed = await ask(toolbox, ("about", ""), ("crash", ""))
             assert (crashed.text, crashed.is_error) == (
                 "the server of crash ended during the call",
@@ -311,55 +319,57 @@ def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCapt
             again = await toolbox.tools["about"]("", TASK)
             assert first.text.split()[0] != again.split()[0]
             await ask(toolbox, ("crash", ""))
-            with pytest.raises(ToolUnavailable, match="'local' has ended: "):
+            with raises_code("mcp-ended"):
                 await toolbox.call(ToolCall("about", ""), TASK)
         await toolbox.close()
 
     asyncio.run(crash())
     reported = [
-        record.getMessage() for record in caplog.records if record.name == "treegraft.tools.mcp"
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "treegraft.extras.mcp.client"
     ]
     assert "restart 1" in reported[0] and "its last line on stderr: the end is near" in reported[0]
     assert "stays so after 1 restarts" in reported[1]
 
 
 @pytest.mark.parametrize(
-    ("server", "reason"),
+    ("server", "code"),
     [
-        ({"command": ["/nowhere/at-all"]}, "could not be started or reached.*No such file"),
+        ({"command": ["/nowhere/at-all"]}, "mcp-not-started"),
         (
             {"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]},
-            "its last line on stderr: no licence",
+            "mcp-not-started",
         ),
         (
             {
                 "command": [sys.executable, "-c", "import time; time.sleep(600)"],
                 "start_timeout_s": 0.2,
             },
-            "no list of tools within",
+            "mcp-not-started",
         ),
-        ({"url": "http://127.0.0.1:9/mcp"}, "server 'x' .* could not be started or reached"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "mcp-not-started"),
         (
             {"command": ["x"], "env": ["MCP_UNSET_KEY"]},
-            "the environment variable MCP_UNSET_KEY, which is not set",
+            "key-unset",
         ),
         (
             {"url": "http://127.0.0.1:9/mcp", "token_env": "MCP_UNSET_KEY"},
-            "MCP_UNSET_KEY, which is not set",
+            "key-unset",
         ),
     ],
 )
 def test_a_server_that_is_not_there_is_refused_before_the_run(
-    server: dict[str, Any], reason: str
+    server: dict[str, Any], code: str
 ) -> None:
-    with pytest.raises(SettingError, match=reason):
+    with raises_code(code):
         McpServer(McpSettings(name="x", **{"start_timeout_s": STARTED_S, **server}))
     assert not [thread for thread in threading.enumerate() if thread.name == "treegraft-mcp-x"]
 
 
 def test_without_the_sdk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(SettingError, match=r"pip install 'treegraft\[mcp\]'"):
+    with raises_code("package-missing"):
         McpServer(over_stdio())
 
 
@@ -383,11 +393,11 @@ def test_without_the_sdk_the_error_says_what_to_install(monkeypatch: pytest.Monk
 def test_settings_that_make_no_server(servers: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(SettingError, match=reason):
         load_config({"tools": {"mcp": servers}})
-    assert Config().tools.mcp == []
+    assert value_of(Config(), "tools.mcp") == []
 
 
 def test_faults_within_a_list_of_tables_name_the_setting() -> None:
-    with pytest.raises(SettingError, match=r"'tools\.mcp\[1\]\.max_restarts': got -1"):
+    with raises_code("invalid-setting", match=r"'tools\.mcp\[1\]\.max_restarts': got -1"):
         load_config(
             {
                 "tools": {
@@ -424,3 +434,18 @@ def test_a_single_text_is_the_whole_body() -> None:
         signature = Signature.of_schema({"type": "object", "properties": properties})
         assert signature.text_parameter == parameter
     assert Signature.of_schema({"type": "object"}).text_parameter is None
+
+
+def test_branches_over_a_server_name_the_setting_that_allows_them() -> None:
+    class Writes:
+        name, description, capability, cacheable = "write", "Writes.", Capability.NONE, False
+
+    config = Config()
+    servers = [McpSettings(name="files", command=["x"]), McpSettings(name="web", url="http://h")]
+    named = config.model_copy(update={"tools": config.tools.model_copy(update={"mcp": servers})})
+    explorer = EntropyBranching(EntropySettings(), vocab_size=10)
+    tools: Any = [Writes()]
+    (found,) = check(named, explorer, tools, None)
+    assert 'files, web), write capability = "stateless" in its entry of tools.mcp' in found.text
+    (without,) = check(config, explorer, tools, None)
+    assert "tools.mcp" not in without.text

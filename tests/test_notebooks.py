@@ -124,7 +124,7 @@ def test_smoke_test_of_an_interrupted_kernel(kernel: tuple[Any, Any], tmp_path: 
         if is_idle and message["parent_header"].get("msg_id") == asked:
             break
     assert "interrupted and saved; go on with: treegraft train --resume runs/a" in text
-    assert "or in Python: train(None, resume='runs/a')" in text
+    assert "or in Python: train(resume='runs/a')" in text
     replies = iter(lambda: client.get_shell_msg(timeout=60), None)
     reply = next(one for one in replies if one["parent_header"]["msg_id"] == asked)
     assert reply["content"]["ename"] == "Ended"

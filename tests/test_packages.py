@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from benchmarks.licences import PROJECT, required, same
 from packaging.requirements import Requirement
-from tests.test_architecture import FILES, TREES, imports, is_core
+from tests.error_codes import raises_code
+from tests.test_architecture import FILES, imports, is_core, trees
 
 from treegraft.cli.doctor import REQUIRED, examine
-from treegraft.core.errors import SettingError
 from treegraft.core.packages import OPTIONAL, lacking, require
 from treegraft.settings.load import load_config
 from treegraft.settings.packages import missing_packages
@@ -26,7 +26,6 @@ from treegraft.train import train
 
 ROOT = Path(__file__).parents[1]
 OF_EXTRAS = {
-    "tools.mcp_bounds": "mcp_types",
     "tools.python.monty_tool": "pydantic_monty",
     "tools.search.lexical": "bm25s",
     "tasks.math_worker": "math_verify",
@@ -67,7 +66,7 @@ def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> No
     # Of a notebook itself, and what `history.frame()` asks for in a sentence of its own.
     known |= {"IPython", "pandas"}
     brought, unknown = required(), []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for name in imports(tree, module) if is_core(module) else ():
             top = name.partition(".")[0]
             if top in sys.stdlib_module_names or top == "treegraft" or top in known:
@@ -170,7 +169,7 @@ def test_the_sentence_names_package_and_command(
     lacks(monkeypatch, module)
     sentence = f"it needs {package} (not installed); run: pip install 'treegraft[{extra}]'"
     assert lacking("it", module) == sentence
-    with pytest.raises(SettingError, match=re.escape(sentence)):
+    with raises_code("package-missing", match=re.escape(sentence)):
         require("it", module)
 
 
@@ -225,7 +224,7 @@ def test_a_run_says_what_it_lacks_before_any_work(
     lacks(monkeypatch, module)
     sentence = missing_packages(config)[what]
     assert sentence.startswith(f"{what} needs ") and OPTIONAL[module][0] in sentence
-    with pytest.raises(SettingError, match=re.escape(sentence)):
+    with raises_code("packages-missing", match=re.escape(sentence)):
         train(config, display=False)
     assert not (tmp_path / "runs").exists()
     note = {one.name: one for one in examine(config).sections["data and own parts"]}[what]
@@ -286,5 +285,5 @@ def test_what_a_recipe_does_not_show_is_said_where_it_is_used(
     module: str, use: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacks(monkeypatch, module)
-    with pytest.raises(SettingError, match=rf"{OPTIONAL[module][0]} \(not installed\); run: pip"):
+    with raises_code("package-missing"):
         use()

@@ -3,6 +3,7 @@ that cannot be taken. Each in a process of its own, as plugins are loaded once."
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -11,10 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from treegraft.core.errors import SettingError
-from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, plugins
+from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, offered, offered_commands, plugins
+from treegraft.extras import BUILT_IN, WITH_COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -324,7 +326,7 @@ examine(config, num_gpus=3)
 
 def test_its_section_takes_the_place_of_ours_and_gpus_need_one() -> None:
     done = run(SEVERAL)
-    assert done.stdout.splitlines() == ["['all: H100']", "sum"]
+    assert done.stdout.splitlines() == ["['all: H100']", "memory"]
     assert "SettingError: command line: --gpus: got 3; expected a plugin" in done.stderr
 
 
@@ -377,9 +379,15 @@ def test_our_own_are_whole_and_take_no_name_of_the_core() -> None:
         assert not {*names} & {*plugins().offered(kind)}
 
 
+def test_the_list_of_those_with_commands_is_right() -> None:
+    bring = [one for one in BUILT_IN if importlib.import_module(one).plugin.commands]
+    assert list(WITH_COMMANDS) == bring
+    assert offered_commands() == offered("commands")
+
+
 def test_an_import_path_that_leads_nowhere_is_told_when_it_is_used() -> None:
     from treegraft.core.plugin import loaded
 
     assert loaded(Plugin) is Plugin
-    with pytest.raises(SettingError, match="no module 'nowhere'"):
+    with raises_code("import-module-missing", match="no module 'nowhere'"):
         loaded("nowhere:thing")

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import constants
+from tests.error_codes import raises_code
 from tests.fake_hub import TOKEN, FakeHub, hub_running
 from tests.tiny import tiny
 
 from treegraft.cli import main as cli
-from treegraft.core.errors import CheckpointError
 from treegraft.extras.hub.card import base_model, model_card, public
 from treegraft.extras.hub.command import files_of
 from treegraft.policy.checkpoint import TrainState, read_state
@@ -227,7 +227,7 @@ def test_nothing_private_is_on_the_card_or_in_the_files(
     assert files.keys() == {"config.json"}
     assert json.loads(files["config.json"]) == {"_name_or_path": "base", "a": 1}  # type: ignore[arg-type]
     (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not JSON"):
+    with raises_code("checkpoint-no-json"):
         files_of(folder)
 
 

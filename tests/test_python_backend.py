@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
 from treegraft.cli.doctor import examine
-from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.parts import NoDisplay
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -58,9 +58,9 @@ def test_where_there_is_neither_the_error_says_what_to_install(
     works(monkeypatch, False)
     monkeypatch.setitem(sys.modules, "pydantic_monty", None)
     sentence = r"without bubblewrap needs pydantic-monty .*pip install 'treegraft\[sandbox\]'"
-    with pytest.raises(SettingError, match=sentence):
+    with raises_code("package-missing", match=sentence):
         build_tools(using(), [])
-    with pytest.raises(SettingError, match=sentence):
+    with raises_code("packages-missing", match=sentence):
         train(run_in(tmp_path), display=False)
     assert list(tmp_path.iterdir()) == []
     assert "pydantic-monty" in examine(run_in(tmp_path)).verdict.note
@@ -98,7 +98,7 @@ def test_a_run_says_and_records_the_choice_and_keeps_it(
     again = Noted()
     train(run_in(tmp_path, num_updates=2), resume=run_dir, display=again)
     assert again.notes.count("python tool runs in Monty") == 1 and recorded(run_dir) == "monty"
-    with pytest.raises(CheckpointError, match=r"tools\.python\.backend was 'monty', now 'bwrap'"):
+    with raises_code("resumed-other-settings"):
         train(run_in(tmp_path, "bwrap", num_updates=3), resume=run_dir, display=False)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 from benchmarks import demo
-from tests.pages import DOCS, PAGES, README, ROOT, file_name, runnable
+from tests.pages import DOCS, PAGES, README, ROOT, file_name, printed, runnable
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import SettingError
@@ -46,6 +47,8 @@ SMALL: dict[str, Any] = {
     "eval.at_end": False,
 }
 """So that a recipe of the page is done in a second; the page's own settings stay as they are."""
+WARMUP = {"warmup.num_steps": 2, "warmup.batch_size": 4, "warmup.lr_warmup_steps": 0}
+"""The same for a recipe that begins with a warm-up."""
 
 
 def test_the_marked_sections_are_found() -> None:
@@ -128,7 +131,8 @@ def train_small(recipe: str, folder: Path) -> None:
     """Trains the recipe for one update and looks for its parts in the record."""
     from treegraft.train import train
 
-    config = load_config(recipe, [f"{name}={json.dumps(value)}" for name, value in SMALL.items()])
+    small = SMALL | (WARMUP if load_config(recipe).warmup.num_steps else {})
+    config = load_config(recipe, [f"{name}={json.dumps(value)}" for name, value in small.items()])
     trees = read_trees(train(config).run_dir)
     parts = {name for tree in trees for leaf in tree.leaves for name in leaf.reward_parts}
     assert parts == set(config.reward.funcs)
@@ -260,6 +264,37 @@ def test_the_table_of_results_is_that_of_its_studies(
     flawed = numbers("decisive.toml", "imperfect")
     pruned, raw = (flawed[name][0] for name in ("SFT, pruned", "SFT, raw"))
     assert f"worth imitating once they are pruned: {pruned}, as stored {raw} (" in PAGE
+
+
+def first_commands(page: str) -> list[str]:
+    """The commands from the first training on a page to the asking of its agent."""
+    lines = [one.line for one in printed() if one.page == page and not one.is_mention]
+    begin = next(n for n, line in enumerate(lines) if line.startswith("treegraft train recipes/"))
+    return lines[begin : begin + 2]
+
+
+def test_both_pages_begin_with_the_run_whose_output_is_shown() -> None:
+    trained, asked = zip(*map(first_commands, ("README.md", "start.md")), strict=True)
+    plain = {re.sub(r" run\.name=\w+", "", line) for line in trained}
+    assert plain == {"treegraft train recipes/demo.toml explorers='[\"graft\"]'"}
+    assert len({re.sub(r"runs/\w+", "", line) for line in asked}) == 1
+    updates = load_config(ROOT / "recipes" / "demo.toml").run.num_updates
+    assert f"tiny on search_world, {updates} updates" in PAGES["README.md"]
+
+
+@pytest.mark.slow
+def test_the_first_agent_learns_what_the_pages_say(tmp_path: Path) -> None:
+    """Minutes on an idle machine: 40 updates, from half of the held-out questions to nearly all."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    told = []
+    for line in first_commands("start.md"):
+        words = [sys.executable, "-m", *shlex.split(line)]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout)
+    (finished,) = re.findall(r"finished runs/first: accuracy ([\d.]+)% greedy", told[0])
+    assert float(finished) >= 90
+    assert "truncated" not in told[1] and "answer" in told[1]
 
 
 def test_the_layout_of_the_readme_is_that_of_the_package() -> None:

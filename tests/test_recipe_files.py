@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from treegraft.cli.doctor import cards, data_files, services, weights
+from treegraft.cli.doctor import cards, data_files, weights
 from treegraft.cli.memory import model_shape
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
 from treegraft.core.types import GraftCause
 from treegraft.extras.lab.sizing import Plan, sizing
+from treegraft.extras.search.plugin import plugin as searches
 from treegraft.runs.record import read_metrics, read_trees
+from treegraft.settings.explore import reads_buffer
 from treegraft.settings.load import load_config
 from treegraft.settings.recipe import merged
 
@@ -113,11 +115,15 @@ def test_doctor_names_what_a_papers_recipe_lacks(
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TREEGRAFT_DATA", str(tmp_path))
     config = load_config(name)
-    found = [*weights(config), *cards(config, 0), *data_files(config), *services(config)]
+    found = [*weights(config), *cards(config, 0), *data_files(config)]
+    found += searches.findings(config)
     lacks = {one.name for one in found if not one.is_good or one.is_doubtful}
-    assert {"model.path", "GPUs", "warmup.traces", "tasks.dataset.train"} <= lacks
-    is_rapo, is_dense = "rapo" in name, config.tools.search.kind == "dense"
-    assert ("buffer.path" in lacks) is is_rapo
+    assert {"model.path", "GPUs", "tasks.dataset.train"} <= lacks
+    is_dense = config.tools.search.kind == "dense"
+    # RAPO's release, and with it its baselines, starts from the instruct model.
+    is_arpos = "arpo" in name or name == "papers/grpo-reasoning-qwen2.5-7b"
+    assert ("warmup.traces" in lacks) is bool(config.warmup.num_steps) is is_arpos
+    assert ("buffer.path" in lacks) is (not reads_buffer(config))
     assert ("tools.search.corpus" in lacks) is is_dense
     assert ("SERPER_API_KEY" in lacks) is not is_dense
     # The hardware that the recipe is written for.

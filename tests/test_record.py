@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from tests.error_codes import raises_code
+from tests.tiny import tiny
 from tests.trees import Part, build_tree, recorded_trees
 
-from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.errors import SettingError
 from treegraft.core.files import write_atomically
 from treegraft.core.steps import observation_from
 from treegraft.core.types import (
@@ -27,6 +29,8 @@ from treegraft.core.types import (
 from treegraft.runs.record import RunFolder, read_metrics, read_trees, write_trees
 from treegraft.runs.start import find_checkpoint
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
+from treegraft.settings.load import load_config
+from treegraft.train import train
 
 TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
 
@@ -116,24 +120,24 @@ def damaged(**changes: object) -> str:
 def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trees.jsonl"
     path.write_text(tree_to_json(TREE) + "\n" + line + "\n")
-    with pytest.raises(DataError, match="line 2: not a recorded tree"):
+    with raises_code("tree-unreadable", match="line 2: not a recorded tree"):
         read_trees(path)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path = tmp_path / "trees.jsonl"
     path.write_bytes(tree_to_json(TREE).encode() + b"\n\xff\xfe\x00\n")
-    with pytest.raises(DataError, match="line 2"):
+    with raises_code("tree-unreadable"):
         read_trees(path)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such file"):
+    with raises_code("trees-missing"):
         read_trees(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match=r"has no metrics\.jsonl"):
+    with raises_code("metrics-missing"):
         read_metrics(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(DataError, match="recorded no metrics yet"):
+    with raises_code("no-metrics-yet"):
         read_metrics(tmp_path)
 
 
@@ -183,10 +187,10 @@ def test_a_run_is_cut_to_its_checkpoint(tmp_path: Path) -> None:
 def test_a_folder_in_the_way_is_refused_and_a_foreign_one_too(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", '{"a": 1}')
     assert RunFolder.open(tmp_path / "run").metrics_size() == 0
-    with pytest.raises(CheckpointError, match="exists; expected a new name"):
+    with raises_code("run-exists"):
         RunFolder.create(tmp_path / "run", "{}")
     assert (tmp_path / "run" / "config.json").read_text() == '{"a": 1}'
-    with pytest.raises(CheckpointError, match="is not a run folder"):
+    with raises_code("not-a-run"):
         RunFolder.open(tmp_path)
 
 
@@ -203,18 +207,43 @@ def test_a_missing_run_leads_to_those_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no such folder.*e\.g\. runs/NAME\.$"):
+    with raises_code("not-a-run"):
         RunFolder.open(Path("runs/first"))
     for name in ("first", "other"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "metrics.jsonl").touch()
     for place in ("runs/frist", "frist"):
-        with pytest.raises(CheckpointError, match=r"Did you mean 'runs/first'\?$"):
+        with raises_code("not-a-run"):
             RunFolder.open(Path(place))
-        with pytest.raises(CheckpointError, match=r"no such folder.*Did you mean 'runs/first'\?$"):
+        with raises_code("run-missing"):
             find_checkpoint(place)
-    with pytest.raises(CheckpointError, match=r"There are runs/\w+, runs/\w+\.$"):
+    with raises_code("not-a-run"):
         RunFolder.open(Path("zzzzzzzzzzzz"))
     for recipe in ("recipes/demo.toml", "demo"):
-        with pytest.raises(CheckpointError, match=f"eval CHECKPOINT --recipe {recipe}"):
+        with raises_code("recipe-not-run"):
             find_checkpoint(recipe)
+
+
+def test_old_trees_are_dropped_and_evaluations_stay(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    for number in (1, 2, 10, 11):
+        write_trees(folder.trees_path(number), [TREE])
+    write_trees(folder.trees_path(1, "greedy"), [TREE])
+    folder.drop_trees(9)
+    left = {"update-000010", "update-000011", "eval-000001-greedy"}
+    assert {path.stem for path in folder.trees_dir.iterdir()} == left
+    assert {path.stem for path in folder.index_dir.iterdir()} == left
+    assert folder.damaged_trees(11) == []
+    folder.drop_trees(-1)
+    assert len(folder.update_files()) == 2
+
+
+def test_a_run_keeps_the_trees_of_its_latest_updates(tmp_path: Path) -> None:
+    run = {"name": "a", "dir": str(tmp_path), "num_updates": 3}
+    done = train(tiny(run=run, track={"keep_trees": 2}))
+    names = sorted(path.stem for path in (done.run_dir / "trees").glob("update-*"))
+    assert names == ["update-000002", "update-000003"]
+    assert list((done.run_dir / "trees").glob("eval-000000-*"))
+    replaying = {"track": {"keep_trees": 2}, "replay": {"fresh_frac": 0.5}}
+    with pytest.raises(SettingError, match=r"track\.keep_trees: got 2, but groups of any earlier"):
+        load_config(replaying)

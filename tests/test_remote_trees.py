@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny
 
 from treegraft.assemble import assemble_engine
-from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Engine, Retrieved, Retriever
 from treegraft.core.plugin import PlacementKind
 from treegraft.core.types import GraftCause, StepContent, Task, ToolCall, Trace
@@ -179,7 +179,7 @@ def test_answers_are_those_of_the_state_that_an_order_names(tmp_path: Path) -> N
             # Counts of a tree arrive where the metrics of the run come from.
             own.count(counts)
             assert own.take_metrics()["retrieve/num_asked"] == 2 * NUM_TASKS
-            with pytest.raises(DataError, match="there is no such file"):
+            with raises_code("buffer-missing"):
                 await opened.at(str(tmp_path / "states" / "missing.sqlite"))
             opened.close()
             own.close()

@@ -21,7 +21,8 @@ pytest.importorskip(
     "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[reports]'"
 )
 
-from treegraft.core.errors import CheckpointError, DataError, SettingError
+from tests.error_codes import raises_code
+
 from treegraft.core.types import Tree
 from treegraft.extras.lab.report.bands import accuracy_band, band, paired, spent, student, wilson
 from treegraft.extras.lab.report.command import FIGURES, write_report
@@ -203,16 +204,16 @@ def test_labels_stand_before_paths(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="has no config"):
+    with raises_code("not-a-run"):
         read_records([str(tmp_path / "empty")])
-    with pytest.raises(CheckpointError, match="is not there"):
+    with raises_code("not-a-run"):
         read_records([str(tmp_path / "nowhere")])
     run = made_run(tmp_path / "run", {}, [{"update": 1, "reward/mean": 1.0}])
-    with pytest.raises(DataError, match="two labels"):
+    with raises_code("two-labels"):
         read_records([f"A={run}", f"B={run}"])
     assert len(read_records([str(run), str(run)])) == 1
     (run / "config.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read"):
+    with raises_code("run-settings-unreadable"):
         read_records([str(run)])
 
 
@@ -235,7 +236,7 @@ def test_a_damaged_study_names_its_line(tmp_path: Path, line: str) -> None:
         # A curve without a point is a run that was never evaluated.
         assert len(read_records([str(study)])) == 2
     else:
-        with pytest.raises(DataError, match="line 2 is not a run"):
+        with raises_code("study-line-invalid"):
             read_records([str(study)])
 
 
@@ -579,23 +580,23 @@ def test_what_the_data_cannot_give_is_left_out_with_a_line(tmp_path: Path) -> No
 
 def test_runs_without_metrics_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", {}, [])
-    with pytest.raises(DataError, match="recorded no metrics yet"):
+    with raises_code("no-metrics-yet", match="recorded no metrics yet"):
         write_report([str(run)])
     assert not (run / "report.html").exists() and not (run / "figures").exists()
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", {}, [{"update": 1, "reward/mean": 1.0}])
-    with pytest.raises(SettingError, match="Did you mean 'run'"):
+    with raises_code("unknown-group"):
         write_report([str(run)], baseline="runn")
-    with pytest.raises(SettingError, match="Did you mean 'final-accuracy'"):
+    with raises_code("unknown-figure"):
         write_report([str(run)], only=["final-acuracy"])
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingError, match="there is a file of that name"):
+    with raises_code("report-folder-taken"):
         write_report([str(run)], out=tmp_path / "file")
     study = tmp_path / "study.jsonl"
     study.write_text('{"method": "a", "seed": 0, "curve": [{"update": 0, "accuracy": 0.5}]}\n')
-    with pytest.raises(SettingError, match="--out DIR"):
+    with raises_code("report-without-folder"):
         write_report([str(study)])
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_report import made_run
 from tests.test_report_command import treegraft
 from tests.test_view_browser import CHROMIUM, INJECTIONS, browser
 from tests.viewed import grown_tree, step, write_run
 
-from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Leaf, StartCause, Status, StepContent, Task, Tree
 from treegraft.extras.lab.report.cases import Cases, compare, write_cases
 from treegraft.runs.record import RunFolder, write_trees
@@ -144,23 +144,29 @@ def test_one_run_is_compared_with_itself_at_other_updates(tmp_path: Path) -> Non
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     run = evaluated(tmp_path / "A", {0: questions("w")})
-    with pytest.raises(SettingError, match="got 1 evaluations of A; expected 2 to 4"):
+    with raises_code("cases-number", match="got 1 evaluations of A; expected 2 to 4"):
         compare([run, run], 1)
     many = [evaluated(tmp_path / f"m{n}", {0: questions("w")}) for n in range(5)]
-    with pytest.raises(SettingError, match="got 5 evaluations"):
+    with raises_code("cases-number", match="got 5 evaluations"):
         compare(many, 1)
-    with pytest.raises(DataError, match=r"--at 7: run 'A' has no greedy evaluation there.*: 0"):
+    with raises_code(
+        "evaluation-missing", match=r"--at 7: run 'A' has no greedy evaluation there.*: 0"
+    ):
         compare([run, many[0]], 1, [7])
-    with pytest.raises(DataError, match=r"of one kind \(A: greedy; m0: greedy\); expected sampled"):
+    with raises_code(
+        "evaluations-differ", match=r"of one kind \(A: greedy; m0: greedy\); expected sampled"
+    ):
         compare([run, many[0]], 1, kinds=["sampled"])
     sampled = evaluated(tmp_path / "S", {0: questions("w")}, "sampled")
-    with pytest.raises(DataError, match=r"no evaluation of one kind \(A: greedy; S: sampled\)"):
+    with raises_code(
+        "evaluations-differ", match=r"no evaluation of one kind \(A: greedy; S: sampled\)"
+    ):
         compare([run, sampled], 1)
     other = [replace(asked(0, True), task=Task(id="held/0", question="other ?", reference=("z",)))]
-    with pytest.raises(DataError, match="have no judged question in common"):
+    with raises_code("no-common-question", match="have no judged question in common"):
         compare([run, evaluated(tmp_path / "O", {0: other})], 1)
     (tmp_path / "study.jsonl").write_text("{}\n")
-    with pytest.raises(SettingError, match="is a study, whose lines hold no trajectories"):
+    with raises_code("cases-of-study", match="is a study, whose lines hold no trajectories"):
         compare([run, (None, tmp_path / "study.jsonl")], 1)
 
 

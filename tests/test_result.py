@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
 from treegraft import RunResult, answer_question, train
-from treegraft.core.errors import CheckpointError, DataError, SettingError
+from treegraft.core.errors import SettingError
 from treegraft.evals.agent import Agent, Answer
 from treegraft.runs.display import NotebookDisplay
 from treegraft.runs.record import read_metrics, read_trees
@@ -59,7 +60,7 @@ def test_trees_of_an_update(result: RunResult) -> None:
         path = result.run_dir / "trees" / f"update-00000{update}.jsonl"
         assert result.trees(update) == read_trees(path)
     assert result.trees() == result.trees(2)
-    with pytest.raises(DataError, match="no trees of update 7; recorded are: 1 to 2"):
+    with raises_code("update-without-trees"):
         result.trees(7)
 
 
@@ -70,13 +71,13 @@ def test_a_table_where_there_is_pandas_and_a_sentence_else(
     frame = result.history.frame()
     assert isinstance(frame, pandas.DataFrame) and list(frame["update"]) == [0, 1, 2]
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(SettingError, match="pip install 'pandas'"):
+    with raises_code("package-missing"):
         result.history.frame()
 
 
 def test_an_earlier_run_is_read_from_its_folder(result: RunResult, tmp_path: Path) -> None:
     assert RunResult.read(str(result.run_dir)) == result
-    with pytest.raises(CheckpointError, match="not a run folder"):
+    with raises_code("not-a-run"):
         RunResult.read(tmp_path / "nothing")
 
 
@@ -131,9 +132,9 @@ def test_a_conversation_goes_on(result: RunResult, question: str) -> None:
     ):
         places = [prompt.index(part.removesuffix(" ?")) for part in parts]
         assert all(a < b for a, b in pairwise([-1, *places]))
-    with pytest.raises(DataError, match="history: got a message with the role 'ghost'"):
+    with raises_code("history-invalid", match="history: got a message with the role 'ghost'"):
         agent.ask(question, history=[{"role": "ghost", "content": "x"}])
-    with pytest.raises(DataError, match="empty text"):
+    with raises_code("question-empty", match="empty text"):
         agent.ask(" ")
     agent.close()
 
@@ -157,10 +158,10 @@ def test_a_cancelled_question_ends_and_the_agent_goes_on(result: RunResult, ques
 def test_an_agent_that_cannot_be_loaded_says_why_each_time(result: RunResult) -> None:
     agent = result.agent("tools.use=['tests.tiny_parts:nothing']")
     for _ in range(2):
-        with pytest.raises(SettingError, match="nothing"):
+        with raises_code("import-name-missing"):
             agent.ask("?")
     agent.close()
-    with pytest.raises(SettingError, match=r"eval\.greedy=false"):
+    with raises_code("override-idle"):
         result.agent("eval.temperature=0.5")
 
 
@@ -226,7 +227,7 @@ def test_progress_in_a_notebook_is_one_line() -> None:
         "run runs/x: tiny, 2 updates",
         "warning: a short one",
         "interrupted and saved; go on with: treegraft train --resume runs/x",
-        "or in Python: train(None, resume='runs/x')",
+        "or in Python: train(resume='runs/x')",
         "",
     ]
     # 20 reports within four seconds: not more than two states a second, each over the last one.

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 
-from treegraft.core.errors import DataError
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.rollout_buffer import buffer_use
@@ -60,7 +60,7 @@ def test_origin_and_readers(
     assert buffer_use(config) == (origin, readers)
     source = build_tasks(config.tasks, config.run.seed)
     if is_due and origin in ("file", "import"):
-        with pytest.raises(DataError, match="there is no file"):
+        with raises_code("buffer-missing"):
             RunBuffer(config, source, tmp_path / "r")
         return
     found = RunBuffer(config, source, tmp_path / "r")

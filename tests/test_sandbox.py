@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from tests.attacks import ATTACKS, QUICK, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
+from tests.error_codes import raises_code
 
-from attacks import ATTACKS, QUICK, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.settings.tools import PythonToolSettings, ToolsSettings
@@ -588,7 +589,7 @@ def test_where_bubblewrap_is_missing_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SettingError, match=r"bubblewrap is missing.*apt-get install bubblewrap"):
+    with raises_code("bwrap-unusable"):
         build_tools(ToolsSettings(use=["python"], python=PythonToolSettings(backend="bwrap")), [])
 
 
@@ -599,9 +600,7 @@ def test_where_namespaces_are_forbidden_the_error_says_so(
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(
-        SettingError, match=r"No permissions to create new namespace.*user namespaces"
-    ):
+    with raises_code("bwrap-unusable"):
         BwrapTool(PythonToolSettings())
 
 
@@ -795,5 +794,5 @@ def test_a_sandbox_that_does_not_start_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolUnavailable, match="cannot be started"):
+    with raises_code("sandbox-not-started"):
         Sandbox(SMALL, packages=BARE)

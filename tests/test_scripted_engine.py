@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
+from tests.error_codes import raises_code
 from tests.families import byte_tokenizer, word_tokenizer
 
-from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.engine.scripted import ScriptedEngine
@@ -53,7 +52,7 @@ def test_replies_come_in_order_with_scores() -> None:
     assert (first.entropy_kind, first.policy_version) == (EntropyKind.EXACT, 0)
     assert [call.prefix_ids for call in engine.calls] == [(5, 6), (7,)]
     assert engine.calls[0].sampling == SAMPLING and engine.calls[0].noise_key == ("k",)
-    with pytest.raises(EngineError, match="request 3 came, but the list held 2 replies"):
+    with raises_code("replies-spent"):
         complete(engine)
 
 

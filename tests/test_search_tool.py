@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import DataError, SettingError, ToolError
 from treegraft.core.types import Task
 from treegraft.tools.search.tool import NO_MATCH, SearchTool
 
@@ -61,7 +61,7 @@ def test_no_match_is_a_sentence_and_no_error(tmp_path: Path) -> None:
 
 
 def test_an_empty_query_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ToolError, match="empty"):
+    with raises_code("query-empty"):
         ask(build(tmp_path), " \n")
 
 
@@ -77,7 +77,7 @@ def test_variables_in_the_path_are_expanded(
     monkeypatch.setenv("CORPUS_HOME", str(tmp_path))
     assert len(SearchTool("$CORPUS_HOME/corpus.jsonl").backend) == 4
     monkeypatch.delenv("CORPUS_HOME")
-    with pytest.raises(DataError, match=r"variable \$CORPUS_HOME is not set"):
+    with raises_code("corpus-missing", match=r"variable \$CORPUS_HOME is not set"):
         SearchTool("$CORPUS_HOME/corpus.jsonl")
 
 
@@ -85,26 +85,26 @@ GOOD = json.dumps(ROWS[0])
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("lines", "code"),
     [
-        ([GOOD, "{"], "line 2: not JSON"),
-        ([GOOD, "", "[1]"], "line 3: got a JSON list"),
-        ([GOOD, '{"id": "x", "text": "y"}'], "line 2: it has no 'contents'; it has id, text"),
-        (['{"contents": "y"}'], "line 1: it has no 'id'"),
-        (['{"id": "x", "contents": 3}'], "line 1: 'contents' is int, expected str"),
-        ([GOOD, b'{"id": "\xff"}'], "line 2: not UTF-8"),
-        ([GOOD, "[" * 100_000], "line 2: not JSON"),
-        (["", " "], "has no rows"),
-        (['{"id": "x", "contents": "..."}'], "none of its 1 rows contains a searchable word"),
+        ([GOOD, "{"], "corpus-row-no-json"),
+        ([GOOD, "", "[1]"], "corpus-row-invalid"),
+        ([GOOD, '{"id": "x", "text": "y"}'], "corpus-key-missing"),
+        (['{"contents": "y"}'], "corpus-key-missing"),
+        (['{"id": "x", "contents": 3}'], "corpus-value-invalid"),
+        ([GOOD, b'{"id": "\xff"}'], "corpus-not-utf8"),
+        ([GOOD, "[" * 100_000], "corpus-row-no-json"),
+        (["", " "], "corpus-empty"),
+        (['{"id": "x", "contents": "..."}'], "corpus-without-words"),
     ],
 )
-def test_bad_rows_are_named_by_line(tmp_path: Path, lines: list[str | bytes], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_bad_rows_are_named_by_line(tmp_path: Path, lines: list[str | bytes], code: str) -> None:
+    with raises_code(code):
         SearchTool(corpus(tmp_path, *lines))
 
 
 def test_a_missing_file_or_path_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
+    with raises_code("corpus-missing"):
         SearchTool(str(tmp_path / "nowhere.jsonl"))
-    with pytest.raises(SettingError, match=r"tools\.search\.corpus is empty"):
+    with raises_code("corpus-unnamed"):
         SearchTool("")

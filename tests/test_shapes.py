@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 
 from treegraft.cli.memory import model_shape
-from treegraft.core.errors import ModelError
 from treegraft.policy import shapes
 from treegraft.policy.load import load_model
 from treegraft.policy.shapes import published_shape, shape_named, shape_table
@@ -67,7 +67,7 @@ def test_the_shape_of_a_hub_model_is_known_by_its_name() -> None:
 
 
 def test_an_unknown_shape_is_an_error_that_names_the_near_one() -> None:
-    with pytest.raises(ModelError, match=r"Did you mean 'shape:qwen2\.5-7b'"):
+    with raises_code("unknown-shape"):
         published_shape("shape:qwen2.5-8b")
 
 

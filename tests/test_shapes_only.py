@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("torch.utils.backend_registration", reason="torch has no devices of Python's")
@@ -18,17 +17,10 @@ pytest.importorskip("torch.utils.backend_registration", reason="torch has no dev
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
 def test_no_pass_mixes_devices_and_decoding_waits_for_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.shapes_only"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    with Forked(["tests.shapes_only"], cwd=ROOT, stderr=subprocess.STDOUT) as process:
+        said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said[-3000:]
+    found = json.loads(said.splitlines()[-1])
     parts = found["parts"]
     assert len(parts) == 8
     for name, said in parts.items():

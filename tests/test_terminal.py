@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.tiny import tiny
 
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
@@ -35,6 +39,7 @@ from treegraft.runs.display import (
     show_texts,
     shown,
 )
+from treegraft.runs.reporter import LastingDisplay
 from treegraft.runs.transcript import pick_sample, transcript
 
 METRICS = {
@@ -323,6 +328,77 @@ def test_a_display_of_the_callers_own_is_handed_over_and_left_open() -> None:
         display.warn("slow")
         display.update(1, 2, METRICS)
     assert told == ["slow"]
+
+
+def test_branches_and_grafts_are_shown_where_the_recipe_asks_for_them() -> None:
+    asked = {"branch/unused_frac": 0.5, "branch/num_branches": 12.0}
+    asked |= {"graft/unused_frac": 1.0, "graft/num_grafts": 0.0}
+    lines = []
+    for metrics in ({**METRICS, **asked}, {**METRICS, "branch/num_branches": 0.0}):
+        file = io.StringIO()
+        PlainDisplay(file).update(1, 2, metrics)
+        lines.append(file.getvalue())
+    assert "branches 12  grafts 0  time 2.0s" in lines[0]
+    assert "branches" not in lines[1] and "grafts" not in lines[1]
+    live = RichDisplay(Console(file=io.StringIO()))
+    live.update(1, 2, METRICS)
+    assert "grafts" not in rendered(live.render(), 120)
+    live.update(2, 2, {**METRICS, **asked})
+    table = rendered(live.render(), 120)
+    live.close()
+    assert "branches" in table and "grafts" in table and " 12 " in table
+
+
+class Letters:
+    """Token 7 is "a", 8 is "b"."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join("ab"[token - 7] for token in token_ids)
+
+
+def test_what_a_cut_turn_wrote_is_shown_by_the_display_of_a_run() -> None:
+    tree = example_tree()
+    (start, cut) = (tree.steps[0], policy_step("0.0", StepContent()))
+    leaf = Leaf(step_id="0.0", status=Status.TRUNCATED, reward=0.0)
+    file = io.StringIO()
+    display: Display = LastingDisplay(PlainDisplay(file))
+    show_texts(display, Letters())
+    display.sample(replace(tree, steps=(start, cut), leaves=(leaf,)))
+    display.update(1, 2, METRICS)
+    assert "wrote: ab" in file.getvalue()
+    assert "that the format cannot read" not in file.getvalue()
+
+
+def test_a_program_without_standard_output_is_shown_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    make_display().note("nothing")
+    with shown(None) as display:
+        display.note("nothing")
+
+
+@pytest.mark.parametrize("closed", ["0<&- >&-", ">&- 2>&-", "2>&-", "0<&-"])
+def test_streams_closed_before_the_start_are_stood_in_for(closed: str, tmp_path: Path) -> None:
+    code = (
+        "import os; from treegraft.__main__ import stand_in_for_closed as s; s();"
+        " file = open('opened', 'w'); print('told'); os.write(2, b'told');"
+        " file.write(str(file.fileno())); file.close()"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {closed}"
+    subprocess.run(["sh", "-c", command], check=True, cwd=tmp_path, timeout=60)
+    # No file of ours takes the number of a standard stream, so that nothing is printed into it.
+    assert int((tmp_path / "opened").read_text()) > 2
+
+
+def test_training_goes_on_without_standard_output(tmp_path: Path) -> None:
+    own = {"name": "a", "dir": str(tmp_path), "num_updates": 1}
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(tiny(run=own)))
+    command = f"{shlex.quote(sys.executable)} -m treegraft train {recipe} >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '"update": 1,' in (tmp_path / "a" / "metrics.jsonl").read_text()
 
 
 def test_the_best_trajectory_is_the_sample() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.slow_learner import (
     distance,
@@ -14,7 +15,6 @@ from tests.slow_learner import (
     make_learner,
 )
 
-from treegraft.core.errors import ModelError
 from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner, token_scores
@@ -132,7 +132,7 @@ def test_an_unknown_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "treegraft.policy.output_head.OutputHead.__call__",
         lambda self, hidden: self._project(hidden),
     )
-    with pytest.raises(ModelError, match="logits differ"):
+    with raises_code("model-not-trainable"):
         token_scores(model, pack_trees(example_trees(1)))
 
 

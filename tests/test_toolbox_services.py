@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.settings.load import load_config
@@ -169,7 +170,7 @@ def test_a_replay_answers_from_the_file_alone(tmp_path: Path) -> None:
     ask(Service(echo), "a", cache_path=path)
     tool = Service(echo)
     assert ask(tool, "a", cache_path=path, replay=True)[0] == [Observation(text="a!")]
-    with pytest.raises(ToolUnavailable, match="holds no result of this call of 'service'"):
+    with raises_code("replay-lacks-result", match="holds no result of this call of 'service'"):
         ask(tool, "b", cache_path=path, replay=True)
     assert tool.num_runs == 0
 
@@ -177,13 +178,13 @@ def test_a_replay_answers_from_the_file_alone(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_used_is_refused_before_work_starts(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.sqlite"
     damaged.write_bytes(b"no database, but long enough to be looked at" * 99)
-    with pytest.raises(DataError, match="cannot be opened"):
+    with raises_code("cache-not-opened"):
         box_of(Service(echo), cache_path=str(damaged))
-    with pytest.raises(DataError, match="no such file"):
+    with raises_code("cache-missing"):
         box_of(Service(echo), cache_path=str(tmp_path / "none.sqlite"), replay=True)
-    with pytest.raises(SettingError, match=r"tools\.replay"):
+    with raises_code("replay-without-cache"):
         box_of(Service(echo), replay=True)
-    with pytest.raises(SettingError, match=r"tools\.replay"):
+    with raises_code("settings-contradict", "tools.replay"):
         load_config("recipes/demo.toml", ["tools.replay=true"])
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.plugin import load_object
 from treegraft.core.types import Observation, Task, ToolCall
@@ -450,7 +451,7 @@ def test_closing_closes_every_tool_even_after_a_failure() -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(SettingError, match="two tools are named 'fake'"):
+    with raises_code("tools-same-name"):
         toolbox(returning(1), returning(2))
 
 
@@ -606,13 +607,13 @@ def test_functions_that_make_no_tool_are_refused() -> None:
         """Starred."""
         return ""
 
-    for func, message in (
-        (undocumented, "docstring"),
-        (untyped, "annotation"),
-        (star, "filled"),
-        (lambda text: text, "letters"),
+    for func, code in (
+        (undocumented, "tool-without-docstring"),
+        (untyped, "parameter-without-annotation"),
+        (star, "parameter-starred"),
+        (lambda text: text, "tool-name-invalid"),
     ):
-        with pytest.raises(SettingError, match=message):
+        with raises_code(code):
             FunctionTool(func)
 
 
@@ -626,7 +627,9 @@ def test_functions_may_declare_capability_and_cacheability() -> None:
     tool = FunctionTool(stateful)
     assert (tool.capability, tool.cacheable) == (Capability.NONE, True)
     stateful.capability = "sometimes"  # type: ignore[attr-defined]
-    with pytest.raises(SettingError, match="expected one of 'stateless', 'fork', 'replay', 'none'"):
+    with raises_code(
+        "capability-unknown", match="expected one of 'stateless', 'fork', 'replay', 'none'"
+    ):
         FunctionTool(stateful)
 
 
@@ -668,32 +671,32 @@ def test_tools_are_built_from_names_and_import_paths(user_module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entry", "code"),
     [
-        ("pyhton", "Did you mean 'python'"),
-        ("search", "corpus is empty"),
-        ("users_tools:lookpu", "Did you mean 'lookup'"),
-        ("users_tools:number", "expected a function or a tool"),
-        ("users_tools:Needy", "without arguments"),
-        ("users_broken:x", "needs 'not_there_at_all'"),
-        ("users_nothing:x", "there is no module 'users_nothing'"),
-        ("users_file.py:x", "names a file; write 'users_file:x'"),
-        ("/a folder/users_file.py:x", "names a file; write 'users_file:x'"),
-        ("users_tools:", "is no import path"),
+        ("pyhton", "unknown-name"),
+        ("search", "corpus-unnamed"),
+        ("users_tools:lookpu", "import-name-missing"),
+        ("users_tools:number", "tool-invalid"),
+        ("users_tools:Needy", "tool-not-made"),
+        ("users_broken:x", "import-needs-package"),
+        ("users_nothing:x", "import-module-missing"),
+        ("users_file.py:x", "import-path-file"),
+        ("/a folder/users_file.py:x", "import-path-file"),
+        ("users_tools:", "import-path-invalid"),
     ],
 )
-def test_wrong_entries_are_explained(user_module: str, entry: str, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+def test_wrong_entries_are_explained(user_module: str, entry: str, code: str) -> None:
+    with raises_code(code):
         build_tools(ToolsSettings(use=[entry]), [])
 
 
 def test_a_name_that_the_tasks_take_is_refused(user_module: str) -> None:
-    with pytest.raises(SettingError, match="the tasks bring a tool of that name"):
+    with raises_code("tools-same-name"):
         build_tools(
             ToolsSettings(use=[f"{user_module}:lookup"]),
             [Fake(returning("")._run_body, name="lookup")],
         )
-    with pytest.raises(SettingError, match="it is there already"):
+    with raises_code("tools-same-name"):
         build_tools(ToolsSettings(use=["python", "python"]), [])
 
 

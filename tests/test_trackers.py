@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from tests.error_codes import raises_code
 from tests.pages import PAGES
 from tests.tiny import tiny
 
-from treegraft.core.errors import CheckpointError, SettingError
+from treegraft.core.errors import SettingError
 from treegraft.core.plugin import offered
 from treegraft.core.types import Tree
 from treegraft.runs.record import read_metrics
 from treegraft.runs.tracked import Tracked
-from treegraft.runs.trackers import TRACKERS, Trackers
+from treegraft.runs.trackers import Trackers
 from treegraft.settings.recipe import flatten
 from treegraft.train import RunResult, train
 
 SECRET = "local-0123456789abcdef0123456789abcdef01234567"
 
-KINDS = {**TRACKERS, **offered("trackers")}
+KINDS = offered("trackers")
 
 
 class Own:
@@ -184,13 +185,13 @@ def test_a_mistake_in_the_recipe_ends_before_any_work(
 def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kind in KINDS.items():
         monkeypatch.setitem(__import__("sys").modules, kind.module, None)
-        with pytest.raises(SettingError, match=rf"'{name}' needs .*{re.escape(kind.install)}"):
+        with raises_code("package-missing"):
             start(tmp_path, name)
 
 
 def test_a_damaged_note_is_said(tmp_path: Path) -> None:
     (tmp_path / "trackers.json").write_text('{"id": 1}')
-    with pytest.raises(CheckpointError, match=r"trackers\.json.*Remove it"):
+    with raises_code("tracked-unreadable"):
         Tracked.of(tmp_path)
 
 

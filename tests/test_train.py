@@ -7,19 +7,20 @@ import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.error_codes import raises_code
 from tests.tiny import differing, tiny, write_recipe
 from tests.tiny_parts import ANSWERS, ASKED, SlowSearch
 
 from treegraft.core import interrupt
-from treegraft.core.errors import DataError, DriftError, EngineError
+from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import WeightSource
-from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
+from treegraft.core.types import BranchCause, Status, StepContent, Task, ToolCall, Tree
 from treegraft.evals.agent import answer_question
 from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.canary import limit_for
@@ -426,10 +427,10 @@ def test_a_skipped_publish_is_found_by_version_or_checksum(
         await publish(self, ModelWeights(self.model.state_dict()), version)
 
     monkeypatch.setattr(NativeEngine, "publish", skips_the_second)
-    with pytest.raises(DriftError, match="policy version 0, expected 1"):
+    with raises_code("version-drifts", match="policy version 0, expected 1"):
         start(tmp_path, "version", eval={"every": 0})
     monkeypatch.setattr(NativeEngine, "publish", keeps_old_weights)
-    with pytest.raises(DriftError, match="engine's weights have checksum"):
+    with raises_code("weights-drift", match="engine's weights have checksum"):
         start(tmp_path, "checksum", eval={"every": 0})
 
 
@@ -452,7 +453,7 @@ def test_an_engine_that_ignores_weights_and_lies_is_found_by_the_log_probabiliti
 
     monkeypatch.setattr(NativeEngine, "publish", lies)
     display = Recorder()
-    with pytest.raises(DriftError, match="third time in a row"):
+    with raises_code("learner-drifts"):
         start(
             tmp_path, display=display, run={"num_updates": 9}, eval={"every": 0}, learn={"lr": 0.01}
         )
@@ -506,7 +507,7 @@ def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
     display = Recorder()
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, "_step", dies)
-        with pytest.raises(EngineError, match="out of memory"):
+        with raises_code("engine-died"):
             start(tmp_path, "a", display=display)
     assert f"treegraft train --resume {tmp_path / 'a'}" in display.warnings[-1]
     train(None, resume=tmp_path / "a")
@@ -527,7 +528,7 @@ def test_an_engine_that_dies_in_the_rollout_costs_no_update(
 
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, "_admit", dies)
-        with pytest.raises(EngineError, match="out of memory"):
+        with raises_code("engine-died"):
             start(tmp_path, "a", display=display, **settings)
     assert (tmp_path / "a/checkpoints/update-000001").is_dir()
     assert "go on from its last checkpoint" in display.warnings[-1]
@@ -733,31 +734,50 @@ def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("text", "code"),
     [
-        ("", "the file has no rows"),
-        ("no json\n", "line 1"),
-        ('{"question": "q", "steps": [{"answer": "a"}]}\n{"question": "q"}\n', "line 2.*'steps'"),
-        ('{"question": "q", "steps": []}\n', "no steps"),
+        ("", "no-rows-in-file"),
+        ("no json\n", "demonstrations-unfit"),
+        (
+            '{"question": "q", "steps": [{"answer": "a"}]}\n{"question": "q"}\n',
+            "demonstrations-unfit",
+        ),
+        ('{"question": "q", "steps": []}\n', "demonstrations-unfit"),
         (
             '{"question": "q", "steps": [{"calls": [{"name": "fly", "body": "x"}]}]}\n',
-            "line 1.*no tool 'fly'",
+            "demonstrations-unfit",
         ),
-        ('{"question": "q", "steps": [{"answer": "</answer>"}]}\n', "line 1.*reserved tag"),
-        ('{"question": "q", "steps": [{"thought": "hm"}]}\n', "line 1"),
-        ('{"question": 5, "steps": [{"answer": "a"}]}\n', "line 1"),
+        ('{"question": "q", "steps": [{"answer": "</answer>"}]}\n', "demonstrations-unfit"),
+        ('{"question": "q", "steps": [{"thought": "hm"}]}\n', "demonstrations-unfit"),
+        ('{"question": 5, "steps": [{"answer": "a"}]}\n', "demonstrations-unfit"),
     ],
 )
 def test_bad_traces_are_named_before_any_work(
-    text: str, part: str, world: SearchWorld, form: TagsFormat, tmp_path: Path
+    text: str, code: str, world: SearchWorld, form: TagsFormat, tmp_path: Path
 ) -> None:
     path = tmp_path / "traces.jsonl"
     path.write_text(text)
-    with pytest.raises(DataError, match=part) as caught:
+    with raises_code(code) as caught:
         settings = WarmupSettings(traces=str(path))
         stored = read_demonstrations(path, settings, ()).demonstrations
         Demonstrations(world, form, settings, seed=0, stored=stored)
     assert str(path) in str(caught.value)
+
+
+def test_few_rows_that_the_format_cannot_write_are_left_out(
+    world: SearchWorld, form: TagsFormat
+) -> None:
+    good = [(task, world.expert(task, 0)) for task in world.warmup_tasks(19, 0)]
+    flies = StepContent(calls=(ToolCall("fly", "x"),))
+    stored = [*good, (replace(good[0][0], id="line 20"), (flies,))]
+    settings = WarmupSettings(traces="t.jsonl", batch_size=40)
+    found = Demonstrations(world, form, settings, seed=0, stored=stored)
+    assert found.left_out.startswith("1 of 20 cannot be written (line 20: ")
+    assert "no tool 'fly'" in found.left_out
+    # Two passes over twenty, of which the one is no demonstration.
+    assert len(found.batch(0)) == 38
+    with raises_code("demonstrations-unfit", match=r"2 of 21 rows cannot be written \(line 20: "):
+        Demonstrations(world, form, settings, seed=0, stored=[*stored, stored[-1]])
 
 
 def test_an_expert_that_the_format_cannot_say_is_no_accident(

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
+from tests.error_codes import raises_code
 from tests.trees import recorded_trees
 from tests.viewed import (
     copy_without_checkpoints,
@@ -35,13 +38,14 @@ from tests.viewed import (
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
-from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.errors import DataError
 from treegraft.core.listener import is_own_name
 from treegraft.core.types import Observation, Step, Tree
 from treegraft.runs.health import recorded
 from treegraft.runs.record import RunFolder, read_places, read_trajectory, write_trees
 from treegraft.runs.tree_json import tree_to_json
 from treegraft.view.pages import draw, page_warnings, path_tokens, summarise
+from treegraft.view.query import grafts_of
 from treegraft.view.runs import RunReader, open_runs
 from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app
 
@@ -165,9 +169,9 @@ def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
     other = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
     assert list(open_runs([run_dir, other, run_dir])) == ["first", "first-2"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="neither a run folder nor a folder with runs"):
+    with raises_code("not-a-run"):
         open_runs([tmp_path / "empty"])
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with raises_code("not-a-run"):
         open_runs([tmp_path / "nowhere"])
 
 
@@ -304,6 +308,65 @@ def test_from_a_graft_to_its_trace_and_back(client: TestClient, run_dir: Path) -
         and ask(client, "/buffer", q="E3")["total"] == 2
     )
     assert {p.name: p.stat().st_mtime_ns for p in (run_dir / "buffer").iterdir()} == before
+
+
+def test_a_search_of_grafts_stops_in_time_and_always_comes_further(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_runs([run_dir])["run"]
+    monkeypatch.setattr("treegraft.view.query.BUDGET_S", 0.0)
+    cursor, num_answers, found = "", 0, []
+    while cursor is not None:
+        answer = grafts_of(run, "nowhere", cursor=cursor)
+        cursor, num_answers = answer["cursor"], num_answers + 1
+        found += answer["grafts"]
+    # With no time at all each answer looks at one file, though it has found nothing.
+    assert (num_answers, found) == (len(run.files()), [])
+
+
+def test_a_task_is_found_by_indexes_that_are_missing_or_stale_too(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    copy = copy_without_checkpoints(run_dir, tmp_path / "run")
+    run = open_runs([copy])["run"]
+    task = run.tree("update-000001", 0).task.id
+    found = [(file.name, number) for file, number in run.with_task(task)]
+    assert found and run.with_task("nowhere") == []
+    first, second, *_ = sorted((copy / "trees-index").iterdir())
+    first.unlink()
+    data = second.read_text().replace(task, "another")
+    second.write_text(re.sub(r'^\{"size":\d+', '{"size":1', data))
+    again = open_runs([copy])["run"]
+    assert [(file.name, number) for file, number in again.with_task(task)] == found
+
+
+def test_large_answers_are_compressed(client: TestClient) -> None:
+    page = client.get("/api/settings", headers={"accept-encoding": "gzip"})
+    assert page.headers["content-encoding"] == "gzip" and len(page.json()) > 200
+    assert "content-encoding" not in client.get("/api/runs").headers
+
+
+def test_clients_that_hang_up_print_nothing(run_dir: Path) -> None:
+    words = [sys.executable, "-m", "treegraft", "view", str(run_dir), "--port", "0"]
+    with subprocess.Popen(
+        [*words, "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as viewer:
+        assert viewer.stdout is not None
+        port = int(re.findall(r":(\d+)", viewer.stdout.readline())[0])
+        for number in range(24):
+            with socket.create_connection(("127.0.0.1", port)) as gone:
+                length = "Content-Length: 9\r\n" if number % 2 else ""
+                end = "\r\n" if number % 3 else ""
+                head = f"GET /api/settings HTTP/1.1\r\nHost: localhost\r\n{length}{end}"
+                gone.sendall(head.encode())
+                if number % 4 == 0:
+                    time.sleep(0.05)
+                # Closed with a reset, as by a browser that is ended.
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with httpx.Client() as client:
+            client.get(f"http://127.0.0.1:{port}/")
+        viewer.terminate()
+        assert viewer.communicate(timeout=60)[1] == ""
 
 
 def test_a_copied_folder_without_checkpoints_and_buffer(run_dir: Path, tmp_path: Path) -> None:
@@ -461,7 +524,12 @@ def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
         env={"COLUMNS": "200"},
     )
     assert (
-        "entropy change +0.25, p 0.625" in shown.output
+        "branch: p 0.625" in shown.output
+        # Tokens of .1 and .2 nats beside a start of .1, .2 and .3.
+        and "branched at 0 of 1 places that were weighed; entropy +0 to +0 nats a token"
+        in shown.output
+        and "4 leaves, 1 correct, mean reward" in shown.output
+        and "no branch" not in shown.output
         and "graft from expert, similarity 0.875" in shown.output
     )
     assert "leaf 0 (0 to 3), the best by reward" in shown.output
@@ -507,7 +575,8 @@ def test_the_command_serves_and_ends_with_ctrl_c(run_dir: Path) -> None:
     ) as process:
         try:
             assert process.stdout is not None
-            address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+            # Its last part is the token: 128 bits.
+            address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{22}/", process.stdout.readline())
             assert address is not None
             assert httpx.get(f"{address[0]}api/runs", timeout=60).json()[0]["name"] == "first"
             process.send_signal(signal.SIGINT)
@@ -560,7 +629,7 @@ def test_the_next_leaf_parses_its_path_alone(
         assert run.path_of("update-000001", 0, leaf) == whole[leaf]
     # For each leaf the head of the tree and the steps of the path; the index is known by now.
     assert len(parsed) == sum(1 + len(path.steps) for path in whole)
-    with pytest.raises(DataError, match="there is no leaf 4"):
+    with raises_code("tree-unreadable"):
         run.path_of("update-000001", 0, 4)
 
 
@@ -643,10 +712,10 @@ def test_many_metrics_are_read_in_the_background_and_thinned(tmp_path: Path) -> 
     while (got := client.get("/api/runs/long/metrics").json())["read_frac"] < 1:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert got["stride"] == 13  # 50,000 / 4,000 = 12.5
+    assert got["stride"] == 50  # 50,000 / 1,000
     by = {line["update"]: line for line in got["lines"]}
-    assert {*range(0, 50_000, 13), *range(1000, 50_000, 1000), 7777, 7778, 49_999} == set(by)
-    assert by[26]["reward/mean"] == 0.26 and by[3000]["eval/accuracy"] == 0.5
+    assert {*range(0, 50_000, 50), *range(1000, 50_000, 1000), 7777, 7778, 49_999} == set(by)
+    assert by[50]["reward/mean"] == 0.5 and by[3000]["eval/accuracy"] == 0.5
     assert [by[n]["warnings"][0]["is_new"] for n in (7777, 7778)] == [True, False]
     assert client.get("/api/runs").json()[0]["num_lines"] == 50_000
     # The report reads all of them.

@@ -247,9 +247,9 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     assert said == [
         "1 of 4 right: leaf 0",
         "1 truncated: leaf 3",
-        "1 graft: e2 r2 from expert; helped: 1 of 1 right with one, 0 of 3 without",
+        "1 graft: e2 r2 from expert; 1 of 1 right with one, 0 of 3 without",
         "1 branch where entropy rose (+0.25 in the rule's unit; rule \u201cthreshold\u201d);"
-        " did not help: 0 of 1 right with one, 1 of 3 without",
+        " 0 of 1 right with one, 1 of 3 without",
         "Right by way: graft only 1 of 1, branch only 0 of 1, both no leaf, neither 0 of 2",
         "Advantage +1.50 on leaf 0; lowest \u22120.50 on leaves 1, 2, 3",
     ]

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_view_browser import CHROMIUM, INJECTIONS, browser, hostile_tree, show, text, until
 from tests.test_view_damage import DAMAGES, SECRET
 from tests.viewed import expert_hash, write_run, write_update
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
-from treegraft.core.errors import SettingError
 from treegraft.runs.record import RunFolder, write_trees
 from treegraft.view.bundle import join_modules, write_bundle
 from treegraft.view.runs import open_runs
@@ -103,7 +103,7 @@ def test_many_updates_are_spread_and_a_zip_holds_the_same(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("updates", ["x", "1,", "3-", "-1", "1 2", ""])
 def test_updates_that_cannot_be_read_are_refused(home: Path, tmp_path: Path, updates: str) -> None:
-    with pytest.raises(SettingError, match="--updates"):
+    with raises_code("updates-invalid"):
         write_bundle(open_runs([home]), tmp_path / "copy", updates=updates)
     assert list(tmp_path.iterdir()) == []
 

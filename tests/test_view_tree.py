@@ -3,6 +3,7 @@ through a label, at four widths, for trees of every shape."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.grown import BRANCH, GRAFT, SHAPES, Grown, considered, flat, grafted, search
 from tests.test_view_browser import browser, pytestmark, show, until  # noqa: F401
 from tests.viewed import served, write_run
@@ -21,6 +23,7 @@ from treegraft.runs.record import RunFolder, write_trees
 from treegraft.traces.imports import read_messages
 from treegraft.view.branching import content_numbers, entropy_changes
 from treegraft.view.pages import draw
+from treegraft.view.text import drawn
 
 PHONE, LAPTOP, MONITORS = 390, 1280, (1920, 2560)
 
@@ -210,6 +213,17 @@ def test_entropy_changes_are_in_nats_per_token() -> None:
     assert entropy_changes(tree, {})["0.0.0"]["num"] == 3
 
 
+def test_the_terminal_has_the_viewers_unit_and_one_line_on_all_that_was_weighed() -> None:
+    tree = probed([0.5, 0.7, 0.9], [0.1, 0.2, 0.6])
+    settings = {"explore": {"entropy": {"probe_tokens": 2}}}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(drawn(tree, config=settings))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 leaves, " in shown
+    assert "branched at 1 of 1 places that were weighed; entropy +0.45 to +0.45" in shown
+    assert "branch: entropy +0.45 nats a token, p " in shown
+
+
 @pytest.mark.parametrize(
     "config", [{"explore": 1}, {"explore": {"entropy": {"probe_tokens": "x"}}}]
 )
@@ -283,7 +297,7 @@ def test_sentences_name_what_the_drawing_shows(page: Any, address: str) -> None:
     both = sentences(page, address, "both")
     # The odd starts were grafted and are right, and the branch beside each is wrong.
     assert "4 grafts (all different)" not in both
-    assert "4 grafts: e12 r2 \u00d74 from expert; helped: 4 of 8 right with one, 0 of 8" in both
+    assert "4 grafts: e12 r2 \u00d74 from expert; 4 of 8 right with one, 0 of 8" in both
     assert (
         "Right by way: graft only 4 of 4, branch only 0 of 4, both 0 of 4, neither 0 of 4" in both
     )
@@ -358,7 +372,7 @@ def test_children_drawn_at_random_are_not_explained_by_entropy(
     arguments = ["view", str(path), "--text", "--update", "1", "--group", "0"]
     shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"}).output
     assert "branch: a further child of a finished step, drawn at random" in shown
-    assert "entropy change" not in shown
+    assert "nats a token" not in shown
     page = browser.new_page(viewport={"width": LAPTOP, "height": 900})
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -366,7 +380,8 @@ def test_children_drawn_at_random_are_not_explained_by_entropy(
         # A leaf that is no number is the first one.
         show(page, address, "#/r/run/t/update-000001/0?leaf=abc")
         said = page.locator(".said.branch").inner_text()
-        assert said.strip().startswith("1 branch below finished steps, drawn at random; helped")
+        assert said.strip().startswith("1 branch below finished steps, drawn at random; ")
+        assert "helped" not in said
         assert "drawn branch: a further child of a finished step" in " ".join(
             page.locator(".treelegend").inner_text().split()
         )

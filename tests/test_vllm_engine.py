@@ -19,17 +19,19 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
 from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tests.error_codes import raises_code
 from tests.fake_vllm import FakeVllm, fakes
 from tests.families import build_model, word_tokenizer
 from tests.tiny import tiny
 
-from treegraft.core.errors import DeadlineExceeded, DriftError, EngineError, SettingError
+from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.canary import Canaries
@@ -39,6 +41,7 @@ from treegraft.policy.engine.vllm.build import (
     _environment,
     _folder_for_weights,
     build_engine,
+    client,
     find_python,
     options,
 )
@@ -281,7 +284,7 @@ def test_errors_of_a_server_are_tried_again_and_then_told(tmp_path: Path) -> Non
         servers[0].fail_next = 2
         found = await ask(engine, 0)
         servers[0].fail_next = 1000
-        with pytest.raises(EngineError, match=r"failed 8 times.*out of memory"):
+        with raises_code("request-failed-often"):
             await ask(engine, 1)
         return found
 
@@ -302,7 +305,7 @@ def test_a_server_that_hangs_is_found_and_the_deadline_holds(
             await asyncio.sleep(0.01)
         found = await asked
         servers[0].hangs = servers[1].hangs = True
-        with pytest.raises(DeadlineExceeded, match=r"engine.deadline_s = 1.0 s"):
+        with raises_code("engine-late"):
             await ask(engine, 1)
         return found
 
@@ -369,7 +372,7 @@ def test_which_server_is_slow_by_hand(
 def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
     async def work(engine: VllmEngine) -> None:
         await asyncio.to_thread(servers[0].die)
-        with pytest.raises(EngineError, match=r"no server is left after engine.vllm.max_restarts"):
+        with raises_code("no-server-left"):
             await ask(engine, 0)
         assert isinstance(engine.death, EngineError)
 
@@ -420,7 +423,7 @@ def test_a_server_that_keeps_its_old_weights_is_told_from_the_learner(
             if num_servers > 1:
                 assert engine.capacity == 4
                 assert same(await asyncio.gather(*(ask(engine, n) for n in range(6))), expected)
-        with pytest.raises(DriftError, match=rf"{bad.url} and the learner .* third time in a row"):
+        with raises_code("server-drifts"):
             await publisher.publish(4)
 
     with fakes(MODEL, num_servers) as servers:
@@ -556,11 +559,16 @@ def test_adapters_alone_are_published_over_the_first_weights(tmp_path: Path) -> 
 
 
 def test_adapters_need_a_rank(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"publish\.kind: got 'adapter', but model\.lora\.rank"):
+    with raises_code(
+        "settings-contradict",
+        "publish.kind",
+        "model.lora.rank",
+        match=r"publish\.kind: got 'adapter', but model\.lora\.rank",
+    ):
         load_config(tiny(engine={"kind": "vllm"}, publish={"kind": "adapter"}))
 
     async def work(engine: VllmEngine) -> None:
-        with pytest.raises(EngineError, match="these weights come without adapters"):
+        with raises_code("adapter-missing", match="these weights come without adapters"):
             await engine.publish(ModelWeights(OTHER.state_dict()), 1)
 
     with fakes(MODEL) as servers:
@@ -650,21 +658,21 @@ def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path, fam
 
 
 @pytest.mark.parametrize(
-    ("identity", "said"),
+    ("identity", "code"),
     [
-        ({"dtype": "bfloat16"}, "computes in bfloat16, expected model.dtype = float32"),
-        ({"max_context": 20}, "reads 20 tokens, expected 49"),
-        ({"max_logprobs": 5}, "--max-logprobs 5, expected at least 20"),
-        ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs, expected processed_logprobs"),
+        ({"dtype": "bfloat16"}, "server-other-dtype"),
+        ({"max_context": 20}, "server-context-short"),
+        ({"max_logprobs": 5}, "server-logprobs-few"),
+        ({"logprobs_mode": "raw_logprobs"}, "server-logprobs-mode"),
     ],
 )
 def test_plain_servers_that_do_not_fit_are_refused(
-    tmp_path: Path, identity: dict[str, Any], said: str
+    tmp_path: Path, identity: dict[str, Any], code: str
 ) -> None:
     async def work(engine: VllmEngine) -> None:
         raise AssertionError("a server was taken that does not fit")
 
-    with plain_fakes(**identity) as servers, pytest.raises(SettingError, match=said):
+    with plain_fakes(**identity) as servers, raises_code(code):
         run(servers, tmp_path, work, entropies="top_k")
 
 
@@ -690,7 +698,7 @@ def test_weights_that_somebody_else_moves(tmp_path: Path) -> None:
 
 def test_filters_need_the_plugin(tmp_path: Path) -> None:
     engine = {"kind": "vllm", "vllm": {"entropies": "top_k"}}
-    with pytest.raises(SettingError, match=r"eval\.top_k.*engine\.vllm\.entropies"):
+    with raises_code("settings-contradict", "eval.top_k", "engine.vllm.entropies"):
         load_config(tiny(engine=engine, eval={"top_k": 5, "num_samples": 1}))
     load_config(tiny(engine={"kind": "vllm"}, eval={"top_k": 5, "num_samples": 1}))
 
@@ -699,26 +707,26 @@ def test_filters_need_the_plugin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("identity", "said"),
+    ("identity", "code"),
     [
-        ({"vocab_size": 7}, "its vocab_size is 7, expected"),
-        ({"model_type": "qwen2"}, "its model_type is qwen2, expected llama"),
-        ({"dtype": "bfloat16"}, "computes in bfloat16, expected model.dtype = float32"),
-        ({"plugin": 0}, "another version of Treegraft's plugin"),
-        ({"draws": [1, 2, 3]}, "another version of Treegraft's plugin"),
-        ({"max_context": 20}, "reads 20 tokens, expected 49"),
-        ({"max_logprobs": 1}, "--max-logprobs 1, expected at least 2"),
-        ({"logprobs_mode": "raw_logprobs"}, "expected processed_logits"),
-        ({"draws_here": False}, "without Treegraft's logits processor"),
+        ({"vocab_size": 7}, "server-other-model"),
+        ({"model_type": "qwen2"}, "server-other-model"),
+        ({"dtype": "bfloat16"}, "server-other-dtype"),
+        ({"plugin": 0}, "server-plugin-version"),
+        ({"draws": [1, 2, 3]}, "server-plugin-version"),
+        ({"max_context": 20}, "server-context-short"),
+        ({"max_logprobs": 1}, "server-logprobs-few"),
+        ({"logprobs_mode": "raw_logprobs"}, "server-logprobs-mode"),
+        ({"draws_here": False}, "server-without-draws"),
     ],
 )
 def test_servers_that_do_not_fit_are_refused(
-    tmp_path: Path, identity: dict[str, Any], said: str
+    tmp_path: Path, identity: dict[str, Any], code: str
 ) -> None:
     async def work(engine: VllmEngine) -> None:
         raise AssertionError("a server was taken that does not fit")
 
-    with fakes(MODEL, **identity) as servers, pytest.raises(SettingError, match=said):
+    with fakes(MODEL, **identity) as servers, raises_code(code):
         run(servers, tmp_path, work)
 
 
@@ -728,7 +736,7 @@ def test_a_server_without_the_plugin_is_refused_with_its_version(tmp_path: Path)
 
     with fakes(MODEL) as servers:
         servers[0].has_plugin = False
-        with pytest.raises(SettingError, match=r"\(vLLM 0.31.0\) does not know .* vLLM 0.32"):
+        with raises_code("server-without-plugin"):
             run(servers, tmp_path, work)
 
 
@@ -736,7 +744,7 @@ def test_two_runs_on_one_server_are_refused(tmp_path: Path) -> None:
     async def work(engine: VllmEngine) -> None:
         other = build_engine(config, copy.deepcopy(MODEL), word_tokenizer(), "tiny")
         try:
-            with pytest.raises(EngineError, match=r"belongs to another run \(host .*, process"):
+            with raises_code("server-of-other-run"):
                 await other.open()
         finally:
             await other.close()
@@ -754,17 +762,17 @@ def test_two_runs_on_one_server_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "code"),
     [
-        ("http://127.0.0.1:9", "does not answer; expected a vLLM server there"),
-        ("127.0.0.1:8000", "is not the address of a server; expected one such as"),
+        ("http://127.0.0.1:9", "server-not-there"),
+        ("127.0.0.1:8000", "vllm-address-invalid"),
     ],
 )
-def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str, said: str) -> None:
+def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str, code: str) -> None:
     async def work(engine: VllmEngine) -> None:
         raise AssertionError("there is no server")
 
-    with pytest.raises((SettingError, EngineError), match=said):
+    with raises_code(code):
         run([], tmp_path, work, servers=[url])
 
 
@@ -788,21 +796,21 @@ def test_another_program_is_not_taken_for_a_server(tmp_path: Path) -> None:
 
     with HTTPServer(("127.0.0.1", 0), Page) as pages:
         threading.Thread(target=pages.serve_forever, daemon=True).start()
-        with pytest.raises((SettingError, EngineError), match="not a vLLM server, by its answers"):
+        with raises_code("server-without-plugin"):
             run([], tmp_path, work, servers=[f"http://127.0.0.1:{pages.server_port}"])
         pages.shutdown()
 
 
 def test_a_server_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EngineError, match=r"did not start: .*(Not a directory|File exists)"):
+    with raises_code("server-not-started"):
         Process(["true"], environment={}, log=tmp_path / "file" / "log").start()
 
 
 def test_a_python_without_vllm_is_refused() -> None:
-    for python, said in ((sys.executable, "has no vLLM"), ("/no/python", "does not run")):
+    for python, code in ((sys.executable, "vllm-missing"), ("/no/python", "vllm-python-broken")):
         config = load_config(tiny(engine={"kind": "vllm", "vllm": {"python": python}}))
-        with pytest.raises(SettingError, match=said) as caught:
+        with raises_code(code) as caught:
             find_python(config.engine.vllm)
         assert "make vllm-env" in str(caught.value)
 
@@ -824,6 +832,50 @@ def test_servers_of_ours_do_not_join_the_ranks(
     assert found["RANKING"] == "kept"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert _environment(settings, 0, tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
+
+
+def test_servers_of_ours_are_reached_by_this_user_alone(tmp_path: Path) -> None:
+    """They listen at a file in a folder of mode 700, never at a port."""
+    words = options(load_config(tiny()), tmp_path / "http-0")
+    assert words[words.index("--uds") + 1] == str(tmp_path / "http-0")
+    assert not {"--host", "--port"} & {*words}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.path.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+        def address_string(self) -> str:
+            return ""
+
+    class AtFile(ThreadingUnixStreamServer):
+        def get_request(self) -> tuple[Any, Any]:
+            return self.socket.accept()[0], ("", 0)
+
+    paths = [tmp_path / f"http-{number}" for number in range(2)]
+    servers = [AtFile(str(path), Answer) for path in paths]
+    for one in servers:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+
+    async def ask() -> list[str]:
+        addresses = [f"http://server-{number}" for number in range(2)]
+        http = client(dict(zip(addresses, paths, strict=True)))
+        servers[1].shutdown()
+        servers[1].server_close()
+        paths[1].unlink()
+        said = (await Server(addresses[0], http).request("GET", "/health", timeout_s=20)).text
+        is_second_there = await Server(addresses[1], http).is_healthy()
+        await http.aclose()
+        return [said, str(is_second_there)]
+
+    try:
+        assert asyncio.run(ask()) == ["/health", "False"]
+    finally:
+        servers[0].shutdown()
+        servers[0].server_close()
 
 
 # ------------------------------------------------------------------ weights and processes
@@ -868,8 +920,7 @@ def test_a_full_shared_memory_is_told_and_not_chosen(
 
     async def work(engine: VllmEngine) -> None:
         monkeypatch.setattr("treegraft.policy.engine.vllm.folder.save_file", full)
-        said = r"\(No space left on device\); expected room for two copies"
-        with pytest.raises(EngineError, match=said):
+        with raises_code("weights-not-written"):
             await engine.publish(ModelWeights(OTHER.state_dict()), 1)
 
     with fakes(MODEL) as servers:

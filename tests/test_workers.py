@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 
 from treegraft.core import workers
-from treegraft.core.errors import DeadlineExceeded, TreegraftError
 from treegraft.core.workers import WorkerPool
 
 SCRIPT = """
 import os, time
+NAME = os.urandom(8).hex()
 def answer(request):
     print("a library's noise")
     if request == "spin":
@@ -28,7 +32,7 @@ def answer(request):
             return len(bytearray(4 << 30))
         except MemoryError:
             return "too much"
-    return [os.getpid(), request]
+    return [NAME, request]
 """
 
 
@@ -63,10 +67,71 @@ def test_a_process_that_does_not_start_or_become_free(
 ) -> None:
     broken = WorkerPool(tmp_path / "missing.py", 1, task="answers", package="some_package")
     for _ in range(2):
-        with pytest.raises(TreegraftError, match=r"did not start; .* -c 'import some_package'"):
+        with raises_code("worker-not-started"):
             broken.ask(1, 60)
     assert not broken._workers
     monkeypatch.setattr(workers, "START_DEADLINE_S", 0.1)
     pool._free.get()
-    with pytest.raises(DeadlineExceeded, match="no process that answers became free"):
+    with raises_code("worker-late"):
         pool.ask(1, 60)
+
+
+SPY = """
+import os, socket
+def answer(request):
+    if request == "environment":
+        return dict(os.environ)
+    if request == "connect":
+        try:
+            socket.create_connection(("127.0.0.1", PORT), 5).close()
+            return "reached"
+        except OSError:
+            return "refused"
+    if request == "write":
+        found = []
+        for place in PLACES:
+            try:
+                open(os.path.join(place, "written"), "w").close()
+                found.append(place)
+            except OSError:
+                pass
+        return found
+    try:
+        return open(request).read()
+    except OSError as error:
+        return type(error).__name__
+"""
+
+
+def test_a_worker_has_no_key_no_files_and_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "hunter2")
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    script, places = tmp_path / "scripts" / "script.py", [str(tmp_path), sys.prefix, "/usr"]
+    script.parent.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        script.write_text(SPY.replace("PORT", port).replace("PLACES", repr(places)))
+        pool = WorkerPool(script, 1, task="answers", package="json")
+        try:
+            assert "hunter2" not in repr(pool.ask("environment", 60))
+            if not workers._walls():
+                pytest.skip("bubblewrap makes no sandbox here")
+            assert pool.ask(str(secret), 60) == "FileNotFoundError"
+            assert pool.ask("/etc/passwd", 60) == "FileNotFoundError"
+            assert pool.ask(f"/proc/{os.getpid()}/environ", 60) == "FileNotFoundError"
+            assert pool.ask("connect", 60) == "refused"
+            # What it writes goes to a /tmp of its own, which ends with it.
+            assert pool.ask("write", 60) in ([], [str(tmp_path)])
+            assert not (tmp_path / "written").exists()
+        finally:
+            pool.close()
+
+
+def test_without_bubblewrap_a_worker_answers_all_the_same(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_walls", lambda: ())
+    assert pool.ask("hello", 60)[1] == "hello"

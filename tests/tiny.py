@@ -39,7 +39,7 @@ TINY: Mapping[str, Any] = {
     "engine": {"max_rows": 16},
     "warmup": {
         "num_steps": 32,
-        "batch_size": 12,
+        "batch_size": 4,
         "lr": 1e-2,
         "lr_warmup_steps": 3,
         "decision_frac": 0.5,
@@ -81,7 +81,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
         name = file.relative_to(run_dir).as_posix()
         if (
             not file.is_file()
-            or name == ".lock"
+            or file.name in (".lock", ".trust")
             or "tensorboard" in name
             or name.endswith(("-wal", "-shm", ".index"))
         ):

@@ -262,7 +262,7 @@ def served(*paths: Path) -> Iterator[str]:
     """Gives the address of a viewer of these runs."""
     made = listen("127.0.0.1", 0)
     config = uvicorn.Config(
-        build_app(open_runs(list(paths))),
+        build_app(open_runs(list(paths)), token="a-token"),
         log_level="warning",
         lifespan="off",
         timeout_graceful_shutdown=1,
@@ -271,7 +271,7 @@ def served(*paths: Path) -> Iterator[str]:
     thread = Thread(target=server.run, kwargs={"sockets": [made]}, daemon=True)
     thread.start()
     try:
-        yield address_of(made)
+        yield f"{address_of(made)}a-token/"
     finally:
         server.should_exit = True
         thread.join(timeout=20)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from treegraft.policy.learn.pack import TreeBatch, pack_trees
     from treegraft.runs.record import read_trees
     from treegraft.runs.result import RunResult
+    from treegraft.runs.trust import trust
     from treegraft.settings.config import Config
     from treegraft.settings.load import load_config
     from treegraft.tasks.scoring import exact_match, f1, math_equal
@@ -85,6 +86,7 @@ __all__ = [
     "shared_advantages",
     "token_scores",
     "train",
+    "trust",
 ]
 
 _NAMES = {
@@ -100,6 +102,7 @@ _NAMES = {
     "policy.learn.pack": "TreeBatch pack_trees",
     "runs.record": "read_trees",
     "runs.result": "RunResult",
+    "runs.trust": "trust",
     "settings.config": "Config",
     "settings.load": "load_config",
     "tasks.scoring": "exact_match f1 math_equal",

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from treegraft.core.demonstration import Show
+from treegraft.core.demonstration import Show, Written, tree_of_paths
 from treegraft.core.errors import DataError, SettingError, about
 from treegraft.core.interfaces import (
     CreditRule,
@@ -27,7 +27,7 @@ from treegraft.core.interfaces import (
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.sessions import SessionOpener
-from treegraft.core.types import Filters, Task
+from treegraft.core.types import Filters, StepContent, Task, Tree
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
@@ -45,7 +45,7 @@ from treegraft.settings.contradictions import (
 )
 from treegraft.settings.explore import retrieving
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
+from treegraft.tasks.rewards import WeightedReward, build_rewards, build_scorer, check_rewards
 from treegraft.tasks.scoring import require_math
 from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.rehearsal import show
@@ -102,6 +102,30 @@ class Setup:
             needs_reward=self.config.reward.funcs == ["environment"],
         )
 
+    async def try_rewards(self, tasks: Sequence[Task]) -> None:
+        """Asks the reward functions about made completions of the first of these tasks. Raises
+        `SettingError` as `RewardScorer.rehearse` does."""
+        for task in tasks[:1]:
+            said = [*task.reference[:1], *[task.question] * 3][:3]
+            tree = self.answered(task, [StepContent(thought="?", answer=one) for one in said])
+            scorer = build_scorer(self.config, self.rewards, self.format.written_text)
+            if tree is not None:
+                await scorer.rehearse(tree)
+
+    def answered(self, task: Task, answers: Sequence[StepContent]) -> Tree | None:
+        """Returns a tree, not scored, with a leaf for each of these answers to a task, as they are
+        read back; None where the format cannot say one of them."""
+        form = self.format
+        try:
+            written = [form.render_step(one) for one in answers]
+        except ValueError:
+            return None
+        # As read back, so that a mark which the reference holds counts as it will.
+        paths = [[Written(form.parse_step(one[0][0]).content, one)] for one in written]
+        return tree_of_paths(
+            task, f"check/{task.id}", form.prompt_ids(task), paths, answer_of=form.answer_of
+        )
+
     @property
     def environments(self) -> SessionOpener | None:
         """Opens environments for calls of other agents; None where the tasks have none."""
@@ -146,7 +170,7 @@ class Setup:
                 bad.append(str(error))
         if bad:
             more = f" The same holds for {len(bad)} of {len(tasks)} tasks in all."
-            raise DataError(bad[0] + (more if len(bad) > 1 else ""))
+            raise DataError(bad[0] + (more if len(bad) > 1 else ""), code="task-invalid")
 
     def _surely_fits(self, task: Task, overheads: dict[tuple[str, ...], int]) -> bool:
         """Whether a prompt can be made for certain; raises DataError where no text with its roles
@@ -376,7 +400,8 @@ def _adapted(config: Config, model: Any) -> Any:
     except ValueError as error:
         raise SettingError(
             f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model:"
-            f" {error}"
+            f" {error}",
+            code="lora-targets-mismatch",
         ) from error
 
 
@@ -522,12 +547,7 @@ class _Scenario:
             kind=self.kind,
             rewards=self.rewards,
             load_model=lambda: self.load_model(None, has_weights=True)[0],
-            scorer=RewardScorer(
-                self.rewards,
-                written_text=form.written_text,
-                deadline_s=config.reward.deadline_s,
-                success_reward=config.environment.success_reward,
-            ),
+            scorer=build_scorer(config, self.rewards, form.written_text),
         )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from treegraft.cli import commands
     from treegraft.cli.doctor import Machine
     from treegraft.core import (
+        addresses,
         errors,
         files,
         interfaces,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from treegraft.tools.own_thread import run_in_thread
     from treegraft.tools.search.encoders import build_encoder
     from treegraft.tools.search.lexical import best_texts
+    from treegraft.tools.search.tool import open_corpus
     from treegraft.traces import remote
     from treegraft.traces.fill import BufferBuild
     from treegraft.traces.prune_buffer import BufferPruning
@@ -135,6 +137,7 @@ __all__ = [
     "TrackerKind",
     "Trained",
     "WorkerPool",
+    "addresses",
     "assemble_engine",
     "assemble_training",
     "best_texts",
@@ -154,6 +157,7 @@ __all__ = [
     "losses",
     "metrics",
     "objectives",
+    "open_corpus",
     "packages",
     "plain",
     "readers",
@@ -176,7 +180,7 @@ _HOMES = homes(
         "assemble": "assemble_engine assemble_training",
         "cli": "commands",
         "cli.doctor": "Machine",
-        "core": "errors files interfaces interrupt keyed listener packages spans",
+        "core": "addresses errors files interfaces interrupt keyed listener packages spans",
         "core.finding": "Finding",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
@@ -211,6 +215,7 @@ _HOMES = homes(
         "tools.own_thread": "run_in_thread",
         "tools.search.encoders": "build_encoder",
         "tools.search.lexical": "best_texts",
+        "tools.search.tool": "open_corpus",
         "traces": "remote",
         "traces.fill": "BufferBuild",
         "traces.prune_buffer": "BufferPruning",

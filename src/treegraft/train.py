@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from treegraft.core.interfaces import Display
 from treegraft.core.spans import span
@@ -60,7 +60,7 @@ def train(
     accepts_changes: bool = False,
     display: Display | bool | None = None,
     placement: str | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[object] = (),
     **objects: Unpack[Objects],
 ) -> RunResult:
     """Trains an agent and returns where the results are.

@@ -7,19 +7,20 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny, write_recipe
 
 from treegraft.__main__ import main
-from treegraft.core.errors import SettingError
 from treegraft.extras.ray import ray as joining
-from treegraft.extras.ray.plugin import ClusterSettings
 from treegraft.extras.ray.ray import refuse_unfit
+from treegraft.extras.ray.settings import ClusterSettings
 from treegraft.settings.config import Config
 
 Seen = dict[str, str]
@@ -62,33 +63,33 @@ def test_ray_is_missing_or_another(
 
 
 @pytest.mark.parametrize(
-    ("needs", "said"),
+    ("needs", "code"),
     [
-        ({"CPU": 3.0, "GPU": 0.0}, "has 1 CPUs, expected at least 3"),
-        ({"CPU": 1.0, "GPU": 8.0}, "has 0 GPUs, expected at least 8"),
+        ({"CPU": 3.0, "GPU": 0.0}, "cluster-too-small"),
+        ({"CPU": 1.0, "GPU": 8.0}, "cluster-too-small"),
     ],
 )
-def test_too_few(needs: dict[str, float], said: str) -> None:
+def test_too_few(needs: dict[str, float], code: str) -> None:
     """A cluster of one CPU and no GPU, which for Ray has no entry then."""
-    with pytest.raises(SettingError, match=said):
+    with raises_code(code):
         joining._refuse_small(ClusterSettings(), needs, {"CPU": 1.0})
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "code"),
     [
-        ({"python": "3.9"}, "node far has python 3.9, expected"),
-        ({"torch": "1.0"}, "node far has torch 1.0, expected"),
-        ({"code": "0"}, "the treegraft package of node far differs"),
-        ({"token": ""}, "node far does not see the folder"),
+        ({"python": "3.9"}, "cluster-version-differs"),
+        ({"torch": "1.0"}, "cluster-version-differs"),
+        ({"code": "0"}, "cluster-code-differs"),
+        ({"token": ""}, "cluster-folder-unseen"),
     ],
 )
-def test_a_node_is_not_like_this_one(change: Seen, said: str, tmp_path: Path) -> None:
+def test_a_node_is_not_like_this_one(change: Seen, code: str, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_bytes(os.urandom(8))
     own = json.loads(joining.look(str(token)))
     joining._refuse_other("node far", own, own, tmp_path)
-    with pytest.raises(SettingError, match=said):
+    with raises_code(code):
         joining._refuse_other("node far", own | change, own, tmp_path)
 
 
@@ -142,7 +143,7 @@ def test_a_node_that_goes_during_the_check_is_left_out(
     failing = "gone"
     joining.check(config, {"CPU": 1.0})
     failing = "there"
-    with pytest.raises(SettingError, match=r"node there .* cannot run Treegraft"):
+    with raises_code("node-unusable"):
         joining.check(config, {"CPU": 1.0})
 
 
@@ -165,19 +166,41 @@ def test_settings_of_a_cluster_elsewhere(
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "code"),
     [
-        ({"engine": {"kind": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "engine.vllm.servers"),
-        ({"engine": {"kind": "vllm"}, "publish": {"kind": "adapter"}}, "publish.kind"),
-        ({"cluster": {"server_gpus": 8, "engines": 3}}, "cluster.engines: got 3"),
-        ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner_ranks: got 2 beside"),
-        ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "got 4, but .* asks for 2"),
+        ({"engine": {"kind": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "servers-on-cluster"),
+        ({"engine": {"kind": "vllm"}, "publish": {"kind": "adapter"}}, "adapter-on-cluster"),
+        ({"cluster": {"server_gpus": 8, "engines": 3}}, "engines-invalid"),
+        ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner-ranks-invalid"),
+        ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "ranks-unequal"),
         (
             {"learn": {"replicate": 2}, "cluster": {"learner_ranks": 3}},
-            "learn.replicate: got 2 with 3 ranks",
+            "replicate-invalid",
         ),
     ],
 )
-def test_what_does_not_fit_a_cluster(tables: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingError, match=said):
+def test_what_does_not_fit_a_cluster(tables: dict[str, Any], code: str) -> None:
+    with raises_code(code):
         refuse_unfit(Config.model_validate(tables))
+
+
+def test_nobody_else_enters_the_folder_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def join(**options: Any) -> None:
+        """Makes its folder as Ray does."""
+        path = Path(options["_temp_dir"])
+        path.mkdir(exist_ok=True)
+        path.chmod(0o777)
+        made.append(path)
+        # Sockets in it have names of up to 107 characters, path included.
+        longest = path / "session_2026-11-25_07-00-00_123456_1234567" / "sockets" / "plasma_store"
+        assert len(str(longest)) < 107
+
+    monkeypatch.setattr(joining, "_join", join)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: None))
+    with joining._local({}):
+        (path,) = made
+        modes = [one.stat().st_mode & 0o777 for one in (path, *path.parents)]
+        assert 0o700 in modes[: len(path.relative_to(tempfile.gettempdir()).parts)]
+    assert not path.parent.exists()

@@ -16,8 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import DataError, DriftError, EngineError
+from treegraft.core.errors import DataError, DriftError
 from treegraft.core.interfaces import Request
 from treegraft.core.sessions import COUNTS
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason, Task, ToolCall
@@ -60,13 +61,13 @@ def test_errors_of_ours_arrive_with_their_kind() -> None:
 
         @replying
         async def bad(self) -> None:
-            raise DataError("the file is empty")
+            raise DataError("the file is empty", code="no-rows-in-file")
 
     assert value_of(asyncio.run(Part().good(1))) == 2
-    with pytest.raises(DataError, match="the file is empty"):
+    with raises_code("no-rows-in-file", kind=DataError, match="the file is empty"):
         value_of(asyncio.run(Part().bad()))
-    with pytest.raises(DriftError, match="apart"):
-        value_of(error_reply(DriftError("apart")))
+    with raises_code("weights-drift", kind=DriftError, match="apart"):
+        value_of(error_reply(DriftError("apart", code="weights-drift")))
 
 
 class Source:
@@ -161,14 +162,16 @@ def test_a_request_moves_from_an_engine_without_the_weights() -> None:
 
 def test_an_engine_that_refuses_is_not_asked_again() -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
-    refusing = Answers({"error": "EngineError", "text": "the prefix is empty"})
+    refusing = Answers(
+        {"error": "EngineError", "code": "prefix-empty", "text": "the prefix is empty"}
+    )
 
     async def ask() -> None:
         engine = ClusterEngine(Config(), max_context=None)
         engine.take(0, 0, {0: refusing})
         await engine.complete(Request([], Sampling(max_new_tokens=4), noise_key=(0, "a")))
 
-    with pytest.raises(EngineError, match="the prefix is empty"):
+    with raises_code("prefix-empty"):
         asyncio.run(ask())
     assert len(refusing.asked) == 1
 

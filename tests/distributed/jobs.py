@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
@@ -26,6 +29,23 @@ def torchrun(num_ranks: int, *command: str, cwd: Path = ROOT) -> subprocess.Pope
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def ranks_of(num_ranks: int, *words: str) -> tuple[list[int], list[str]]:
+    """Runs `python -m WORDS` as so many ranks without torchrun, for what is not about their start;
+    returns the exit code of each, and what each printed."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    ranks = []
+    for rank in map(str, range(num_ranks)):
+        own = {**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(Forked(words, cwd=ROOT, env=own, stderr=subprocess.STDOUT))
+    try:
+        return [rank.wait(DEADLINE_S) for rank in ranks], [rank.stdout.read() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.close()
 
 
 def children(pid: int) -> list[int]:

@@ -8,7 +8,7 @@ import tempfile
 from typing import Any
 
 import pytest
-from tests.distributed.jobs import DEADLINE_S, torchrun
+from tests.distributed.jobs import ranks_of
 
 NAMES = {
     2: (
@@ -28,13 +28,9 @@ LIMITS = {"lora": 1e-4}
 @functools.cache
 def results(num_ranks: int, names: tuple[str, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        job = torchrun(num_ranks, "-m", "tests.distributed.laws", folder, *names)
-        try:
-            output, _ = job.communicate(timeout=DEADLINE_S)
-        finally:
-            job.kill()
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
-    assert job.returncode == 0, output[-4000:]
+        codes, said = ranks_of(num_ranks, "tests.distributed.laws", folder, *names)
+    assert codes == [0] * num_ranks, "".join(said)[-4000:]
+    lines = [json.loads(one) for one in said[0].splitlines() if one.startswith('{"check"')]
     return {line["check"]: line for line in lines}
 
 

@@ -16,17 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.distributed.laws import settings, some_trees
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.trees import recorded_trees
 
-from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
 from treegraft.policy.learn.leader import StreamedWeights, _refuse
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.orders import arguments_of, order_of, packed, unpacked
 from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
-from treegraft.policy.learn.torchrun import num_started
+from treegraft.policy.learn.torchrun import num_ranks
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import bit_sum
 from treegraft.settings.load import config_json
@@ -93,9 +93,7 @@ def test_checksums_of_parts_add_up(cut: int, dtype: torch.dtype) -> None:
 
 
 def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert num_started(settings()) == 1
-    with pytest.raises(SettingError, match=r"got 4, but .* is 1; .* --nproc-per-node 4"):
-        num_started(settings(learn={"ranks": 4}))
+    assert num_ranks(settings()) == 1 and num_ranks(settings(learn={"ranks": 4})) == 4
     for name, value in (
         ("RANK", "0"),
         ("WORLD_SIZE", "4"),
@@ -103,7 +101,9 @@ def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
         ("MASTER_PORT", ""),
     ):
         monkeypatch.setenv(name, value)
-    assert num_started(settings(learn={"ranks": 4})) == num_started(settings()) == 4
+    assert num_ranks(settings(learn={"ranks": 4})) == num_ranks(settings()) == 4
+    with raises_code("ranks-unequal", match=r"got 2, but .* is 4; .* --nproc-per-node 2"):
+        num_ranks(settings(learn={"ranks": 2}))
 
 
 @pytest.mark.parametrize(
@@ -131,11 +131,15 @@ def test_copies_of_the_weights_divide_the_number_of_ranks() -> None:
 def test_models_that_several_ranks_cannot_learn_are_refused() -> None:
     for family in ("llama", "qwen3"):
         _refuse(build_model(family), settings())
-    with pytest.raises(ModelError, match=r"cannot be packed \(.*\), which several ranks need"):
+    with raises_code(
+        "trees-not-packed", match=r"cannot be packed \(.*\), which several ranks need"
+    ):
         _refuse(build_model("bloom"), settings())
     embedded = settings(model={"lora": {"rank": 2, "targets": ["embed_tokens", "q_proj"]}})
     adapted = with_adapters(build_model("llama"), embedded.model, seed=0)
-    with pytest.raises(SettingError, match=r"lora\.targets: .* of which some are no linear"):
+    with raises_code(
+        "lora-targets-not-linear", match=r"lora\.targets: .* of which some are no linear"
+    ):
         _refuse(adapted, embedded)
 
 
@@ -143,7 +147,7 @@ def test_weights_that_something_else_has_divided_are_refused() -> None:
     """Their gradients would be wrong without an error."""
     model = build_model("llama")
     model.lm_head.weight.placements = ()
-    with pytest.raises(ModelError, match="divided among processes already"):
+    with raises_code("weights-divided"):
         Learner(model, settings().learn, settings().loss, length_constant=7)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.error_codes import raises_code
 from tests.test_explore import path, step
 from tests.test_growth import grow, make
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.core.errors import SettingError
 from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.extras.methods.aepo import BalancedSettings
@@ -130,7 +130,9 @@ def test_a_rule_of_the_user_may_write_factors() -> None:
     assert [abs(one) / whole for one in pack_trees([found]).advantages.tolist()] == [
         pytest.approx(one) for one in (1, 2, 1, 1, 2, 1)
     ]
-    with pytest.raises(SettingError, match=r"step '0.0' has credit_factors .*nan.*finite"):
+    with raises_code(
+        "credit-factors-invalid", match=r"step '0.0' has credit_factors .*nan.*finite"
+    ):
         credit_trees([tree], config, lambda given: rule(given, math.nan))
 
 
@@ -294,12 +296,12 @@ def test_a_run_with_a_balanced_budget(tmp_path: Path) -> None:
 def test_what_does_not_fit_a_balanced_budget() -> None:
     own = {"explore": {"explorers": ["balanced"]}}
     for override in ("explore.entropy.num_starts=4", "explore.entropy.statistic=lagging"):
-        with pytest.raises(SettingError, match="explorers has 'balanced'"):
+        with raises_code("override-idle"):
             load_config(tiny(**own), [override])
-    with pytest.raises(SettingError, match=r"explore.entropy.allocation: got 'shares'"):
+    with raises_code("settings-contradict", "explore.entropy.allocation"):
         load_config(tiny(**own), ["explore.entropy.allocation=shares"])
-    with pytest.raises(SettingError, match="the number of starts"):
+    with raises_code("settings-contradict", "explore.explorers"):
         load_config(tiny(), ['explore.explorers=["balanced", "entropy"]'])
-    with pytest.raises(SettingError, match="without 'balanced'"):
+    with raises_code("override-idle"):
         load_config(tiny(), ["explore.balanced.penalty=0.1"])
     assert load_config(tiny(**own)).explore.entropy.normaliser == "log_vocabulary"

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.core.errors import SettingError
 from treegraft.core.types import BranchCause, Start, Status, Tree
 from treegraft.extras.methods.appo import PeaksSettings, plugin
 from treegraft.extras.methods.appo_explorer import EntropyPeaks
@@ -184,10 +184,10 @@ def test_a_run_of_appo(tmp_path: Path) -> None:
 
 
 def test_what_does_not_go_with_appo() -> None:
-    with pytest.raises(SettingError, match=r"credit.attribution: got 'hard'"):
+    with raises_code("settings-contradict", "credit.attribution"):
         load_config(
             tiny(explore={"explorers": ["entropy_peaks"]}, credit={"advantage": "appo"}),
             ["credit.attribution=hard"],
         )
-    with pytest.raises(SettingError, match=r"loss.future_weight is 0"):
+    with raises_code("override-idle"):
         load_config(tiny(), ["loss.future_highest=1.5"])

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import test_environments as worlds
+from tests.error_codes import raises_code
 from tests.extras.test_axpo import finished, retried, retries_of
 from tests.families import build_model, byte_tokenizer, word_tokenizer
 from tests.slow_learner import distance, make_learner
@@ -21,7 +22,6 @@ from tests.trees import Part
 from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.core.errors import SettingError
 from treegraft.core.types import (
     Origin,
     Retry,
@@ -250,7 +250,7 @@ def form_end(tokenizer: Any) -> list[int]:
 
 
 def test_a_format_without_a_mark_of_answers_is_refused() -> None:
-    with pytest.raises(SettingError, match="begins answers for the agent, but the format"):
+    with raises_code("no-answer-opening"):
         check_retries(commit(), Chatty())  # type: ignore[arg-type]
     check_retries(commit(answers=False), Chatty())  # type: ignore[arg-type]
     tables = {"explore": {"explorers": ["commit"]}, "format": {"kind": "chat"}}
@@ -274,5 +274,5 @@ def test_a_tool_has_to_be_there() -> None:
     assert "got 'look', expected one of search" in wrong.text
     [none] = check(config, explorer, [], None)
     assert none.settings == ("explore.explorers", "tools.use")
-    with pytest.raises(SettingError, match="got 'commit', which begins tool calls"):
+    with raises_code("settings-contradict", "explore.explorers"):
         refuse([none])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.error_codes import raises_code
 
-from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.types import Task
 from treegraft.extras.environments.sokoban.environment import (
     DIRECTIONS,
@@ -55,7 +55,7 @@ def test_a_box_is_pushed_and_not_pulled_and_not_into_a_wall_or_another_box() -> 
         "player c1 boxes c2 c3"
     )
     assert not game.done and game.get_reward() == 0.0
-    with pytest.raises(ToolError, match="write up , down , left or right"):
+    with raises_code("query-unknown", match="write up , down , left or right"):
         game.move("north")
 
 
@@ -147,13 +147,13 @@ def test_the_vocabulary_holds_every_word() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(SettingError, match="are played in an environment"):
+    with raises_code("settings-contradict", "environment.kind"):
         load_config({"tasks": {"kind": "sokoban"}})
-    with pytest.raises(SettingError, match="do not fit on 3 x 3 squares"):
+    with raises_code("settings-contradict", "tasks.sokoban.num_walls"):
         load_config("sokoban", ["tasks.sokoban.size=3", "tasks.sokoban.num_walls=8"])
-    with pytest.raises(SettingError, match="no board of size 3 with 1 boxes and 0 walls"):
+    with raises_code("board-not-found"):
         make_source(size=3, num_walls=0, moves=[40]).train_tasks()
-    with pytest.raises(SettingError, match="is not a board of Sokoban"):
+    with raises_code("foreign-question"):
         Solver.of(Task(id="x", question="2 + 2", reference=()))
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_environments import make_toolbox
 
-from treegraft.core.errors import DataError, SettingError, ToolUnavailable
+from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Task, ToolCall
 from treegraft.extras.environments.verifiers.tasks import VerifiersTasks
 from treegraft.settings.tools import EnvironmentSettings
@@ -135,7 +136,7 @@ def test_an_episode_without_a_guess_ends_with_its_reward() -> None:
             Task(id="t", question="?", reference=())
         ) as sessions:
             await sessions.prepare(1)
-            with pytest.raises(ToolUnavailable, match="has no column verifiers_index"):
+            with raises_code("verifiers-without-index"):
                 await sessions.start(0).open()
 
     asyncio.run(work())
@@ -143,28 +144,28 @@ def test_an_episode_without_a_guess_ends_with_its_reward() -> None:
 
 @pytest.mark.usefixtures("words")
 def test_tasksets_that_cannot_be_had() -> None:
-    with pytest.raises(SettingError, match="taskset 'nowhere' cannot be loaded"):
+    with raises_code("verifiers-not-loaded"):
         opened(taskset="nowhere", settings={})
-    with pytest.raises(SettingError, match="cannot be loaded"):
+    with raises_code("verifiers-not-loaded"):
         opened(settings={"game": "Chess"})
-    with pytest.raises(SettingError, match="expected an environment whose run"):
+    with raises_code("verifiers-taskset-invalid"):
         opened(env="single_agent")
     with pytest.raises((SettingError, DataError)):
         VerifiersTasks(seed=0, num_train=1, num_eval=1, taskset="nowhere")
 
 
 @pytest.mark.parametrize(
-    ("options", "capability", "part"),
+    ("options", "capability", "code"),
     [
-        ({}, "auto", 'for "verifiers": taskset: Field required'),
-        (WORDLE, "fork", "cannot be copied; expected 'replay'"),
-        ({**WORDLE, "game": "x"}, "auto", "game: Extra inputs"),
+        ({}, "auto", "environment-options-invalid"),
+        (WORDLE, "fork", "no-fork"),
+        ({**WORDLE, "game": "x"}, "auto", "environment-options-invalid"),
     ],
 )
 def test_what_is_refused_without_the_package(
-    options: dict[str, Any], capability: Any, part: str
+    options: dict[str, Any], capability: Any, code: str
 ) -> None:
-    with pytest.raises(SettingError, match=part):
+    with raises_code(code):
         open_environments(
             EnvironmentSettings(kind="verifiers", options=options, capability=capability)
         )
@@ -174,7 +175,5 @@ def test_a_missing_package_is_named() -> None:
     try:
         import verifiers.v1  # noqa: F401
     except ImportError:
-        with pytest.raises(
-            SettingError, match=r"the package 'verifiers' \(0\.4 or newer\) is not installed"
-        ):
+        with raises_code("package-missing"):
             open_environments(EnvironmentSettings(kind="verifiers", options=WORDLE))

@@ -150,7 +150,8 @@ def import_traces(
     if not report.num_new and not report.num_duplicates:
         raise DataError(
             f"nothing was imported into {into}; expected at least one trajectory with a reward"
-            f" above {min_reward:g}."
+            f" above {min_reward:g}.",
+            code="nothing-imported",
         )
 
 
@@ -207,7 +208,7 @@ def add(buffer: BufferFile, overrides: Overrides = None, as_json: AsJson = False
     lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
     traces = [read_trace(line, number, defaults) for number, line in enumerate(lines, start=1)]
     if not traces:
-        raise DataError("stdin: got no line; expected JSON of a trace on each.")
+        raise DataError("stdin: got no line; expected JSON of a trace on each.", code="stdin-empty")
     with no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, config)) as opened:
         num_new = opened.add(traces)
         num_traces = len(opened)

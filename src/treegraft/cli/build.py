@@ -17,7 +17,6 @@ from treegraft.cli.commands import AsJson, Overrides, say, split_overrides
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
-from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -76,6 +75,8 @@ def build(
 
 def _fill(work: BufferBuild, min_reward: float, out: Path, as_json: bool) -> None:
     """Does the work and says what came of it."""
+    from treegraft.runs.display import display_on
+
     with no_empty_file(out):
         try:
             with display_on(sys.stderr if as_json else None) as display:
@@ -97,7 +98,8 @@ def _fill(work: BufferBuild, min_reward: float, out: Path, as_json: bool) -> Non
         raise EngineError(
             f"agent '{work.source}': none of {report.num_attempts} attempts was good enough to"
             f" keep{f'; {reasons[0]}' if reasons else ''}. Expected rewards above"
-            f" {min_reward:g}; look at the counts above."
+            f" {min_reward:g}; look at the counts above.",
+            code="nothing-kept",
         )
 
 
@@ -109,7 +111,8 @@ def _out_of(config: Config) -> Path:
     if path in ("", *MADE_BY_RUN) or path.endswith(".jsonl"):
         raise SettingError(
             f"command line: OUT: got none, and the recipe's buffer.path is '{path}'; expected the"
-            " file of a buffer: treegraft buffer build RECIPE traces.sqlite"
+            " file of a buffer: treegraft buffer build RECIPE traces.sqlite",
+            code="out-missing",
         )
     return Path(os.path.expandvars(path)).expanduser()
 
@@ -126,6 +129,7 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
     if as_json:
         values = asdict(report) | {"failures": dict(report.failures)}
         del values["reward_sum"]
+        values["cost"] = report.cost(work.settings)
         values |= {"mean_reward": report.mean_reward, "buffer": str(out), "source": work.source}
         print(json.dumps(values | {"is_stopped": work.is_stopped}))
         return
@@ -142,6 +146,18 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
         rows["too long to graft"] = (
             f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
         )
+    if report.num_requests:
+        cost = report.cost(work.settings)
+        rows["asked"] = (
+            f"{report.num_requests:,} requests, {report.num_read:,} tokens read and"
+            f" {report.num_written:,} written{f', at a cost of {cost:,.2f}' if cost else ''}"
+        )
+        refused = report.num_refused / max(1, report.num_attempts)
+        rows["refused"] = f"{report.num_refused} replies, of {refused:.0%} of the attempts"
+    if work.tools_refused:
+        rows["in tags"] = f"the server takes no tools: {plain(work.tools_refused, 200)}"
+    for number, (reason, text) in enumerate(report.refused.items(), start=1):
+        rows[f"reply {number}"] = f"{plain(reason, 200)}: {plain(text, 400)}"
     for number, reason in enumerate(_reasons(report.failures, 5), start=1):
         rows[f"failed {number}"] = reason
     print_rows(f"{out}: {work.source}", rows)

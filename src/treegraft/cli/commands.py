@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,6 +71,23 @@ Smoke = Annotated[
 ]
 
 
+def _accepted(is_given: bool) -> bool:
+    from treegraft.runs.trust import accept
+
+    return accept(is_given)
+
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        callback=_accepted,
+        help="Go on with a run folder or checkpoint that you did not make, whose settings may run"
+        " code, and trust it from now on.",
+    ),
+]
+
+
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns (files and names, settings to change) of these words, each in order; a file whose
     name holds "=" is written as ./a=b."""
@@ -99,7 +117,8 @@ def settings_alone(
         if override.partition("=")[0].strip() not in known:
             raise SettingError(
                 f"command line: '{override}' would have no effect: `treegraft {command}` takes"
-                f" notice of {', '.join(known)} alone. Leave it out."
+                f" notice of {', '.join(known)} alone. Leave it out.",
+                code="override-idle",
             )
     return load_config(base, overrides, used=["buffer"])
 
@@ -118,7 +137,8 @@ class CommandWithout(TyperCommand):
                 value = value if is_joined else "".join(args[place + 1 : place + 2])
                 instead = self.retired[name].format(shlex.quote(value) if value else "...")
                 raise SettingError(
-                    f"command line: {name} is gone since 0.8; write {instead} instead."
+                    f"command line: {name} is gone since 0.8; write {instead} instead.",
+                    code="option-gone",
                 )
         return super().parse_args(ctx, args)
 
@@ -142,7 +162,10 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
         source = context.get_parameter_source(own)
         is_default = source is not None and source.name == "DEFAULT"
         if name in names and not is_default and context.params[own] is not None:
-            raise SettingError(f"command line: {name} would have no effect {where}; leave it out.")
+            raise SettingError(
+                f"command line: {name} would have no effect {where}; leave it out.",
+                code="option-idle",
+            )
 
 
 def say(text: str, style: str = "", *, to_stderr: bool = False) -> None:
@@ -178,7 +201,8 @@ AcceptChanges = Annotated[
     bool | None,
     typer.Option(
         "--accept-changes",
-        help="With --resume: go on although metrics, evaluations or the buffer have changed.",
+        help="With --resume: go on although metrics, evaluations or the buffer have changed, and"
+        " from an earlier checkpoint where the latest is damaged or has lost its metrics.",
     ),
 ]
 
@@ -232,7 +256,7 @@ class RunAsked:
                 }
         except (SettingError, DataError, ModelError) as error:
             said = traced(error, self.recipe or str(self.resume), self.overrides)
-            raise type(error)(said, settings=error.settings) from error
+            raise type(error)(said, code=error.code, settings=error.settings) from error
 
 
 def _asked(
@@ -252,8 +276,15 @@ def _asked(
         # What stands in the recipe's place is the first override.
         typed = [recipe, *typed]
         recipe = None
+    config = _settings(recipe, typed, resume, str(context.info_name), smoke)
+    if resume is None and os.environ.get("RANK", "0") == "0":
+        from treegraft.runs.start import new_start
+
+        # A folder that is there already is told before torch loads, which takes seconds. Other
+        # ranks may begin when the first has made it.
+        new_start(config, recipe)
     return RunAsked(
-        config=_settings(recipe, typed, resume, str(context.info_name), smoke),
+        config=config,
         recipe=recipe,
         overrides=typed,
         resume=resume,
@@ -277,7 +308,8 @@ def _settings(
         raise SettingError(
             f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
             f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
-            f" --resume runs/NAME`."
+            f" --resume runs/NAME`.",
+            code="recipe-missing",
         )
     return load_config(recipe, overrides, smoke=bool(smoke))
 
@@ -293,6 +325,7 @@ def run_command(work: Callable[[RunAsked], None]) -> Callable[..., None]:
         resume: Resume = None,
         accept_changes: AcceptChanges = None,
         smoke: Smoke = None,
+        trust: Trust = False,
     ) -> None:
         work(_asked(context, recipe, overrides, resume, accept_changes, smoke))
 

@@ -38,7 +38,7 @@ def show_config(
             metavar="[RECIPE] [TABLE | OVERRIDE]...",
             autocompletion=_complete,
             help="A recipe, tables or settings to print, e.g. learn or eval.top_p, and settings to"
-            " change, e.g. learn.lr=1e-5.",
+            " change, e.g. learn.lr=1e-5; or metrics, e.g. learn/entropy.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -50,11 +50,16 @@ def show_config(
 
     A * marks values that differ from the default.
     """
+    from treegraft.runs.metrics import find_meaning
     from treegraft.settings.config import Config
     from treegraft.settings.load import config_json, load_config, setting_rows
 
     if as_json:
         refuse_idle(context, "with --json", "--toml")
+    if words and all(not Path(word).exists() and find_meaning(word) for word in words):
+        for word in words:
+            print(f"{word}: {find_meaning(word)}")
+        return
     recipe, overrides, chosen = _sorted_out(words or [])
     config = load_config(recipe if recipe is not None else Config(), overrides)
     if as_json:
@@ -105,7 +110,8 @@ def _refuse_unknown(word: str) -> None:
     if not Path(word).is_file():
         raise SettingError(
             f"command line: '{word}' is neither a recipe nor a table or setting."
-            f"{suggestion(word)} `treegraft config` alone prints all settings."
+            f"{suggestion(word)} `treegraft config` alone prints all settings.",
+            code="config-word-unknown",
         )
 
 

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.text import Text
 
 from treegraft.cli.commands import table
-from treegraft.cli.memory import gigabytes, gpus, memory_room, model_shape, recipe_memory
+from treegraft.cli.memory import Room, gigabytes, gpu_room, gpus, memory_room, model_shape
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.locate import locate
 from treegraft.core.packages import OPTIONAL
-from treegraft.core.plugin import loaded, offered
+from treegraft.core.plugin import loaded, offered, plugins
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.policy.shapes import ModelShape
@@ -156,28 +156,11 @@ def data_files(config: Config) -> Iterator[Finding]:
         yield Finding(setting, path or "empty", not note, note)
 
 
-def services(config: Config) -> Iterator[Finding]:
-    """Returns the keys and addresses of services that the tools need; no service is asked."""
-    search = config.tools.search
-    if "search" not in config.tools.use:
-        return
-    if search.kind == "http":
-        note = "" if search.url else "name a retrieval server"
-        yield Finding("tools.search.url", search.url or "empty", bool(search.url), note)
-    elif search.kind == "web":
-        from treegraft.tools.search.web import PROVIDERS
-
-        variable = PROVIDERS[search.provider].key_variable
-        is_set = bool(os.environ.get(variable, "").strip())
-        note = "" if is_set else f"set it to your key of {search.provider}"
-        yield Finding(variable, "set" if is_set else "not set", is_set, note)
-
-
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
     names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
     names += [config.environment.kind, config.credit.rule or "", *config.explore.explorers]
-    names += config.track.trackers
+    names += [*config.track.trackers, config.tools.search.kind]
     # As for `plugins`, the working directory counts.
     places = [*sys.path, os.getcwd()]
     for name in names:
@@ -207,7 +190,7 @@ def placement(config: Config, planned: str = "") -> Iterator[Finding]:
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "CPU" else device
     ranks, vllm = config.learn.ranks, config.engine.vllm
     is_one = ranks in ("auto", 1)
-    note = "" if is_one else f"torchrun --nproc-per-node {ranks} -m treegraft train RECIPE"
+    note = "" if is_one else "treegraft train RECIPE starts them; on several hosts torchrun does"
     value = f"{where}, {config.model.dtype}"
     yield Finding("learner", value if is_one else f"{ranks} ranks on {value}", note=note)
     engine = {
@@ -228,8 +211,8 @@ def placement(config: Config, planned: str = "") -> Iterator[Finding]:
         where = "in this process"
         if num := getattr(getattr(config.tools, tool, None), "num_workers", 0):
             where = f"{num} worker processes"
-        elif tool == "search" and search.kind in ("http", "web"):
-            where = search.url if search.kind == "http" else search.provider
+        elif tool == "search" and (key := {"http": "url", "web": "provider"}.get(search.kind)):
+            where = getattr(search, key)
         yield Finding(f"tool {tool}", where)
 
 
@@ -286,6 +269,8 @@ class Machine:
     """Of the recipe's model; None where it has not been fetched yet."""
     num_starts: int
     """First-level rollouts of a tree, by the recipe's explorers."""
+    room: Room | None = None
+    """Free memory of this machine's first GPU, else its own; None where it is not known."""
     gpus: Sequence[str] = ()
     """This machine's, as their driver names them: "NVIDIA H100 80GB HBM3, 81559 MiB"."""
     num_gpus: int | None = None
@@ -306,16 +291,8 @@ def _machine_for(config: Config, asked: Mapping[str, Any]) -> Machine:
     from treegraft.explore.build import num_starts
 
     starts = num_starts(config.explore)
-    return Machine(shape=model_shape(config), num_starts=starts, gpus=gpus(), **asked)
-
-
-def _memory(config: Config, machine: Machine) -> list[Finding]:
-    """Our own estimate of this machine's memory, the sum at the end."""
-    try:
-        parts, total = recipe_memory(config, machine.shape)
-    except ModelError as error:
-        return [Finding("model.path", config.model.path, False, str(error))]
-    return [*parts, total]
+    room = gpu_room() or memory_room()
+    return Machine(shape=model_shape(config), num_starts=starts, room=room, gpus=gpus(), **asked)
 
 
 def _examined(config: Config, machine: Machine) -> dict[str, list[Finding]]:
@@ -327,7 +304,8 @@ def _examined(config: Config, machine: Machine) -> dict[str, list[Finding]]:
     if machine.num_gpus is not None and "memory" not in found:
         raise SettingError(
             f"command line: --gpus: got {machine.num_gpus}; expected a plugin that estimates the"
-            " memory of GPUs which need not be here, and there is none. Leave it out."
+            " memory of GPUs which need not be here, and there is none. Leave it out.",
+            code="gpus-not-estimated",
         )
     return found
 
@@ -352,13 +330,15 @@ def examine(config: Config | None, **asked: Any) -> Examination:
         total = Finding("model.path", config.model.path, False, str(error))
     else:
         planned, more = place.planned, _examined(config, place)
-        *parts, total = more.pop("memory", None) or _memory(config, place)
+        *parts, total = more.pop("memory", None) or [
+            Finding("memory", "not estimated", note="no plugin estimates it")
+        ]
     found.sections |= {
         "memory": [*parts, total],
         "data and own parts": [
             *weights(config),
             *data_files(config),
-            *services(config),
+            *(one for member in plugins().members for one in member.findings(config)),
             *(Finding(one, "missing", False, text[len(one) + 1 :]) for one, text in gaps.items()),
             *import_paths(config),
         ],

@@ -19,6 +19,7 @@ from treegraft.cli.commands import (
     AsJson,
     CommandWithout,
     Overrides,
+    Trust,
     command_without,
     complete_run,
     refuse_idle,
@@ -28,7 +29,6 @@ from treegraft.cli.commands import (
 from treegraft.core.errors import SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.shipped import names_recipe
-from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.evals.judge import JudgeSettings
@@ -111,6 +111,7 @@ def own(
     recipe: Recipe = None,
     out: Out = None,
     as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
     """Measure an agent on the held-out tasks of its own run, or on those of a recipe.
 
@@ -132,6 +133,7 @@ def of_file(
     overrides: Overrides = None,
     out: Out = None,
     as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
     """Measure an agent on the questions of a file.
 
@@ -186,6 +188,7 @@ def of_suite(
         str | None, typer.Option(metavar="NAME", help="Environment variable with the judge's key.")
     ] = None,
     as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
     """Measure an agent on suites of evaluation sets; the same command continues an interrupted one.
 
@@ -217,7 +220,8 @@ def _agent_of(
         if recipe is not None:
             raise SettingError(
                 f"command line: '{run}' is a recipe, and --recipe names another; give a run or a"
-                " checkpoint before --recipe, or one recipe alone."
+                " checkpoint before --recipe, or one recipe alone.",
+                code="recipe-twice",
             )
         return None, load_config(run, settings)
     place = run if run.startswith("pypi:") else Path(run)
@@ -244,10 +248,12 @@ def _run_suite(
         if name in ("tasks.num_eval", "num_eval"):
             raise SettingError(
                 f"command line: '{one}' would have no effect on evaluation sets; give --num"
-                f" {value}."
+                f" {value}.",
+                code="override-idle",
             )
     checkpoint, config = _agent_of(run, recipe, overrides)
     from treegraft.evals.run import evaluate_suite
+    from treegraft.runs.display import display_on
 
     with display_on(sys.stderr) as display:
         result = evaluate_suite(checkpoint, plan, config, overrides, display=display)
@@ -280,7 +286,8 @@ def compare_suites(folders: Sequence[Path], as_json: bool) -> None:
     if len(folders) != 2:
         raise SettingError(
             f"command line: got {len(folders)} folders of suites; expected two, the second to be"
-            " compared with the first."
+            " compared with the first.",
+            code="two-suites-needed",
         )
     found = compare_evaluations(*folders)
     if as_json:
@@ -311,6 +318,7 @@ def _held_out(
     checkpoint, config = _agent_of(run, recipe, settings)
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.evals.evaluate import evaluate_checkpoint
+    from treegraft.runs.display import display_on
 
     # With a recipe the overrides are in `config` already.
     own = settings if config is None else []

@@ -31,7 +31,8 @@ def init(name: Name, model: Model = None) -> None:
     """
     if name.exists() and (not name.is_dir() or any(name.iterdir())):
         raise SettingError(
-            f"command line: '{name}' exists and is not an empty folder; expected a new name."
+            f"command line: '{name}' exists and is not an empty folder; expected a new name.",
+            code="folder-taken",
         )
     others = shutil.ignore_patterns("__pycache__", ".*", "runs")
     shutil.copytree(shipped("examples") / "project", name, ignore=others, dirs_exist_ok=True)

@@ -1,5 +1,5 @@
 """The command line: `treegraft init | train | sft | eval | run | view | compare | buffer |
-serve | config | doctor`, and what plugins bring.
+config | doctor`, and what plugins bring.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -29,6 +29,7 @@ from treegraft.cli.commands import (
     Overrides,
     RunAsked,
     Smoke,
+    Trust,
     command_without,
     complete_recipe,
     complete_run,
@@ -41,21 +42,22 @@ from treegraft.cli.config import show_config
 from treegraft.cli.eval import compare_suites, eval_app
 from treegraft.cli.init import init
 from treegraft.cli.prune import PRUNED_BEFORE, prune, show
-from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
     DataError,
     ModelError,
     SettingError,
     TreegraftError,
+    memory_fault,
     nearest,
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
-from treegraft.core.plugin import Command, load_object, offered
+from treegraft.core.plugin import Command, load_object, offered_commands
 from treegraft.core.text import plain
-from treegraft.core.types import Status
 
+NARROWEST = 16
+"""Characters of a column of `compare`: a cost of ten million and the space beside it."""
 _RETIRED = {
     "bench": " Benchmarks run in a clone: python -m benchmarks.speed engine. Of a recipe: treegraft"
     " profile RECIPE.",
@@ -68,10 +70,10 @@ class _Commands(TyperGroup):
     one."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *offered("commands")]
+        return [*super().list_commands(ctx), *offered_commands()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        plugged: Command | None = offered("commands").get(cmd_name)
+        plugged: Command | None = offered_commands().get(cmd_name)
         if plugged is None:
             return super().get_command(ctx, cmd_name)
         # For the list of commands its sentence is enough; `resolve_command` loads it.
@@ -84,9 +86,10 @@ class _Commands(TyperGroup):
             hint = _RETIRED.get(name) or nearest(name, names)
             raise SettingError(
                 f"command line: there is no command '{name}'; expected one of"
-                f" {', '.join(names)}.{hint}"
+                f" {', '.join(names)}.{hint}",
+                code="unknown-command",
             )
-        plugged = offered("commands").get(name)
+        plugged = offered_commands().get(name)
         if plugged is None:
             return super().resolve_command(ctx, args)
         return name, loaded_command(name, plugged.path), args[1:]
@@ -122,7 +125,6 @@ buffer_app.command(cls=command_without(RETIRED))(build)
 app.add_typer(buffer_app)
 buffer_app.command(cls=command_without(PRUNED_BEFORE))(prune)
 buffer_app.command()(show)
-app.add_typer(serve_app)
 
 Recipe = Annotated[
     str,
@@ -187,7 +189,8 @@ def sft(asked: RunAsked) -> None:
     if asked.config.warmup.num_steps == 0:
         raise SettingError(
             f"{asked.recipe or asked.resume}: warmup.num_steps is 0, so there is nothing to"
-            " fine-tune; add warmup.num_steps=300."
+            " fine-tune; add warmup.num_steps=300.",
+            code="nothing-to-imitate",
         )
     from treegraft.train import sft as run_fine_tuning
 
@@ -203,8 +206,10 @@ def run(
     checkpoint: Checkpoint,
     question: Annotated[str, typer.Argument(help="Question to the agent.")],
     overrides: Overrides = None,
+    trust: Trust = False,
 ) -> None:
     """Ask a trained agent one question and print its steps."""
+    from treegraft.core.types import Status
     from treegraft.evals.agent import answer_question
     from treegraft.runs.transcript import transcript
     from treegraft.settings.load import refuse_ignored
@@ -240,14 +245,22 @@ def compare(
         print(json.dumps({"accuracy": key, "rows": dict(rows), "notes": notes}))
         return
     say(f"{key}: {meaning(key)}")
-    shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
-    for column in shown.columns[1:]:
-        column.overflow = "fold"
-    for name, values in rows:
-        form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
-        cells = ["-" if value is None else form.format(value) for value in values]
-        shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
-    Console().print(shown)
+    console = Console()
+    names = [folder.resolve().name for folder in runs]
+    first = max(len(COSTS.get(name, name)) for name, _ in rows) + 2
+    # More than fit side by side stand below, each time beside the first, with which they compare.
+    num_beside = max(1, (console.width - first) // NARROWEST - 1)
+    for begin in range(1, max(2, len(runs)), num_beside):
+        places = [0, *range(begin, min(begin + num_beside, len(runs)))]
+        shown = table("", *(names[place] for place in places), padding=(0, 2))
+        for column in shown.columns[1:]:
+            column.overflow = "fold"
+        for name, values in rows:
+            form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
+            own = [values[place] for place in places]
+            cells = ["-" if value is None else form.format(value) for value in own]
+            shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
+        console.print(shown)
     say(COSTS_NOTE, "dim")
     for note in notes:
         say(note, "yellow")
@@ -292,6 +305,10 @@ def view(
     buffer: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Step-Trace Buffer outside the run folder.")
     ] = None,
+    encoder: Annotated[
+        str,
+        typer.Option(help="The buffer's encoder, where it is another than hashing and minilm."),
+    ] = "",
     text: Annotated[
         bool, typer.Option("--text", help="Print to the terminal instead of a browser.")
     ] = False,
@@ -319,7 +336,9 @@ def view(
     from treegraft.view.command import view_bundle, view_pages, view_text
 
     if bundle is not None:
-        refuse_idle(context, "with --bundle", "--text", "--host", "--port", "--browser")
+        refuse_idle(
+            context, "with --bundle", "--text", "--host", "--port", "--browser", "--encoder"
+        )
         refuse_idle(context, "with --bundle", "--update", "--eval", "--group", "--leaf")
         view_bundle(runs, bundle, updates, buffer)
         return
@@ -329,7 +348,7 @@ def view(
         return
     # Typer cannot say that an option needs another one.
     refuse_idle(context, "without --text", "--update", "--eval", "--group", "--leaf")
-    view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
+    view_pages(runs, host, port, opens_browser=browser, buffer=buffer, encoder=encoder)
 
 
 app.command("config")(show_config)
@@ -407,10 +426,19 @@ def main() -> None:
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
-    except (OSError, BaseExceptionGroup) as error:
-        if not (fault := storage_fault(error)):
+    except (OSError, RuntimeError, MemoryError, BaseExceptionGroup) as error:
+        if fault := storage_fault(error):
+            said = f"a file could not be used: {plain(fault)}."
+        elif fault := memory_fault(error):
+            said = (
+                f"memory has run out ({plain(fault)}). `treegraft doctor RECIPE` estimates what a"
+                " recipe takes; lower engine.max_rows, explore.num_leaves or"
+                " rollout.max_completion_tokens, or free memory. A run that had begun goes on from"
+                " its last checkpoint with: treegraft train --resume RUN"
+            )
+        else:
             raise
-        say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
+        say(f"error: {said}", "red", to_stderr=True)
         sys.exit(1)
     except KeyboardInterrupt as error:
         sys.exit(exit_status(error))

@@ -1,31 +1,21 @@
-"""The memory that a run needs, estimated from the model's shape alone, and the memory that is free.
-
-With N weights of b bytes:
-
-    Python with its packages 0.4 GB, weights N·b, engine's copy N·b (2 N·b where it packs them),
-    gradients 4·T (in float32 whatever b is), AdamW 8·T, float32 master weights 4·T (bfloat16 only),
-    keys and values = rows · tokens · layers · 2 · key-value heads · head width · b
-
-T counts trained weights: N, or those of the adapters. Activations are a rough upper estimate and
-marked as such.
-"""
+"""The memory that is free on this machine, and the shape of a recipe's model, read without loading
+it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from treegraft.core.errors import ModelError, TreegraftError
-from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
 from treegraft.core.packages import require
 from treegraft.policy.shapes import (
@@ -36,16 +26,8 @@ from treegraft.policy.shapes import (
     shape_named,
 )
 from treegraft.settings.config import Config
-from treegraft.settings.load import load_config
-from treegraft.settings.policy import CPU_CACHE_GB
-from treegraft.settings.table import value_of
 from treegraft.tasks.build import build_tasks
 
-BYTES = {"float32": 4, "bfloat16": 2}
-PROMPT_TOKENS = 256
-"""Assumed length of a prompt where the context has no limit of its own."""
-_PACKAGES_BYTES = 400_000_000
-"""Resident after importing torch, transformers and peft, as measured."""
 _TINY_WORDS = 16
 """Markup, tags of tools and special tokens of a tiny model's vocabulary, beside the tasks'
 words."""
@@ -177,13 +159,14 @@ def _folder_shape(folder: Path) -> ModelShape:
         num_weights += sum(math.prod(tensor["shape"]) for tensor in header.values())
     if not num_weights:
         raise ModelError(
-            f"model folder '{folder}' has a config.json but no .safetensors file with weights."
+            f"model folder '{folder}' has a config.json but no .safetensors file with weights.",
+            code="weights-missing",
         )
     return ModelShape.of_config(settings, num_weights)
 
 
+@functools.cache  # reading it takes seconds
 def _gguf_shape(path: Path) -> ModelShape:
-    require(f"model file '{path}'", "gguf")
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
@@ -192,7 +175,8 @@ def _gguf_shape(path: Path) -> ModelShape:
     names = ("attention.head_count", "attention.head_count_kv", "embedding_length", "block_count")
     if missing := [name for name in names if name not in fields]:
         raise ModelError(
-            f"model file '{path}' does not say its '{missing[0]}'; is it a language model?"
+            f"model file '{path}' does not say its '{missing[0]}'; is it a language model?",
+            code="gguf-invalid",
         )
     heads, num_kv_heads, width, num_layers = (int(fields[name].contents()) for name in names)
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
@@ -221,11 +205,15 @@ def model_shape(config: Config) -> ModelShape | None:
         return ModelShape.of_config(fields, num_shape_weights(fields))
     place, gguf = locate(path)
     if gguf is not None:
+        require(f"model file '{Path(place) / gguf}'", "gguf")
         return _gguf_shape(Path(place) / gguf)
     if Path(place).is_dir():
         return _folder_shape(Path(place))
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise ModelError(f"model.path '{path}': no such folder, and no name of a model on a hub.")
+        raise ModelError(
+            f"model.path '{path}': no such folder, and no name of a model on a hub.",
+            code="model-missing",
+        )
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(path, "config.json")
@@ -234,100 +222,3 @@ def model_shape(config: Config) -> ModelShape | None:
         return _folder_shape(folder)
     named = shape_named(path)
     return None if named is None else ModelShape.of_config(named, num_shape_weights(named))
-
-
-# --- what a recipe needs --------------------------------------------------------------------------
-
-
-def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Returns bytes by part; their sum is the peak of one process, rollout and learning
-    together."""
-    width, rank, native = BYTES[config.model.dtype], config.model.lora.rank, config.engine.native
-    weights = shape.num_weights * width
-    # An adapter adds rank · (in + out) to each of about seven matrices of a layer; 3 is the mean
-    # width in hidden sizes.
-    trained = shape.num_layers * 7 * rank * 3 * shape.hidden_size if rank else shape.num_weights
-    limit = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
-    is_tiny = config.model.path == "tiny"
-    context = config.model.tiny.max_context if is_tiny else PROMPT_TOKENS + limit
-    # The engine pads small batches to 16 rows.
-    leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
-    rows = min(config.engine.max_rows, leaves)
-    cache_gb = CPU_CACHE_GB if native.cache_gb == "auto" else native.cache_gb
-    kept = 2 if config.model.gradient_checkpointing else 16
-    activations = config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
-    parts = {
-        "Python and packages": _PACKAGES_BYTES,
-        "weights": weights,
-        "gradients": 4 * trained,
-        "AdamW": 8 * trained,
-        "float32 master weights": 4 * trained if width == 2 else 0,
-        "engine's copy": weights,
-        "engine's packed weights": weights if native.pack_weights else 0,
-        # Under LoRA the reference is the same model with its adapters off.
-        "reference": weights if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": min(rows * context * shape.kv_bytes(width), int(1e9 * cache_gb)),
-        "logits of one chunk, their gradients": (
-            2 * config.learn.vocab_chunk * shape.vocab_size * width
-        ),
-        "activations (rough)": activations,
-    }
-    return {name: size for name, size in parts.items() if size}
-
-
-_SAVINGS: tuple[Mapping[str, Any], ...] = (
-    {"learn.max_pack_tokens": 2048, "engine.native.cache_gb": 1.0},
-    {"model.gradient_checkpointing": True},
-    {"engine.native.pack_weights": False},
-    {"model.lora.rank": 16},
-    {"model.dtype": "bfloat16"},
-)
-"""What takes less memory, in the order in which it is given up gladly; each keeps those before."""
-
-
-def recipe_memory(config: Config, shape: ModelShape | None) -> tuple[list[Finding], Finding]:
-    """Returns the parts of the memory estimate, and the sum against what is free."""
-    if shape is None:
-        note = f"'{config.model.path}' is not on this machine yet, so its size is not known"
-        return [], Finding("memory", "unknown", note=note, is_doubtful=True)
-    parts = memory_estimate(config, shape)
-    total, room = sum(parts.values()), gpu_room() or memory_room()
-    # A tenth is left to the system.
-    fits = room is None or total < 0.9 * room.free
-    note = ""
-    if room is not None:
-        said = f"{gigabytes(room.free)} of {gigabytes(room.whole)} of {room.place} are free"
-        note = said if fits else f"{said}. {_advice(config, shape, 0.9 * room.free)}"
-    rows = [Finding("weights in all", f"{shape.num_weights / 1e6:,.1f} M")]
-    rows += [Finding(name, gigabytes(size)) for name, size in parts.items()]
-    return rows, Finding("sum", gigabytes(total), fits, note)
-
-
-def _advice(config: Config, shape: ModelShape, limit: float) -> str:
-    """Which settings would make it fit, or that none would."""
-    given: dict[str, Any] = {}
-    for settings in _SAVINGS:
-        wanted = {name: value for name, value in settings.items() if _saves(config, name, value)}
-        given |= wanted
-        # As the command line reads them: true, not True.
-        overrides = [f"{name}={str(value).lower()}" for name, value in given.items()]
-        smaller = load_config(config, overrides)
-        total = sum(memory_estimate(smaller, shape).values())
-        if total < limit:
-            return f"It would fit, with {gigabytes(total)}: {' '.join(overrides)}"
-    least = gigabytes(total)
-    return (
-        f"Even with {' '.join(overrides) or 'the smallest settings'} it takes {least}: take a"
-        " smaller model or a larger machine; `treegraft doctor RECIPE --gpus 8` says what several"
-        " GPUs hold"
-    )
-
-
-def _saves(config: Config, name: str, value: Any) -> bool:
-    if name.startswith("engine.native") and config.engine.kind != "native":
-        return False
-    now = value_of(config, name)
-    if isinstance(value, (bool, str)) or isinstance(now, str):
-        return bool(now != value)
-    # Of adapters 0 means none, which takes the most.
-    return bool(now == 0 if name == "model.lora.rank" else now > value)

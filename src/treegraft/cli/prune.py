@@ -18,7 +18,6 @@ from treegraft.cli.commands import AsJson, Overrides, say, table
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
-from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.core.types import Trace
@@ -68,11 +67,15 @@ def prune(
     lower. Nothing is sampled, and no tool is called but an environment's. The same command
     continues an interrupted one.
     """
+    from treegraft.runs.display import display_on
     from treegraft.settings.load import load_config
     from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
 
     if task_best not in ("1", "all"):
-        raise SettingError(f"command line: --task-best: got '{task_best}', expected 1 or all.")
+        raise SettingError(
+            f"command line: --task-best: got '{task_best}', expected 1 or all.",
+            code="task-best-unknown",
+        )
     config = load_config(recipe, overrides or [])
     choice = PruneChoice(
         model=model,
@@ -151,7 +154,10 @@ def show(
     with TraceBuffer.open_as_built(path) as opened:
         found = [one for one in opened.trajectories() if task in (None, one[0].task_id)]
     if not found:
-        raise DataError(f"'{path}' has no trajectory{f' of task {task!r}' if task else ''}.")
+        raise DataError(
+            f"'{path}' has no trajectory{f' of task {task!r}' if task else ''}.",
+            code="no-trajectory",
+        )
     for traces in found[:num]:
         first = traces[0]
         note = notes.get((first.source, first.task_id, first.trajectory), {})

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from treegraft.core.addresses import expanded, redacted
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.keyed import keyed_unit
 
@@ -19,6 +20,7 @@ MAX_BACKOFF_S = 30.0
 """Longest wait before another request, in seconds, whatever the server asks for."""
 _TRANSIENT = frozenset({408, 409, 425, 429})
 """Statuses besides 5xx after which the same request may succeed."""
+_COUNTED = ("prompt", "completion")
 _UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 """Raised by replies of another shape."""
 
@@ -32,6 +34,11 @@ class ChatReply:
     """The thought, from servers that return it apart from the text."""
     is_cut: bool = False
     """It reached the limit of tokens."""
+    calls: tuple[Mapping[str, Any], ...] = ()
+    """The tool calls, from servers that return them apart from the text: objects with "name" and
+    "arguments"."""
+    num_tokens: tuple[int, int] = (0, 0)
+    """Of the request and of the reply, as the server counts them; 0 where it does not."""
 
 
 class ChatError(Exception):
@@ -76,20 +83,21 @@ class ChatClient:
 
         Raises SettingError for a url that is no http(s) address.
         """
-        self._url = f"{api_root(url, option)}/chat/completions"
+        self._url = f"{api_root(expanded(url, option), option)}/chat/completions"
         self._model, self._headers = model, _headers(api_key)
         self._timeout_s, self._max_retries, self._backoff_s = timeout_s, max_retries, backoff_s
         self._http: httpx.AsyncClient | None = None
 
     async def complete(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         temperature: float,
         max_tokens: int,
         seed: int,
         noise_key: tuple[int | str, ...],
         stop: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> ChatReply:
         """Returns the reply to a chat.
 
@@ -97,6 +105,7 @@ class ChatClient:
             max_tokens: of the reply, in the server's tokens.
             noise_key: of the waits between requests.
             stop: texts at which the server ends the reply; they are not part of it.
+            tools: that the model may call, each as OpenAI's requests describe one.
 
         Raises:
             ChatError: the server refused, or all requests failed.
@@ -108,8 +117,8 @@ class ChatClient:
             "max_tokens": max_tokens,
             "seed": seed,
         }
-        if stop:
-            body["stop"] = list(stop)
+        body |= {"stop": list(stop)} if stop else {}
+        body |= {"tools": list(tools)} if tools else {}
         attempt = 0
         while True:
             try:
@@ -145,19 +154,25 @@ class ChatClient:
         if status != 200:
             raise ChatError(f"HTTP {status}: {' '.join(response.text[:200].split())}", status)
         try:
-            choice = response.json()["choices"][0]
+            whole = response.json()
+            choice = whole["choices"][0]
             message = choice["message"]
             text = message.get("content") or ""
             # Two names are in use; neither is part of OpenAI's protocol.
             reasoning = message.get("reasoning_content") or message.get("reasoning")
             if not isinstance(text, str):  # a list of parts, as for images
                 raise TypeError
+            calls = tuple(dict(one["function"]) for one in message.get("tool_calls") or ())
+            usage = whole.get("usage") or {}
+            read, written = (int(usage.get(f"{one}_tokens") or 0) for one in _COUNTED)
         except _UNREADABLE as error:
             raise _TransientError("a reply that is no chat completion") from error
         return ChatReply(
             text=text,
             reasoning=reasoning.strip() if isinstance(reasoning, str) else "",
             is_cut=choice.get("finish_reason") == "length",
+            calls=calls,
+            num_tokens=(read, written),
         )
 
     async def close(self) -> None:
@@ -206,12 +221,14 @@ def served_model(
         raise ModelError(
             f"{option} {url}: the server did not say what it serves ({type(error).__name__});"
             f" expected a list of models at {place}. Start it, correct the address, or name the"
-            f" model with {model_option}."
+            f" model with {model_option}.",
+            code="server-silent",
         ) from error
     if len(names) != 1:
         raise ModelError(
             f"{option} {url} serves {', '.join(names) or 'no model'}; name one of them with"
-            f" {model_option}."
+            f" {model_option}.",
+            code="several-models",
         )
     return names[0]
 
@@ -234,8 +251,9 @@ def api_root(url: str, option: str = "buffer.build.agent") -> str:
         is_good = False
     if not is_good:
         raise SettingError(
-            f"{option} '{url}' is not the address of a server; expected one such as"
-            " http://127.0.0.1:8000/v1"
+            f"{option} '{redacted(url)}' is not the address of a server; expected one such as"
+            " http://127.0.0.1:8000/v1",
+            code="address-invalid",
         )
     # Users also paste the address of the route itself.
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
@@ -251,6 +269,7 @@ def api_key_from(variable: str | None, option: str = "buffer.build.api_key_env")
     if not key:
         raise SettingError(
             f"{option} {variable}: that environment variable is not set; expected the server's key"
-            " in it"
+            " in it",
+            code="key-unset",
         )
     return key

@@ -104,18 +104,22 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
     except TreegraftError:
         raise
     except Exception as error:
-        raise DataError(f"{place}, raised {describe(error)}. Correct expert().") from error
+        raise DataError(
+            f"{place}, raised {describe(error)}. Correct expert().", code="expert-raised"
+        ) from error
     for step in steps or ():
         if not isinstance(step, StepContent):
             raise DataError(
                 f"{place}, returned a step of type {type(step).__name__}; expected StepContent,"
-                " such as StepContent(calls=(ToolCall('search', 'e9 r5'),))."
+                " such as StepContent(calls=(ToolCall('search', 'e9 r5'),)).",
+                code="expert-step-invalid",
             )
         calls: Sequence[Any] = step.calls
         for call in calls:
             if not isinstance(call, ToolCall) or not isinstance(call.body, str):
                 raise DataError(
                     f"{place}, returned the call {call!r:.200}; expected ToolCall(NAME, TEXT),"
-                    " where several arguments are the text of a JSON object."
+                    " where several arguments are the text of a JSON object.",
+                    code="expert-call-invalid",
                 )
     return steps

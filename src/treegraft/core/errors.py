@@ -14,8 +14,11 @@
     ├── HubError          (RuntimeError)  a hub that refuses an upload or cannot be reached
     └── DriftError        (RuntimeError)  engine and learner no longer hold the same policy
 
-A message says what is wrong with its name, what was got, what was expected, and what to do. A
-failure inside one rollout is data on its leaf (`Status.FAILED`), not an exception; `rollout.loop`
+A message says what is wrong with its name, what was got, what was expected, and what to do. Its
+`code` names the reason in kebab case, such as "unknown-setting", for programs: it stays when the
+message is edited, belongs to one class, and the same reason has the same code everywhere.
+
+A failure inside one rollout is data on its leaf (`Status.FAILED`), not an exception; `rollout.loop`
 is the one place that turns the one into the other.
 """
 
@@ -23,18 +26,39 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+
+def shown_in_notebook(error: BaseException) -> list[str]:
+    """Returns the lines that a notebook shows of an error: where the reader's own code led to it
+    or to its cause, without frames of libraries, and its message."""
+    libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
+    lines = []
+    for one in filter(None, (error, error.__cause__)):
+        for frame in traceback.extract_tb(one.__traceback__):
+            if not frame.filename.startswith(libraries) and "-packages" not in frame.filename:
+                place = "cell" if "ipykernel_" in frame.filename else frame.filename
+                lines.append(f"{place}, line {frame.lineno}: {frame.line}")
+    return [*lines, f"{type(error).__name__}: {error}"]
 
 
 class TreegraftError(Exception):
     """Root of the tree above.
 
-    `settings` holds the dotted names of the settings that it is about, () where none is known.
+    `code` names the reason, "" for errors of others that give none; `settings` holds the dotted
+    names of the settings that it is about, () where none is known.
     """
 
-    def __init__(self, *args: object, settings: Iterable[str] = ()) -> None:
+    def __init__(self, *args: object, code: str = "", settings: Iterable[str] = ()) -> None:
         super().__init__(*args)
+        self.code = code
         self.settings = tuple(settings)
+
+    def _render_traceback_(self) -> list[str]:  # as IPython asks for it
+        return shown_in_notebook(self)
 
 
 class SettingError(TreegraftError, ValueError):
@@ -102,6 +126,21 @@ def first_cause() -> Iterator[None]:
         if cause is None:
             raise
         raise cause from group
+
+
+_OF_ALLOCATORS = ("can't allocate memory", "not enough memory", "out of memory")
+"""In the texts of torch's errors, whose class for CPUs is RuntimeError."""
+
+
+def memory_fault(error: BaseException) -> str:
+    """Returns what an error says that memory has run out with, on one line; "" for another."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(memory_fault, error.exceptions)), "")
+    text = " ".join(str(error).split())
+    is_one = isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(one in text.lower() for one in _OF_ALLOCATORS)
+    )
+    return (text or type(error).__name__)[:300] if is_one else ""
 
 
 @contextlib.contextmanager

@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
 
 _OF_STORAGE = {
     getattr(errno, name)
@@ -65,6 +67,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def checksum(data: bytes) -> str:
+    """Returns what `file_checksum` says of a file of these bytes."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def file_checksum(path: Path, size: int | None = None) -> str:
     """Returns a checksum of a file's bytes, of the first `size` where that is given."""
     digest, left = hashlib.blake2b(digest_size=16), size
@@ -75,15 +82,37 @@ def file_checksum(path: Path, size: int | None = None) -> str:
     return digest.hexdigest()
 
 
+def _not_following(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def open_own(path: Path, mode: str = "a") -> IO[Any]:
+    """Returns a file opened for writing, never another one that a link in its place leads to; with
+    the mode "a" nothing in it is lost. Raises OSError where it is a link."""
+    buffering = 0 if "b" in mode else -1
+    return open(path, mode, buffering, opener=_not_following)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder with all that is in it; of a link to one the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, since a rename is atomic only within a file system.
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        # What a crash, or somebody else, has left under this name.
+        partial.unlink(missing_ok=True)
+        with open_own(partial, "xb") as file:
+            left = memoryview(text.encode())
+            while left:
+                left = left[file.write(left) :]
             # Else a power cut may leave the new name with no contents.
             os.fsync(file.fileno())
         partial.replace(path)
@@ -104,7 +133,7 @@ class LineFile:
         """Adds a line; it is on the disk when this returns, and not there at all where it could not
         be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:
+        with open_own(self.path, "ab") as file:
             size, data = file.seek(0, os.SEEK_END), line.encode() + b"\n"
             try:
                 # A disk that fills up takes a part of it.
@@ -137,6 +166,34 @@ class LineFile:
 def leads_outside(path: Path, folder: Path) -> bool:
     """Returns whether links on the way lead `path` out of `folder`."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def _not_waiting(name: str, flags: int) -> int:
+    # A pipe would keep the reader waiting for its writer.
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def open_inside(path: Path, folder: Path) -> BinaryIO:
+    """Returns a file of a folder that others may have made, opened for reading. Raises OSError: it
+    is no plain file, or a link leads out of the folder."""
+    file = open(path, "rb", opener=_not_waiting)  # noqa: SIM115
+    # Where that lies which was opened: a link may have changed since it was looked at.
+    opened = f"/proc/self/fd/{file.fileno()}"
+    place = os.readlink(opened) if os.path.lexists(opened) else os.path.realpath(path)
+    is_inside = Path(place).is_relative_to(os.path.realpath(folder))
+    if is_inside and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.ELOOP, f"not a plain file of '{folder}'", str(path))
+
+
+def read_inside(path: Path, folder: Path, most: int = 64 << 20) -> bytes:
+    """Returns the bytes of such a file. Raises OSError, also for more than `most` bytes."""
+    with open_inside(path, folder) as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
+    return found
 
 
 def code_checksum() -> str:

@@ -214,6 +214,39 @@ class Tool(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Passage:
+    r"""Passage(id="12", contents="\"Paris\"\nThe capital of France ...", score=7.3)"""
+
+    id: str | int
+    contents: str
+    """As in the corpus; in the wiki-18 dump a title in quotes, a line break, and the text."""
+    score: float
+    """Its match with the query, higher is better; the scale depends on the index."""
+
+
+class SearchBackend(Protocol):
+    """Where passages come from."""
+
+    is_remote: bool
+    """Whether a service elsewhere answers, so that calls are retried and their rate is limited."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names everything but the query that results depend on."""
+        ...
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """Returns for each query its best passages, best first, `top_k` at most.
+
+        Raises `ToolUnavailable` where the service behind it is down, and `ToolError` for a query
+        that it refuses.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
 @runtime_checkable
 class Environment(Protocol):
     """The world of one trajectory, as a class of the user's (TRL's convention): a fresh object for
@@ -319,7 +352,7 @@ class Signature:
         needs = f"{name} needs a JSON object of its arguments"
         arguments = read_json(body, needs) if body.strip() else {}
         if not isinstance(arguments, dict):
-            raise ToolError(f"{needs}; got {type(arguments).__name__}")
+            raise ToolError(f"{needs}; got {type(arguments).__name__}", code="arguments-no-object")
         return arguments
 
 
@@ -329,7 +362,7 @@ def read_json(body: str, needs: str) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ToolError(f"{needs}; this is not JSON: {error}") from None
+        raise ToolError(f"{needs}; this is not JSON: {error}", code="arguments-no-json") from None
 
 
 def signature_of(tool: Tool) -> Signature:
@@ -553,9 +586,11 @@ class Explorer(Protocol):
     that begins rollouts below stored steps is a `Restarting` besides.
     """
 
-    probe_tokens: int | None
-    """How many first tokens of a step after a tool result `after_probe` wants to see; None: it is
-    never asked."""
+    @property
+    def probe_tokens(self) -> int | None:
+        """How many first tokens of a step after a tool result `after_probe` wants to see; None: it
+        is never asked."""
+
     expands: bool
     """Whether `fill` may return `Expand` or `Retry`: the states between steps are then kept until
     the tree is done, which takes a copy each of an environment that forks."""

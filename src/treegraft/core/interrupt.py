@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
+from treegraft.core.errors import shown_in_notebook
+
 HEARTBEAT_S = 60.0
 """A wait this long says what it is waiting for, and again after as long."""
 OTHERS: Sequence[int] = tuple(
@@ -35,6 +37,9 @@ class Ended(KeyboardInterrupt):
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+
+    def _render_traceback_(self) -> list[str]:  # as IPython asks for it
+        return shown_in_notebook(self)
 
 
 def exit_status(error: BaseException) -> int | None:

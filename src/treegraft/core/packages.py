@@ -54,4 +54,4 @@ def not_installed(what: str, packages: Iterable[str], install: str) -> str:
 def require(what: str, *modules: str) -> None:
     """Raises `SettingError` with the sentence of `lacking` where a module is missing."""
     if text := lacking(what, *modules):
-        raise SettingError(text)
+        raise SettingError(text, code="package-missing")

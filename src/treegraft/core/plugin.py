@@ -196,6 +196,12 @@ class Plugin:
     tools: Mapping[str, Any] = field(default_factory=dict)
     """Makers of tools by their names in `tools.use`, called with the table [tools]; or import
     paths."""
+    toolsets: Mapping[str, Any] = field(default_factory=dict)
+    """By the setting of [tools] whose value asks for them: makers of several tools, called with the
+    value and `taken`, the names that others have. Or import paths."""
+    searches: Mapping[str, Any] = field(default_factory=dict)
+    """By names in `tools.search.kind`: makers of a `SearchBackend`, called with the table
+    [tools.search]; or import paths."""
     samplers: Mapping[str, Any] = field(default_factory=dict)
     """Makers of samplers, called with tasks, seed and the table [sampler]; or import paths."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
@@ -215,9 +221,12 @@ class Plugin:
     """Sections of `treegraft doctor RECIPE` by their titles: each called with the configuration and
     a `Machine`; returns `Finding`s, in place of the core's section of that title, or None for
     nothing. Or import paths."""
-    settings: Mapping[str, type] = field(default_factory=dict)
+    findings: Callable[[Any], Iterable[Any]] = _nothing
+    """A function of the configuration that yields a `Finding` for each key or address that doctor
+    shows beside the data."""
+    settings: Mapping[str, type | str] = field(default_factory=dict)
     """Classes of settings whose fields join the table of this dotted name ("" for the root): a
-    field whose type is a table of settings is a table of the plugin's own."""
+    field whose type is a table of settings is a table of the plugin's own. Or import paths."""
     checks: tuple[Callable[[Any], Iterable[Any]], ...] = ()
     """Functions of the configuration that yield a `Contradiction` for settings that do not fit each
     other."""
@@ -230,14 +239,13 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "objectives": ("clip", "gspo", "cispo", "gppo"),
     "tasks": ("search_world", "dataset"),
     "tools": ("python", "search"),
+    "searches": ("bm25", "dense"),
     "samplers": ("epochs",),
-    "trackers": ("tensorboard",),
     "engines": ("native", "vllm"),
     "formats": ("tags", "chat"),
     "rewards": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "commands": (
         *("init", "train", "sft", "eval", "run", "compare", "buffer", "view", "doctor", "config"),
-        "serve",
     ),
 }
 """Names of the core, which no plugin may take."""
@@ -257,17 +265,30 @@ class Plugins:
     problems: tuple[str, ...]
     """One sentence for each plugin that could not be taken."""
 
-    def offered(self, kind: str) -> dict[str, Any]:
+    def offered(self, kind: str) -> Mapping[str, Any]:
         """Returns what all plugins bring of one of `KINDS`, by name."""
-        return {name: one for member in self.members for name, one in getattr(member, kind).items()}
+        return self._offered[kind]
+
+    @functools.cached_property
+    def _offered(self) -> dict[str, dict[str, Any]]:
+        return {
+            kind: {
+                name: one for member in self.members for name, one in getattr(member, kind).items()
+            }
+            for kind in KINDS
+        }
 
 
 @functools.cache
-def plugins() -> Plugins:
-    """Returns the plugins of this process: ours, then other people's, each loaded once."""
+def plugins(listed: str = "BUILT_IN") -> Plugins:
+    """Returns the plugins of this process: ours, then other people's, each loaded once.
+
+    Args:
+        listed: the list in `treegraft.extras` that names ours.
+    """
     members: list[Plugin] = []
     problems: list[str] = []
-    for where, path in _listed():
+    for where, path in _listed(listed):
         try:
             found = _loaded(where, path)
             _refuse_twice(where, found, members)
@@ -278,9 +299,14 @@ def plugins() -> Plugins:
     return Plugins(tuple(members), tuple(problems))
 
 
-def offered(kind: str) -> dict[str, Any]:
+def offered(kind: str) -> Mapping[str, Any]:
     """Returns what all plugins bring of one of `KINDS`, by name."""
     return plugins().offered(kind)
+
+
+def offered_commands() -> Mapping[str, Command]:
+    """Returns the commands of all plugins, by name; of ours, it loads only those that bring one."""
+    return plugins("WITH_COMMANDS").offered("commands")
 
 
 def loaded(entry: Any) -> Any:
@@ -304,10 +330,10 @@ def chosen(name: str, core: Mapping[str, Any], kind: str, setting: str) -> Any:
     return loaded(found) if name in plugged else found
 
 
-def _listed() -> Iterator[tuple[str, str]]:
+def _listed(name: str) -> Iterator[tuple[str, str]]:
     """The plugins that there are: each in words, and its import path."""
     try:
-        built_in: Iterable[str] = importlib.import_module(EXTRAS).BUILT_IN
+        built_in: Iterable[str] = getattr(importlib.import_module(EXTRAS), name)
     except ModuleNotFoundError as error:
         # The core alone: the folder of extensions may be missing as a whole.
         if error.name != EXTRAS:
@@ -328,26 +354,30 @@ def _loaded(where: str, path: str) -> Plugin:
     except ModuleNotFoundError as error:
         raise SettingError(
             f"{where}: it needs '{error.name}', which is not installed; run: pip install"
-            f" {(error.name or '').partition('.')[0]}, or uninstall the plugin."
+            f" {(error.name or '').partition('.')[0]}, or uninstall the plugin.",
+            code="plugin-package-missing",
         ) from error
     # Foreign code: whatever it raises, the message has to name the plugin.
     except Exception as error:
         raise SettingError(
             f"{where}: importing '{module}' failed: {type(error).__name__}: {error}; mend it, or"
-            " uninstall the plugin."
+            " uninstall the plugin.",
+            code="plugin-broken",
         ) from error
     found = getattr(found, attribute or "plugin", None)
     if not isinstance(found, Plugin):
         raise SettingError(
             f"{where}: '{module}' has no object '{attribute or 'plugin'}' that is a"
             f" treegraft.parts.Plugin, but {type(found).__name__}; mend it, or uninstall the"
-            " plugin."
+            " plugin.",
+            code="plugin-object-invalid",
         )
     if found.interface != INTERFACE:
         raise SettingError(
             f"{where}: it was written for version {found.interface} of the plugin interface, and"
             f" this is version {INTERFACE}; take a version of the plugin, or of Treegraft, that"
-            " fits the other."
+            " fits the other.",
+            code="plugin-version",
         )
     return found
 
@@ -361,7 +391,8 @@ def _refuse_twice(where: str, plugin: Plugin, others: Iterable[Plugin]) -> None:
             if owner is not None:
                 raise SettingError(
                     f"{where}: it brings '{name}' as one of its {kind}, a name that '{owner}' has"
-                    " taken; expected a name of its own. Rename it, or uninstall one of the two."
+                    " taken; expected a name of its own. Rename it, or uninstall one of the two.",
+                    code="plugin-name-taken",
                 )
 
 
@@ -393,7 +424,9 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
     if name in table:
         return table[name]
     if ":" not in name:
-        raise SettingError(unknown_name(name, table, setting), settings=[setting])
+        raise SettingError(
+            unknown_name(name, table, setting), settings=[setting], code="unknown-name"
+        )
     with about(setting):
         return load_object(name)
 
@@ -412,6 +445,7 @@ def blaming(path: str, setting: str) -> Iterator[None]:
             f"{setting}: '{path}' raised {type(error).__name__}: {error} ({last.filename}, line"
             f" {last.lineno}); mend it there.",
             settings=[setting],
+            code="own-code-raised",
         ) from error
 
 
@@ -434,6 +468,7 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
             f"{setting}: '{path}' could not be called with"
             f" {', '.join(arguments) or 'no arguments'}: {error}",
             settings=[setting],
+            code="own-code-call",
         ) from error
     with blaming(path, setting):
         found = maker(**arguments)
@@ -446,6 +481,7 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
             f"{setting}: '{path}' gives a {type(found).__name__} without {', '.join(missing)};"
             f" expected every member of {protocol.__module__}.{protocol.__qualname__}.",
             settings=[setting],
+            code="members-missing",
         )
     return found
 
@@ -464,18 +500,22 @@ def load_object(path: str) -> Any:
             raise SettingError(
                 f"'{path}' is the name of a Python object that a script or notebook gave to"
                 " Treegraft; got no such object here. Pass it again, for example"
-                " treegraft.train(resume=..., rewards=...)."
+                " treegraft.train(resume=..., rewards=...).",
+                code="object-not-given",
             ) from None
     module_name, colon, attributes = path.partition(":")
     if colon and module_name.endswith(".py"):
         raise SettingError(
             f"'{path}' names a file; write '{Path(module_name).stem}:{attributes}', and start from"
-            " the folder that holds it."
+            " the folder that holds it.",
+            code="import-path-file",
         )
     if not colon or not all(
         part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
     ):
-        raise SettingError(f"'{path}' is no import path; write 'package.module:name'.")
+        raise SettingError(
+            f"'{path}' is no import path; write 'package.module:name'.", code="import-path-invalid"
+        )
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
         # A console script does not see its working directory. Appended, it cannot shadow an
@@ -488,19 +528,23 @@ def load_object(path: str) -> Any:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise SettingError(
                 f"'{path}': there is no module '{error.name}'; install it, or start from the folder"
-                " that holds it."
+                " that holds it.",
+                code="import-module-missing",
             ) from error
         raise SettingError(
-            f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed."
+            f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed.",
+            code="import-needs-package",
         ) from error
     except Exception as error:
         raise SettingError(
-            f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}"
+            f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}",
+            code="import-failed",
         ) from error
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             raise SettingError(
-                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
+                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}",
+                code="import-name-missing",
             )
         found = getattr(found, attribute)
     return found

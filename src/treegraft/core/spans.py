@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from treegraft.core.addresses import expanded
 from treegraft.core.errors import SettingError
 from treegraft.core.files import LineFile
 from treegraft.core.packages import require
@@ -42,7 +43,7 @@ class _Recording:
         if self.place != FILE:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-            return OTLPSpanExporter(endpoint=self.place, timeout=EXPORT_S)
+            return OTLPSpanExporter(endpoint=expanded(self.place, SETTING), timeout=EXPORT_S)
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
         path = Path(self.folder) / f"spans-{re.sub('[^a-z0-9]+', '-', role)}.jsonl"
@@ -73,7 +74,8 @@ def check_place(place: str | None) -> None:
     if place != FILE and not place.startswith(("http://", "https://")):
         raise SettingError(
             f"{SETTING}: got '{place}', expected \"file\" or the address of a collector such as"
-            " http://127.0.0.1:4318/v1/traces."
+            " http://127.0.0.1:4318/v1/traces.",
+            code="spans-place-invalid",
         )
     require(f"{SETTING} = '{place}'", _MODULES[FILE if place == FILE else ""])
 

@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic_core import to_jsonable_python
-
 
 def as_text(result: Any) -> str:
     """Returns a tool's result as text: nothing for None, bytes read as UTF-8, JSON of mappings,
@@ -20,6 +17,10 @@ def as_text(result: Any) -> str:
         return bytes(result).decode("utf-8", errors="replace")
     if result is None:
         return ""
+    # Pydantic takes a third of the time of `treegraft --help`.
+    from pydantic import BaseModel
+    from pydantic_core import to_jsonable_python
+
     is_record = is_dataclass(result) and not isinstance(result, type)
     if is_record or isinstance(result, Mapping | list | tuple | set | frozenset | BaseModel):
         return json.dumps(to_jsonable_python(result, fallback=_bare), ensure_ascii=False)

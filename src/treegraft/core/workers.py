@@ -1,5 +1,9 @@
 """Child processes that answer requests within a deadline: some work can hang inside one C call or
-take any amount of memory, and only a process can be stopped then."""
+take any amount of memory, and only a process can be stopped then.
+
+They read hostile pages, PDF files and LaTeX: they get none of the caller's environment, and where
+bubblewrap works no network and no files but Python's own, to be read only.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ import json
 import os
 import queue
 import select
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,54 @@ MAX_ANSWER_BYTES = 50_000_000
 """Longest answer, as JSON."""
 
 _LOOP = Path(__file__).with_name("worker_loop.py")
+_KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+"""Environment variables without which Python may not start, or not alike."""
+_TRIED_S = 30.0
+
+
+def _environment() -> dict[str, str]:
+    return {"HOME": "/tmp", **{name: os.environ[name] for name in _KEPT if name in os.environ}}
+
+
+@cache
+def _walls() -> tuple[str, ...]:
+    """What stands before a worker's command: bubblewrap with its options; nothing where that does
+    not work."""
+    if shutil.which("bwrap") is None:
+        return ()
+    # As the worker will see it: neither its script's folder nor the working directory is in it.
+    query = [sys.executable, "-P", "-c", "import json, sys; print(json.dumps(sys.path))"]
+    env = _environment()
+    said = subprocess.run(query, env=env, capture_output=True, timeout=_TRIED_S, check=True).stdout
+    libraries = env.get("LD_LIBRARY_PATH", "").split(":")
+    named = [*json.loads(said), sys.prefix, sys.base_prefix, *libraries, "/usr", "/etc/ld.so.cache"]
+    parts = ["bwrap", "--unshare-all", "--uid", "65534", "--gid", "65534", "--chdir", "/"]
+    parts += ["--proc", "/proc", "--dev", "/dev", "--size", str(64 << 20), "--tmpfs", "/tmp"]
+    for path in map(Path, ("/bin", "/lib", "/lib32", "/lib64")):
+        if path.is_symlink():
+            parts += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            parts += ["--ro-bind", str(path), str(path)]
+    # Outer folders first: what is mounted over one would hide what it holds.
+    for name in sorted({os.path.abspath(one) for one in named if one} - {"/"}):
+        parts += ["--ro-bind-try", name, name]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        # Tried, not asked for: kernels and containers each forbid it in a way of their own.
+        tried = subprocess.run(
+            [*parts, sys.executable, "-c", ""], env=env, capture_output=True, timeout=_TRIED_S
+        )
+        if tried.returncode == 0:
+            return tuple(parts)
+    return ()
+
+
+def _command(script: Path) -> list[str]:
+    # -P: the folders of the scripts have modules named like packages.
+    command = [sys.executable, "-P", str(_LOOP), str(script.resolve())]
+    if not (walls := _walls()):
+        return command
+    shown = [word for path in command[2:] for word in ("--ro-bind", path, path)]
+    return [*walls, *shown, *command]
 
 
 class WorkerPool:
@@ -70,7 +125,8 @@ class WorkerPool:
             worker = self._free.get(timeout=START_DEADLINE_S)
         except queue.Empty:
             raise DeadlineExceeded(
-                f"no process that {self._task} became free within {START_DEADLINE_S:.0f} s"
+                f"no process that {self._task} became free within {START_DEADLINE_S:.0f} s",
+                code="worker-late",
             ) from None
         answer = None
         try:
@@ -81,7 +137,8 @@ class WorkerPool:
             if not worker.is_ready():
                 raise TreegraftError(
                     f"the process that {self._task} did not start; check its packages with:"
-                    f" {sys.executable} -c 'import {self._package}'"
+                    f" {sys.executable} -c 'import {self._package}'",
+                    code="worker-not-started",
                 )
             answer = worker.ask([request, cpu_s, deadline_s + 1.0], deadline_s)
         finally:
@@ -119,8 +176,8 @@ class Worker:
     def __init__(self, script: Path) -> None:
         # Not `multiprocessing`, whose children import the caller's main module or copy its memory.
         self.process = subprocess.Popen(
-            # -P: the folders of the scripts have modules named like packages.
-            [sys.executable, "-P", str(_LOOP), str(script)],
+            _command(script),
+            env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -149,7 +206,9 @@ class Worker:
     def kill(self) -> None:
         """Ends the process and waits for its end."""
         with self._closing:
-            self.process.kill()
+            # With bubblewrap the worker is a child of this process, in its group.
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.close_pipes()
 

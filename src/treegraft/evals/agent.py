@@ -4,63 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from treegraft.assemble import Parts, assemble, eval_limits
 from treegraft.core.errors import DataError
 from treegraft.core.given import GivenObjects, giving
 from treegraft.core.interfaces import Tokenizer
-from treegraft.core.interrupt import run_to_end
-from treegraft.core.types import Observation, Task, ToolCall, Trajectory, Tree
+from treegraft.core.types import Task, Trajectory, Tree
 from treegraft.explore.independent import Independent
+from treegraft.runs.result import Answer, Messages
 from treegraft.runs.start import open_with
-from treegraft.settings.config import Config
 from treegraft.settings.load import refuse_sampling
 from treegraft.settings.objects import Objects
 from treegraft.settings.table import with_value
 from treegraft.tasks.fields import read_messages
-
-Messages = Iterable[Mapping[str, Any]]
-"""Chat messages, {"role": ..., "content": ...}."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What an agent has answered, and how it came to that."""
-
-    trajectory: Trajectory
-    tokenizer: Tokenizer
-
-    @property
-    def text(self) -> str | None:
-        """The answer; None where the agent came to none, see `trajectory.status`."""
-        return self.trajectory.leaf.answer
-
-    @property
-    def tool_calls(self) -> list[tuple[ToolCall, Observation]]:
-        """The calls that were run, each with its result."""
-        contents = self.trajectory.contents
-        return [pair for one in contents for pair in zip(one.calls, one.observations, strict=False)]
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation with this answer at its end, the `history` of a further question; of
-        what the agent did only its answers stand in it."""
-        said = {"role": "assistant", "content": self.text or ""}
-        return [*self.trajectory.task.conversation(), said]
-
-    def __str__(self) -> str:
-        return self.text or f"no answer: {self.trajectory.status}"
-
-    def __repr__(self) -> str:
-        return f"<Answer {self.text!r:.99}: {len(self.tool_calls)} calls>"
-
-    def _repr_html_(self) -> str:
-        return self.trajectory._repr_html_()
 
 
 def task_of(question: str, history: Messages = ()) -> Task:
@@ -70,7 +31,9 @@ def task_of(question: str, history: Messages = ()) -> Task:
         DataError: an empty question, or messages that cannot be read.
     """
     if not question.strip():
-        raise DataError("question: got an empty text; expected a question to the agent.")
+        raise DataError(
+            "question: got an empty text; expected a question to the agent.", code="question-empty"
+        )
     before = list(history)
     if not before:
         return Task(id="question", question=question, reference=())
@@ -79,20 +42,10 @@ def task_of(question: str, history: Messages = ()) -> Task:
     except (ValueError, AttributeError) as error:
         raise DataError(
             f"history: got {error}; expected messages with role and content, such as `messages` of"
-            " an earlier answer."
+            " an earlier answer.",
+            code="history-invalid",
         ) from error
     return Task(id="question", question=question, reference=(), messages=messages)
-
-
-def open_asked(
-    checkpoint: Path | str, overrides: Sequence[str], objects: Mapping[str, Any]
-) -> tuple[Config, Path | str | None, GivenObjects]:
-    """Returns what `open_with` does, for an agent that is asked; raises as it does, and for an
-    override that has no effect."""
-    config, model_path, given = open_with(checkpoint, None, overrides, objects)
-    if config.eval.greedy:
-        refuse_sampling(overrides, "the answer is greedy; add eval.greedy=false")
-    return config, model_path, given
 
 
 async def answered(parts: Parts, task: Task) -> Answer:
@@ -136,7 +89,9 @@ class Agent:
             CheckpointError: no such checkpoint.
             SettingError: an override or an object is wrong.
         """
-        self._config, self._model_path, own = open_asked(checkpoint, overrides, objects)
+        self._config, self._model_path, own = open_with(checkpoint, None, overrides, objects)
+        if self._config.eval.greedy:
+            refuse_sampling(overrides, "the answer is greedy; add eval.greedy=false")
         self._given = own if given is None else given.joined(own)
         if system_prompt is not None:
             self._config = with_value(self._config, "format.system_prompt", system_prompt)
@@ -175,7 +130,9 @@ class Agent:
         task = task_of(question, history)
         with self._lock:
             if self._opened is None:
-                raise DataError("agent: it was closed while a question waited; ask again.")
+                raise DataError(
+                    "agent: it was closed while a question waited; ask again.", code="agent-closed"
+                )
             work = answered(self._opened.result(), task)
             asked = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._asked.add(asked)
@@ -240,23 +197,14 @@ class Agent:
 
 
 def answer_question(
-    checkpoint: Path | str,
-    question: str,
-    overrides: Sequence[str] = (),
-    **objects: Unpack[Objects],
+    checkpoint: Path | str, question: str, overrides: Sequence[str] = (), **objects: Unpack[Objects]
 ) -> tuple[Trajectory, Tokenizer]:
     """Returns one trajectory that answers `question`, unscored, and the tokenizer of its tokens.
 
     It is greedy, and with eval.greedy = false sampled as in an evaluation; run.seed gives another.
     `objects` are Python objects in place of settings, as of `train`. Raises DataError where the
     question is empty."""
-    task = task_of(question)
-    config, model_path, given = open_asked(checkpoint, overrides, objects)
-
-    async def run() -> Answer:
-        async with assemble(config, model_path=model_path) as parts:
-            return await answered(parts, task)
-
-    with giving(given):
-        answer = run_to_end(run())
+    task_of(question)  # before anything is loaded
+    with Agent(checkpoint, overrides, **objects) as agent:
+        answer = agent.ask(question)
     return answer.trajectory, answer.tokenizer

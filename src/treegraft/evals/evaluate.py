@@ -129,12 +129,14 @@ def _evaluated(
     if not tasks:
         raise DataError(
             "the evaluation tasks are empty; expected at least one row. Set tasks.num_eval or"
-            " tasks.dataset.eval."
+            " tasks.dataset.eval.",
+            code="eval-tasks-empty",
         )
 
     async def run(report: Callable[..., None]) -> Evaluation:
         async with assemble(config, model_path=model_path, source=source) as parts:
             parts.check_tasks(tasks)
+            await parts.try_rewards(tasks)
             return await evaluate(parts, tasks, 0, on_progress=report)
 
     with shown(display) as progress:

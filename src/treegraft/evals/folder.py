@@ -85,14 +85,16 @@ class EvalFolder:
             raise CheckpointError(
                 f"evaluation '{path}' was begun with other settings:"
                 f" {'; '.join((*changed[:5], *more))}. Numbers of two settings cannot be mixed:"
-                " give the same ones to go on, or name another folder with --into."
+                " give the same ones to go on, or name another folder with --into.",
+                code="evaluation-other-settings",
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
                 f"evaluation '{path}' cannot be made ({storage_fault(error) or error}). Name"
-                " another folder with --into."
+                " another folder with --into.",
+                code="evaluation-not-made",
             ) from error
         folder._lock.claim()
         try:
@@ -141,7 +143,8 @@ class EvalFolder:
             reason = "it has no eval.json" if isinstance(error, FileNotFoundError) else str(error)
             raise CheckpointError(
                 f"'{self.path}' is not the folder of an evaluation ({reason}); expected one"
-                " that `treegraft eval suite ... --into FOLDER` made."
+                " that `treegraft eval suite ... --into FOLDER` made.",
+                code="evaluation-folder-invalid",
             ) from error
 
     # ------------------------------------------------------------------ trees
@@ -164,7 +167,8 @@ class EvalFolder:
             except DataError as error:
                 raise DataError(
                     f"{error}; expected one that this evaluation wrote. Remove the line, and its"
-                    " item runs again."
+                    " item runs again.",
+                    code="evaluation-line-invalid",
                 ) from error
             found[tree.task.id] = tree
         return found
@@ -175,7 +179,8 @@ class EvalFolder:
         except (OSError, ValueError) as error:
             raise DataError(
                 f"'{path}' could not be read ({storage_fault(error) or error}); put back a copy of"
-                " it, or remove it: its items run again."
+                " it, or remove it: its items run again.",
+                code="file-unreadable",
             ) from error
 
     def add_tree(self, name: str, tree: Tree) -> None:
@@ -194,7 +199,8 @@ class EvalFolder:
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"'{self.judge_path}', line {number}: not a verdict ({error!r}). Remove the"
-                    " line, and its answer is judged again."
+                    " line, and its answer is judged again.",
+                    code="verdict-invalid",
                 ) from error
         return found
 
@@ -211,7 +217,8 @@ class EvalFolder:
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"'{self.report_path}' could not be read ({storage_fault(error) or error}). The"
-                " command that made this evaluation writes it again."
+                " command that made this evaluation writes it again.",
+                code="evaluation-unreadable",
             ) from error
         return model
 

@@ -175,5 +175,6 @@ class Judge:
             raise EngineError(
                 f"--judge {self.settings.url}: {refusal}; {done} of {len(pairs)} answers were"
                 " judged and are kept. Expected a server that answers chat completions; mend it,"
-                " and the same command goes on."
+                " and the same command goes on.",
+                code="judge-failed",
             )

@@ -13,10 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from treegraft.assemble import Setup
-from treegraft.core.demonstration import Written, solution, tree_of_paths
+from treegraft.core.demonstration import solution
 from treegraft.core.finding import Finding
 from treegraft.core.interfaces import Span, Tool, signature_of
 from treegraft.core.types import Leaf, Observation, StepContent, Task, ToolCall
+from treegraft.tasks.reward_calls import is_async
 
 WRONG = "no idea"
 """An answer that no reference holds."""
@@ -115,16 +116,10 @@ class Preflight:
     async def scored(self, task: Task) -> tuple[Leaf, Leaf] | None:
         """Returns the scored leaves of the reference as answer and of a wrong answer; None where
         the format cannot say one of them."""
-        form, paths = self.setup.format, []
-        for answer in (task.reference[0], self._wrong_answer):
-            spans = self._spans(self._answering(answer))
-            if not spans:
-                return None
-            # As read back, so that a mark which the reference holds counts as it will.
-            paths.append([Written(form.parse_step(spans[0][0]).content, spans)])
-        tree = tree_of_paths(
-            task, f"check/{task.id}", form.prompt_ids(task), paths, answer_of=form.answer_of
-        )
+        answers = [self._answering(one) for one in (task.reference[0], self._wrong_answer)]
+        tree = self.setup.answered(task, answers)
+        if tree is None:
+            return None
         right, wrong = (await self.setup.scorer(tree)).leaves
         return right, wrong
 
@@ -225,8 +220,10 @@ async def calls(preflight: Preflight) -> list[Finding]:
 async def references(preflight: Preflight) -> list[Finding]:
     """Returns whether the references are rewarded, and better than a wrong answer."""
     with_reference = [task for task in preflight.tasks if task.reference]
-    # An environment's reward is that of its state, which nobody has moved here.
-    if not with_reference or preflight.setup.config.environment.kind:
+    setup = preflight.setup
+    # An environment's reward is that of its state, which nobody has moved here; a call of a
+    # coroutine function may cost something.
+    if not with_reference or setup.kind or any(is_async(one) for _, one, _ in setup.rewards):
         return []
     pairs = [(task, await preflight.scored(task)) for task in with_reference]
     scored = [(task, *pair) for task, pair in pairs if pair is not None]

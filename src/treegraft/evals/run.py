@@ -17,7 +17,7 @@ from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
 from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
 from treegraft.evals.scores import suite_scorer
-from treegraft.evals.suites import EvalSet, load_sets, parse_names
+from treegraft.evals.suites import MEASURES, EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import NoDisplay
@@ -71,7 +71,8 @@ class Sampling(NamedTuple):
         if not 1 <= settings.num_samples <= most:
             raise SettingError(
                 f"eval.num_samples: got {settings.num_samples}, expected 1 to engine.max_rows,"
-                f" which is {most}, so that the samples of one item fit in the engine together."
+                f" which is {most}, so that the samples of one item fit in the engine together.",
+                code="samples-too-many",
             )
         return cls(settings.num_samples, settings.temperature)
 
@@ -128,7 +129,13 @@ def evaluate_suite(
         reason = "trajectories are greedy; add eval.greedy=false"
         refuse_sampling(overrides, reason, "eval.num_samples")
     judge = None if plan.judge is None else Judge(plan.judge)
-    sets = load_sets(names, data_dir=plan.data_dir, num=plan.num, shuffle_seed=plan.shuffle_seed)
+    sets = load_sets(
+        names,
+        data_dir=plan.data_dir,
+        num=plan.num,
+        shuffle_seed=plan.shuffle_seed,
+        as_papers=any(one.strip() in MEASURES for one in plan.suite.split(",")),
+    )
     subject = str(config.model.path if checkpoint is None else checkpoint)
     asked = _asked(config, place, sampling)
     folder = EvalFolder.open(plan.into or default_folder(subject, place), asked, sets)

@@ -10,7 +10,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ class SetRule:
     """How one set is read and measured.
 
     SetRule(measure="math", question=("question",), reference=("answer",), after="####",
-    hub="hub:openai/gsm8k:main/test")
+    hub="hub:openai/gsm8k:main/test", num_scored=500)
     """
 
     measure: Measure
@@ -54,15 +54,26 @@ class SetRule:
     without it is read as it stands."""
     hub: str | None = None
     """Where the set lies on the hub; None where no readable copy lies there."""
+    num_scored: int | None = None
+    """Rows that the released evaluation of ARPO scores (the files of its evaluation/data, of each
+    the first 500); None where it is not known."""
 
 
 _PROBLEM = ("problem", "question")
 
 SETS: Mapping[str, SetRule] = {
-    "aime24": SetRule(measure="math", question=_PROBLEM, hub="hub:HuggingFaceH4/aime_2024:train"),
-    "aime25": SetRule(measure="math", question=_PROBLEM, hub="hub:math-ai/aime25:test"),
+    "aime24": SetRule(
+        measure="math", question=_PROBLEM, hub="hub:HuggingFaceH4/aime_2024:train", num_scored=30
+    ),
+    "aime25": SetRule(
+        measure="math", question=_PROBLEM, hub="hub:math-ai/aime25:test", num_scored=30
+    ),
     "math500": SetRule(
-        measure="math", question=_PROBLEM, level=("level",), hub="hub:HuggingFaceH4/MATH-500:test"
+        measure="math",
+        question=_PROBLEM,
+        level=("level",),
+        hub="hub:HuggingFaceH4/MATH-500:test",
+        num_scored=500,
     ),
     "gsm8k": SetRule(measure="math", after="####", hub="hub:openai/gsm8k:main/test"),
     "math": SetRule(
@@ -71,25 +82,36 @@ SETS: Mapping[str, SetRule] = {
         boxed=("solution",),
         level=("level",),
         hub="hub:DigitalLearningGmbH/MATH-lighteval:test",
+        num_scored=500,
     ),
     "hotpotqa": SetRule(
-        measure="f1", level=("level",), hub="hub:hotpotqa/hotpot_qa:distractor/validation"
+        measure="f1",
+        level=("level",),
+        hub="hub:hotpotqa/hotpot_qa:distractor/validation",
+        num_scored=200,
     ),
     "2wiki": SetRule(
         measure="f1",
         aliases=("answer_aliases",),
         level=("type",),
         hub="hub:framolfese/2WikiMultihopQA:validation",
+        num_scored=200,
     ),
     "musique": SetRule(
-        measure="f1", aliases=("answer_aliases",), hub="hub:dgslibisey/MuSiQue:validation"
+        measure="f1",
+        aliases=("answer_aliases",),
+        hub="hub:dgslibisey/MuSiQue:validation",
+        num_scored=200,
     ),
-    "bamboogle": SetRule(measure="f1", hub="hub:chiayewken/bamboogle:test"),
-    "simpleqa": SetRule(measure="judge", question=_PROBLEM, hub="hub:basicv8vc/SimpleQA:test"),
+    "bamboogle": SetRule(measure="f1", hub="hub:chiayewken/bamboogle:test", num_scored=125),
+    "simpleqa": SetRule(
+        measure="judge", question=_PROBLEM, hub="hub:basicv8vc/SimpleQA:test", num_scored=500
+    ),
     "webwalker": SetRule(
         measure="judge",
         level=("info.difficulty_level", "difficulty_level", "level"),
         hub="hub:callanwu/WebWalkerQA:main",
+        num_scored=200,
     ),
     "gaia": SetRule(
         measure="judge",
@@ -97,11 +119,16 @@ SETS: Mapping[str, SetRule] = {
         level=("level",),
         must_be_blank=("file_name",),
         hub="hub:gaia-benchmark/GAIA:2023_all/validation",
+        num_scored=103,
     ),
     "hle": SetRule(
-        measure="judge", level=("category",), must_be_blank=("image",), hub="hub:cais/hle:test"
+        measure="judge",
+        level=("category",),
+        must_be_blank=("image",),
+        hub="hub:cais/hle:test",
+        num_scored=500,
     ),
-    "xbench": SetRule(measure="judge"),
+    "xbench": SetRule(measure="judge", num_scored=100),
     "browsecomp": SetRule(
         measure="judge", question=_PROBLEM, level=("problem_topic",), canary="canary"
     ),
@@ -184,12 +211,14 @@ def parse_names(text: str) -> dict[str, str | None]:
             raise SettingError(
                 f"evaluation sets: got '{part}'; expected sets ({', '.join(SETS)}), groups"
                 f" ({', '.join(GROUPS)}), or NAME=FILE to read a set from another"
-                f" place.{nearest(name, [*SETS, *GROUPS])}"
+                f" place.{nearest(name, [*SETS, *GROUPS])}",
+                code="unknown-set",
             )
     if not chosen:
         raise SettingError(
             "evaluation sets: got none; expected names with commas, such as gsm8k,hotpotqa or one"
-            f" of {', '.join(GROUPS)}."
+            f" of {', '.join(GROUPS)}.",
+            code="no-sets",
         )
     return chosen
 
@@ -200,14 +229,16 @@ def load_sets(
     data_dir: Path | None = None,
     num: int | None = None,
     shuffle_seed: int | None = None,
+    as_papers: bool = False,
 ) -> list[EvalSet]:
     """Returns the sets, read.
 
     Args:
         data_dir: a folder that holds NAME.jsonl, .json, .csv or .parquet for each set (or a folder
-            NAME with test.*); None takes the hub.
+            NAME with test.*, as in ARPO's evaluation/data); None takes the hub.
         num: rows of each set; None for all.
         shuffle_seed: take the first `num` of this seed's order; None keeps the order of the file.
+        as_papers: note where a set is not the one that the released evaluation scores.
 
     Raises:
         SettingError: a set without a source.
@@ -215,9 +246,19 @@ def load_sets(
     """
     # All are looked for before the first is read: a set can take minutes to fetch.
     sources = {name: given or find_source(name, data_dir) for name, given in names.items()}
-    return [
-        read_set(name, place, num=num, shuffle_seed=shuffle_seed) for name, place in sources.items()
-    ]
+    found = [read_set(name, at, num=num, shuffle_seed=shuffle_seed) for name, at in sources.items()]
+    return [_compared_with_papers(one) for one in found] if as_papers else found
+
+
+def _compared_with_papers(found: EvalSet) -> EvalSet:
+    scored, num = found.rule.num_scored, len(found.tasks)
+    if scored is None or scored == num:
+        return found
+    note = (
+        f"ARPO's released evaluation scores {scored} rows of it, and these are {num}: its numbers"
+        " are of other questions"
+    )
+    return replace(found, notes=(*found.notes, note))
 
 
 def find_source(name: str, data_dir: Path | None) -> str:
@@ -226,25 +267,31 @@ def find_source(name: str, data_dir: Path | None) -> str:
         if (hub := SETS[name].hub) is None:
             raise SettingError(
                 f"set '{name}': no readable copy lies on the hub; give a folder with --data-dir, or"
-                f" {name}=FILE."
+                f" {name}=FILE.",
+                code="set-not-on-hub",
             )
         return hub
     if not data_dir.is_dir():
         raise DataError(
             f"--data-dir '{data_dir}': there is no such folder; expected one that holds"
-            f" {name}.jsonl and the like."
+            f" {name}.jsonl and the like.",
+            code="set-folder-missing",
         )
+    held = sorted(
+        one.name for one in data_dir.iterdir() if one.suffix in FILE_TYPES or one.is_dir()
+    )
     places = [data_dir / f"{name}{end}" for end in FILE_TYPES]
-    places += [data_dir / name / f"{stem}{end}" for stem in ("test", name) for end in FILE_TYPES]
+    # ARPO's release has folders of other cases, and HLE in top.json.
+    folders = [data_dir / one for one in held if one.lower() == name]
+    stems = ("test", name, "top")
+    places += [one / f"{stem}{end}" for one in folders for stem in stems for end in FILE_TYPES]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        held = sorted(
-            one.name for one in data_dir.iterdir() if one.suffix in FILE_TYPES or one.is_dir()
-        )
         raise DataError(
             f"--data-dir '{data_dir}': there is no {name}.jsonl, .json, .csv or .parquet, nor a"
             f" folder {name} with test.jsonl. It holds {', '.join(held) or 'no such file'}. Leave"
-            f" '{name}' out, or name its file: {name}=FILE."
+            f" '{name}' out, or name its file: {name}=FILE.",
+            code="set-file-missing",
         )
     return str(found)
 
@@ -276,7 +323,8 @@ def read_set(
             f"set '{name}': '{source}' has no usable row among {number + 1}"
             f" ({'; '.join(defects.sentences()) or 'it is empty'}). Expected a question in"
             f" {' or '.join(rule.question)} and a reference in"
-            f" {' or '.join((*rule.reference, *rule.boxed))}.{has}"
+            f" {' or '.join((*rule.reference, *rule.boxed))}.{has}",
+            code="set-without-rows",
         )
     if shuffle_seed is not None:
         # By a key of each task alone, so that rows added to the file do not reorder the others.

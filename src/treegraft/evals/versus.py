@@ -81,7 +81,8 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
     if not common:
         raise CheckpointError(
             f"'{before}' holds {', '.join(held[0]) or 'no set'} and '{after}'"
-            f" {', '.join(held[1]) or 'no set'}; expected a set that both hold."
+            f" {', '.join(held[1]) or 'no set'}; expected a set that both hold.",
+            code="no-common-set",
         )
     verdicts = [_verdicts(folder) for folder in folders]
     notes = [
@@ -101,7 +102,8 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
             raise DataError(
                 f"set '{name}': '{before}' has {held[0][name]['num']} items and '{after}'"
                 f" {held[1][name]['num']}, and they are not the same; expected one choice of items."
-                " Evaluate both with the same --num, --shuffle-seed and source."
+                " Evaluate both with the same --num, --shuffle-seed and source.",
+                code="items-differ",
             )
         trees = [_finished(folder, name, held[0][name]["num"]) for folder in folders]
         one, values = _compare_set(name, trees, verdicts)
@@ -122,7 +124,8 @@ def _finished(folder: EvalFolder, name: str, num: int) -> list[Tree]:
     if len(trees) < num:
         raise DataError(
             f"'{folder.path}': {len(trees)} of the {num} items of '{name}' are done; expected all. "
-            "Let that evaluation finish first."
+            "Let that evaluation finish first.",
+            code="evaluation-unfinished",
         )
     # By id, so that both sides pair up: each folder holds them in the order of their ends.
     return [trees[key] for key in sorted(trees)]

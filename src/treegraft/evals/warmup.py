@@ -46,6 +46,8 @@ async def demonstrations_of(
     found = Demonstrations(
         parts.source, parts.format, config.warmup, config.run.seed, parts.show, stored
     )
+    if found.left_out:
+        run.display.warn(f"warmup.traces: {found.left_out}; these are not imitated")
     await found.prepare(run.state.warmup_steps)
     return found
 

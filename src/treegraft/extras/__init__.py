@@ -5,6 +5,7 @@ BUILT_IN = (
     "treegraft.extras.methods.aepo",
     "treegraft.extras.methods.appo",
     "treegraft.extras.methods.axpo",
+    "treegraft.extras.methods.call_rewards",
     "treegraft.extras.methods.commit",
     "treegraft.extras.methods.dots.plugin",
     "treegraft.extras.methods.eapo",
@@ -18,12 +19,22 @@ BUILT_IN = (
     "treegraft.extras.environments.sokoban.plugin",
     "treegraft.extras.environments.verifiers.plugin",
     "treegraft.extras.tasks.plugin",
+    "treegraft.extras.mcp.plugin",
+    "treegraft.extras.search.plugin",
     "treegraft.extras.trackers.plugin",
     "treegraft.extras.hub.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
 )
 """The modules of our own plugins, in the order in which they are loaded."""
+
+WITH_COMMANDS = (
+    "treegraft.extras.data.plugin",
+    "treegraft.extras.hub.plugin",
+    "treegraft.extras.lab.plugin",
+    "treegraft.extras.ray.plugin",
+)
+"""Those of them that bring commands: the command line lists its commands without loading others."""
 
 MOVED = {
     "treegraft.study": "treegraft.extras.lab.study",

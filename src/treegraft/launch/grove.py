@@ -16,7 +16,7 @@ from treegraft.assemble import Parts, assemble, build_own_learner, training_expl
 from treegraft.core.errors import SettingError, first_cause
 from treegraft.core.files import write_atomically
 from treegraft.core.given import GivenObjects, giving
-from treegraft.core.interfaces import CreditRule, Engine, Explorer, WeightSource
+from treegraft.core.interfaces import CreditRule, Engine, Explorer, Tokenizer, WeightSource
 from treegraft.core.types import Task, Tree
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
@@ -65,10 +65,11 @@ def grove(
     if engine is not None and not isinstance(engine, Engine):
         raise SettingError(
             f"engine: got a {type(engine).__name__}, expected an object with the methods of"
-            " treegraft.parts.Engine, or None for the engine of the recipe."
+            " treegraft.parts.Engine, or None for the engine of the recipe.",
+            code="engine-invalid",
         )
     if missing := missing_packages(config):
-        raise SettingError("\n".join(missing.values()))
+        raise SettingError("\n".join(missing.values()), code="packages-missing")
     return Grove(with_value(config, "tools", with_backend(config.tools)), engine, given)
 
 
@@ -96,6 +97,7 @@ async def _held(config: Config, engine: Engine | None) -> AsyncIterator[_Held]:
     async with assemble(config, engine=engine) as parts:
         parts.check_tasks(parts.train_tasks)
         await parts.try_environment()
+        await parts.try_rewards(parts.train_tasks)
         buffer = RolloutBuffer(config, parts.source)
         await buffer.check_expert(parts.environments)
         explorer = training_explorer(config, parts.tokenizer)
@@ -138,7 +140,9 @@ class Grove:
 
     def _refuse_open(self) -> None:
         if self._now is not None:
-            raise SettingError("grove: it is open already; make another one with grove(...).")
+            raise SettingError(
+                "grove: it is open already; make another one with grove(...).", code="grove-open"
+            )
 
     async def __aenter__(self) -> Self:
         self._refuse_open()
@@ -188,7 +192,8 @@ class Grove:
         if self._now is None:
             raise SettingError(
                 "grove: it is not open; use it inside `with grove(...) as my_grove:`, or"
-                " `async with`."
+                " `async with`.",
+                code="grove-not-open",
             )
         return self._now
 
@@ -198,7 +203,8 @@ class Grove:
         if now.thread == threading.get_ident():
             raise SettingError(
                 "grove: this one lives on the event loop that runs here; await agrow and apublish,"
-                " or open it with `with`."
+                " or open it with `with`.",
+                code="grove-on-this-loop",
             )
         future = asyncio.run_coroutine_threadsafe(work(*given), now.loop)
         try:
@@ -222,9 +228,9 @@ class Grove:
         return self._open().parts.train_tasks
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """That of the model, with the recipe's template."""
-        return self._open().parts.tokenizer
+        return cast(Tokenizer, self._open().parts.tokenizer)
 
     @property
     def engine(self) -> Engine:
@@ -363,7 +369,8 @@ class Grove:
         if weights is None and self.engine.fingerprint:
             raise SettingError(
                 "publish: got no weights, expected some: this engine holds its own. None is for"
-                ' publish.kind = "external" and for a ServerEngine.'
+                ' publish.kind = "external" and for a ServerEngine.',
+                code="publish-without-weights",
             )
         if weights is not None and not hasattr(weights, "fingerprint"):
             named = dict(named_weights(weights) if hasattr(weights, "state_dict") else weights)
@@ -394,16 +401,19 @@ def _check_order(tasks: Sequence[Any], number: Any) -> None:
     """Refuses what no trees can be grown for."""
     if not isinstance(number, int) or number < 0:
         raise SettingError(
-            f"grow: got number {number!r}, expected the number of the update, 0 or more."
+            f"grow: got number {number!r}, expected the number of the update, 0 or more.",
+            code="update-number-invalid",
         )
     for task in tasks:
         if not isinstance(task, Task):
             raise SettingError(
-                f"grow: got a {type(task).__name__} among the tasks, expected treegraft.Task."
+                f"grow: got a {type(task).__name__} among the tasks, expected treegraft.Task.",
+                code="no-task",
             )
     ids = [task.id for task in tasks]
     if twice := next((one for one in ids if ids.count(one) > 1), None):
         raise SettingError(
             f"grow: task '{twice}' is given twice and would have the same tree twice; grow it again"
-            " with another number."
+            " with another number.",
+            code="task-twice",
         )

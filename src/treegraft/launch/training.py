@@ -3,7 +3,7 @@ first update."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from treegraft.evals.preflight import Preflight
 from treegraft.evals.warmup import demonstrations_of, evaluate_warmup, warm_up_from
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.lessons import Given, LessonBook
-from treegraft.policy.learn.torchrun import joined
+from treegraft.policy.learn.torchrun import is_started, joined
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.placement import Placement
@@ -70,7 +70,7 @@ def launched(
     accepts_changes: bool = False,
     display: Display | bool | None = None,
     placement: str | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[object] = (),
     **objects: Unpack[Objects],
 ) -> RunResult:
     """Returns the result of a run's work; in other ranks than 0, what rank 0 says of it.
@@ -91,17 +91,21 @@ def launched(
     own, given = with_objects(source, objects)
     if placement is not None:
         _refuse_local(given, f"placement '{placement}'")
+    # Under torchrun each rank runs the script that has the objects.
+    if own.learn.ranks not in ("auto", 1) and not is_started():
+        _refuse_local(given, f"learn.ranks = {own.learn.ranks}")
     with giving(given), joined(own) as ranks:
         if ranks is not None and ranks.rank > 0:
-            return _followed(ranks, own)
+            return followed(ranks, own)
         is_empty = config is None and resume is None and not given.records
         start = _start(None if is_empty else own, recipe, resume, accepts_changes, given)
         if missing := missing_packages(start.config):
-            raise SettingError("\n".join(missing.values()))
+            raise SettingError("\n".join(missing.values()), code="packages-missing")
         if (start.config.engine.kind, start.config.publish.kind) == ("vllm", "external"):
             raise SettingError(
                 "publish.kind: got 'external', expected another one in `train`, whose own learner"
-                " changes the weights; it is for a loop of your own (docs/python.md)."
+                " changes the weights; it is for a loop of your own (docs/python.md).",
+                code="publish-external",
             )
         kind = None if placement is None else _placement(placement)
         with shown(display) as progress:
@@ -128,22 +132,24 @@ def _refuse_local(objects: GivenObjects, place: str) -> None:
         raise SettingError(
             f"{place} runs in other processes, which cannot find {listed}: got objects of this"
             " script or notebook alone; expected ones that can be imported. Put them into a module"
-            " and import them from it."
+            " and import them from it.",
+            code="objects-elsewhere",
         )
 
 
 def _placement(name: str) -> PlacementKind:
-    known: dict[str, PlacementKind] = offered("placements")
+    known: Mapping[str, PlacementKind] = offered("placements")
     if name not in known:
         raise SettingError(
             f"placement: got '{name}', expected None for this process, or one that a plugin brings:"
-            f" {', '.join(known) or 'there is none'}.{nearest(name, known)}"
+            f" {', '.join(known) or 'there is none'}.{nearest(name, known)}",
+            code="unknown-placement",
         )
     return known[name]
 
 
-def _followed(ranks: Ranks, config: Config) -> RunResult:
-    """The run as another rank than 0 sees it."""
+def followed(ranks: Ranks, config: Config) -> RunResult:
+    """Returns the result of a run as another rank than 0 sees it, once rank 0 has ended it."""
     from treegraft.policy.learn.leader import serve_rank
     from treegraft.policy.load import limit_threads
 
@@ -170,7 +176,8 @@ def _start(
         return resumed_start(Path(resume), config, accepts_changes=accepts, given=given)
     if accepts:
         raise SettingError(
-            "accepts_changes: got True for a new run; expected a run to resume. Leave it out."
+            "accepts_changes: got True for a new run; expected a run to resume. Leave it out.",
+            code="nothing-resumed",
         )
     start = new_start(config, recipe, given)
     tools = with_backend(start.config.tools)
@@ -243,7 +250,8 @@ async def prepared(
     if config.run.num_updates and not only_warms_up and not source.train_tasks():
         raise DataError(
             "the training tasks are empty; expected at least one row. See tasks.num_train and"
-            " [tasks.dataset]."
+            " [tasks.dataset].",
+            code="train-tasks-empty",
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(
@@ -251,6 +259,7 @@ async def prepared(
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
+        await parts.try_rewards(parts.train_tasks)
         sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
         sampler.restore(state.sampler or {})
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)

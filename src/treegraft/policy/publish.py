@@ -20,13 +20,15 @@ async def hand_over(engine: Engine, weights: WeightSource, version: int) -> None
     if engine.policy_version != version:
         raise DriftError(
             f"publish: the engine reports policy version {engine.policy_version},"
-            f" expected {version}; its samples would come from an old policy"
+            f" expected {version}; its samples would come from an old policy",
+            code="version-drifts",
         )
     # Engines whose weights are out of reach (a server) report no checksum.
     if engine.fingerprint and engine.fingerprint != weights.fingerprint:
         raise DriftError(
             f"publish: the engine's weights have checksum {engine.fingerprint}, the"
-            f" learner's {weights.fingerprint}; its samples would come from another policy"
+            f" learner's {weights.fingerprint}; its samples would come from another policy",
+            code="weights-drift",
         )
 
 
@@ -91,6 +93,7 @@ class Publisher:
             raise DriftError(
                 f"update {update}: engine and learner differ by {gap:.3g} nats a token (limit"
                 f" {limit:.3g}) for the third time in a row; samples may come from another policy"
-                " than the one that learns."
+                " than the one that learns.",
+                code="learner-drifts",
             )
         return {"learn/engine_gap_limit": limit} | canary

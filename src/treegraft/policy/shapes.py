@@ -87,7 +87,8 @@ def published_shape(path: str) -> dict[str, Any]:
     if name not in table:
         known = [PREFIX + one for one in table]
         raise ModelError(
-            f"model.path: got '{path}', expected one of {', '.join(known)}.{nearest(path, known)}"
+            f"model.path: got '{path}', expected one of {', '.join(known)}.{nearest(path, known)}",
+            code="unknown-shape",
         )
     return dict(table[name])
 

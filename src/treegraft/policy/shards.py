@@ -68,7 +68,8 @@ class TensorFiles:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
                     f"'{path}' could not be read ({error}); expected a safetensors file as it was"
-                    " written. Take another checkpoint."
+                    " written. Take another checkpoint.",
+                    code="shard-unreadable",
                 ) from error
             rows = json.loads((file.metadata() or {}).get("rows", "{}"))
             for name in file.keys():  # noqa: SIM118, it is no dict

@@ -138,7 +138,8 @@ class Grower:
             # The trees that were done before are no fair sample of the tasks, so the update cannot
             # go on with them.
             raise EngineError(
-                f"rollout: the engine has died: {death!r}; remove the cause and resume."
+                f"rollout: the engine has died: {death!r}; remove the cause and resume.",
+                code="engine-died",
             ) from death
         trees = [task.result() for task in running]
         leaves = [leaf for tree in trees for leaf in tree.leaves]
@@ -148,7 +149,8 @@ class Grower:
             raise EngineError(
                 f"rollout: all {len(leaves)} trajectories of {len(trees)} trees failed; the first:"
                 f" {leaves[0].error}. Expected at least one to end by itself; remove the cause"
-                " and resume."
+                " and resume.",
+                code="all-failed",
             )
         return trees
 
@@ -177,7 +179,8 @@ class Grower:
             if not closed.leaves:
                 raise SettingError(
                     f"explore.explorers: {type(explorer).__name__} opened no rollout of task"
-                    f" '{task.id}', expected 1..{budget.max_leaves}: a tree needs a first start."
+                    f" '{task.id}', expected 1..{budget.max_leaves}: a tree needs a first start.",
+                    code="no-start",
                 )
             # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)

@@ -170,8 +170,9 @@ def _is_hybrid(steps: Sequence[Step]) -> bool:
 
 def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -> dict[str, float]:
     """Returns branch/unused_frac and graft/unused_frac, the shares of planned branches and grafts
-    that were never made, and rollout/second_stage_frac, the share of trees that grew on after
-    their first leaves were scored; each only where the explorer plans for it.
+    that were never made, graft/num_grafts where that is 0, and rollout/second_stage_frac, the share
+    of trees that grew on after their first leaves were scored; each only where the explorer plans
+    for it.
 
     Args:
         num_leaves: of a tree, at most.
@@ -195,6 +196,8 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     planned = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
     if planned:
         metrics["graft/unused_frac"] = _mean(not _is_hybrid(steps) for steps in planned)
+        if metrics["graft/unused_frac"] == 1:
+            metrics["graft/num_grafts"] = 0.0
     return metrics
 
 

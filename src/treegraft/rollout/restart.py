@@ -49,11 +49,7 @@ class _Step:
 
 
 async def find_stored(
-    retriever: Retriever | None,
-    tree: OpenTree,
-    sessions: Sessions,
-    format: Format,
-    limits: Limits,
+    retriever: Retriever | None, tree: OpenTree, sessions: Sessions, format: Format, limits: Limits
 ) -> StoredSteps:
     """Returns the stored trajectories of a tree's task; none without a retriever, or where it fails
     or takes longer than the deadline of a rollout."""
@@ -66,13 +62,7 @@ async def find_stored(
 class StoredSteps:
     """The stored trajectories of one tree's task."""
 
-    def __init__(
-        self,
-        tree: OpenTree,
-        sessions: Sessions,
-        format: Format,
-        limits: Limits,
-    ) -> None:
+    def __init__(self, tree: OpenTree, sessions: Sessions, format: Format, limits: Limits) -> None:
         """Begins without any."""
         self._tree, self._sessions, self._format, self._limits = tree, sessions, format, limits
         self._usable: list[tuple[Sequence[Trace], list[_Step], Stored]] = []
@@ -228,12 +218,7 @@ class StoredSteps:
         return session, shown
 
     def _appended(
-        self,
-        number: int,
-        steps: Sequence[_Step],
-        point: Point | None,
-        *,
-        is_taught: bool = False,
+        self, number: int, steps: Sequence[_Step], point: Point | None, *, is_taught: bool = False
     ) -> OpenPath:
         """A path below the steps, which the tree then has."""
         traces, _, _ = self._usable[number]
@@ -313,11 +298,13 @@ def check_retries(explorer: Explorer, format: Format) -> None:
         raise SettingError(
             f"explore.explorers: {type(explorer).__name__} begins tool calls for the agent, but the"
             f" format {type(format).__name__} has no method call_opening; expected a format with"
-            " one, as 'tags' and 'chat' are. Write it, or choose another explorer."
+            " one, as 'tags' and 'chat' are. Write it, or choose another explorer.",
+            code="no-call-opening",
         )
     if explorer.begins_answers and not isinstance(format, AnswerOpening):
         raise SettingError(
             f"explore.explorers: {type(explorer).__name__} begins answers for the agent, but the"
             f" format {type(format).__name__} has no method answer_opening; expected a format with"
-            " one, as 'tags' is. Choose another, or leave that out (explore.commit.answers=false)."
+            " one, as 'tags' is. Choose another, or leave that out (explore.commit.answers=false).",
+            code="no-answer-opening",
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,12 +12,27 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from treegraft.core.errors import CheckpointError
-from treegraft.core.files import file_checksum, parse_json
+from treegraft.core.files import file_checksum, parse_json, remove_folder
 
 FORMAT_VERSION = 2
 """Of state.json; 1 is that of 0.6."""
 PARTIAL, ASIDE = ".partial", ".aside"
 """Endings of folders that are half written or half removed, and of one that is being replaced."""
+LEFT = "left-"
+"""Begins the names of checkpoints that a resume has passed over."""
+ACCEPT = "--accept-changes"
+"""The option with which a resumed run takes as they are the things that have changed."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is not as it was written; `reason` is the sentence without its point."""
+
+    def __init__(self, reason: str, way_out: str = "", *, code: str = "") -> None:
+        super().__init__(reason, way_out, code=code)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return "{}.{}".format(*self.args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +104,20 @@ def read_state(folder: Path) -> TrainState:
     Raises:
         CheckpointError: not a checkpoint of ours, of another format version, or damaged.
     """
+    try:
+        return _read(folder)
+    except DamagedCheckpoint as error:
+        way_out = _way_out(folder)
+        raise DamagedCheckpoint(error.reason, way_out, code=error.code) from error.__cause__
+
+
+def _read(folder: Path) -> TrainState:
     path = folder / "treegraft" / "state.json"
     if not path.exists():
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"checkpoint '{folder}': there is no treegraft/state.json; expected a folder written by"
-            " `treegraft train` (a plain model can be started from with model.path, not"
-            f" resumed).{_way_out(folder)}"
+            " `treegraft train` (a plain model can be started from with model.path, not resumed)",
+            code="checkpoint-without-state",
         )
     try:
         data = parse_json(path.read_bytes())
@@ -105,12 +127,14 @@ def read_state(folder: Path) -> TrainState:
             raise CheckpointError(
                 f"checkpoint '{folder}': got format version {version!r}, expected {FORMAT_VERSION};"
                 " another version of Treegraft wrote it (1: 0.6 or older). Resume it with that one,"
-                " or start from its weights with model.path."
+                " or start from its weights with model.path.",
+                code="checkpoint-version",
             )
         if own != _own_checksum(data):
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"checkpoint '{folder}' is damaged: treegraft/state.json is different from what was"
-                f" written.{_way_out(folder)}"
+                " written",
+                code="checkpoint-changed",
             )
         del data["format_version"]
         checksums = data.pop("checksums")
@@ -129,31 +153,45 @@ def read_state(folder: Path) -> TrainState:
         raise _unreadable(folder, error) from error
     for names, what in ((missing, "missing"), (damaged, "different from what was written")):
         if names:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"checkpoint '{folder}' is damaged: {', '.join(names)}"
-                f" {'is' if len(names) == 1 else 'are'} {what}.{_way_out(folder)}"
+                f" {'is' if len(names) == 1 else 'are'} {what}",
+                code="checkpoint-files-differ",
             )
     return state
 
 
-def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+def whole_state(folder: Path) -> TrainState | None:
+    """Returns the state of a checkpoint, None for one that cannot be used."""
+    try:
+        return _read(folder)
+    except CheckpointError:
+        return None
+
+
+def _unreadable(folder: Path, error: Exception) -> DamagedCheckpoint:
     text = f"{type(error).__name__}: {error}"
     # Of many faults the first.
     reason = " ".join(text.split()) if len(text) < 300 else f"{' '.join(text[:300].split())} …"
-    return CheckpointError(
+    return DamagedCheckpoint(
         f"checkpoint '{folder}': it could not be read ({reason}); it is damaged or of another"
-        f" program.{_way_out(folder)}"
+        " program",
+        code="checkpoint-unreadable",
     )
 
 
 def _way_out(folder: Path) -> str:
     """What to do about a checkpoint that cannot be used, where it lies in a run folder."""
-    if folder.parent.name != "checkpoints":
+    if folder.parent.name != "checkpoints" or folder.name == "best":
         return ""
-    others = [other for other in _in_order(folder.parent) if other != folder]
+    others = [other for other in in_order(folder.parent) if other != folder]
     run = folder.parent.parent
-    instead = f"from {others[-1].name}" if others else "from the start"
-    return f" Remove that folder, and `treegraft train --resume {run}` goes on {instead}."
+    if not others:
+        return f" Remove that folder, and `treegraft train --resume {run}` begins anew."
+    for other in reversed(others):
+        if whole_state(other) is not None:
+            return f" Go on from {other.name} with: treegraft train --resume {run} {ACCEPT}"
+    return " No other checkpoint of the run is whole; start a new run."
 
 
 def checkpoint_name(state: TrainState) -> str:
@@ -162,7 +200,8 @@ def checkpoint_name(state: TrainState) -> str:
     return f"warmup-{state.warmup_steps:06d}" if is_early else f"update-{state.update:06d}"
 
 
-def _in_order(checkpoints_dir: Path) -> list[Path]:
+def in_order(checkpoints_dir: Path) -> list[Path]:
+    """Returns the checkpoints of a run but the best, the newest last."""
     return [
         folder
         for pattern in ("warmup-*", "update-*")
@@ -172,19 +211,28 @@ def _in_order(checkpoints_dir: Path) -> list[Path]:
 
 def latest_checkpoint(checkpoints_dir: Path) -> Path | None:
     """Returns the newest checkpoint, or None where there is none."""
-    found = _in_order(checkpoints_dir)
+    found = in_order(checkpoints_dir)
     return found[-1] if found else None
 
 
 def prune_checkpoints(checkpoints_dir: Path, keep: int) -> None:
     """Removes all but the latest `keep` checkpoints and the best one ("best" is a folder of its
     own)."""
-    updates, found = sorted(checkpoints_dir.glob("update-*")), _in_order(checkpoints_dir)
+    updates, found = sorted(checkpoints_dir.glob("update-*")), in_order(checkpoints_dir)
     for folder in found:
         if folder not in (updates or found)[-keep:]:
             gone = folder.with_name(f".{folder.name}{PARTIAL}")
-            shutil.rmtree(gone, ignore_errors=True)
-            shutil.rmtree(folder.replace(gone))
+            if gone.exists():
+                remove_folder(gone)
+            remove_folder(folder.replace(gone))
+
+
+def leave_out(folder: Path) -> None:
+    """Gives a checkpoint a name by which no resume finds it."""
+    left = folder.with_name(f"{LEFT}{folder.name}")
+    if left.exists():
+        remove_folder(left)
+    folder.replace(left)
 
 
 def tidy(checkpoints_dir: Path) -> None:
@@ -194,8 +242,8 @@ def tidy(checkpoints_dir: Path) -> None:
         proper = aside.with_name(aside.name[1 : -len(ASIDE)])
         # One that was moved aside was whole; anything else there is a leftover.
         if proper.exists() or not (aside / "treegraft" / "state.json").is_file():
-            shutil.rmtree(aside)
+            remove_folder(aside)
         else:
             aside.replace(proper)
     for partial in checkpoints_dir.glob(f".*{PARTIAL}"):
-        shutil.rmtree(partial)
+        remove_folder(partial)

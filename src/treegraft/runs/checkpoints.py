@@ -88,6 +88,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"run folder '{start.path}': the demonstrations in '{path}' have changed since"
                 f" {start.checkpoint.name} was written, so the resumed run would not equal an"
-                f" undisturbed one. {ways_out(start.path, start.checkpoint)}"
+                f" undisturbed one. {ways_out(start.path, start.checkpoint)}",
+                code="demonstrations-changed",
             )
         self._imitated = {name: checksum}

@@ -10,13 +10,14 @@ import shlex
 import sys
 import textwrap
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,6 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import Trajectory, Tree
@@ -41,6 +43,11 @@ COLUMNS: Sequence[tuple[str, str, str]] = (
     ("time", "time/update_s", "{:.1f}s"),
 )
 """The numbers that matter: heading, metric, how it is written."""
+ASKED_FOR: Sequence[tuple[str, str, str, str]] = (
+    ("branches", "branch/num_branches", "{:.0f}", "branch/unused_frac"),
+    ("grafts", "graft/num_grafts", "{:.0f}", "graft/unused_frac"),
+)
+"""The same for what some recipes ask for, each with the metric that only those have."""
 _INTERVAL = ("", "_low", "_high")
 """Endings of the metrics of a gain and its 95 % interval."""
 _MAX_CATEGORIES = 6
@@ -102,13 +109,21 @@ def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> 
     return ", ".join(parts)
 
 
-def _numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def _columns(rows: Iterable[Mapping[str, float]]) -> list[tuple[str, str, str]]:
+    """The numbers that matter in some updates, the time last."""
+    asked = [one[:3] for one in ASKED_FOR if any(one[3] in metrics for metrics in rows)]
+    return [*COLUMNS[:-1], *asked, COLUMNS[-1]]
+
+
+def _numbers(
+    metrics: Mapping[str, float], columns: Sequence[tuple[str, str, str]] | None = None
+) -> list[tuple[str, str]]:
     """Returns heading and text of each number of an update, "-" for one that it does not have."""
     # Without a token to learn from there is no share of unique tokens.
     absent = {"learn/unique_frac"} if not metrics.get("learn/unique_frac") else set()
     return [
         (name, form.format(metrics[key]) if key in metrics and key not in absent else "-")
-        for name, key, form in COLUMNS
+        for name, key, form in (columns or _columns([metrics]))
     ]
 
 
@@ -287,7 +302,7 @@ class NotebookDisplay(PlainDisplay):
     def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
         super().interrupted(resume_command, is_saved)
         if self._run_dir is not None:
-            self._say(f"or in Python: train(None, resume={str(self._run_dir)!r})")
+            self._say(f"or in Python: train(resume={str(self._run_dir)!r})")
 
 
 class RichDisplay(_Lines):
@@ -352,10 +367,11 @@ class RichDisplay(_Lines):
         parts: list[RenderableType] = [self._head()]
         if self._rows:
             numbers = Table(box=None, header_style="dim", padding=(0, 1))
-            for name in ("update", *(name for name, _, _ in COLUMNS)):
+            columns = _columns([metrics for _, metrics in self._rows])
+            for name in ("update", *(name for name, _, _ in columns)):
                 numbers.add_column(name, justify="right", no_wrap=True)
             for update, metrics in self._rows:
-                numbers.add_row(str(update), *(text for _, text in _numbers(metrics)))
+                numbers.add_row(str(update), *(text for _, text in _numbers(metrics, columns)))
             parts.append(numbers)
         if self._sample is not None:
             text = transcript(self._sample, self.tokenizer, limit=240)
@@ -410,6 +426,9 @@ def make_display(file: TextIO | None = None) -> Display:
     """Returns the display that suits `file` (standard output when None): live in a terminal, one
     line in a notebook, plain lines elsewhere."""
     stream = file if file is not None else sys.stdout
+    if stream is None:
+        # A program without standard output, such as a service.
+        return cast("Display", NoDisplay())
     if file is None and Console().is_jupyter:
         return NotebookDisplay()
     return RichDisplay(Console(file=stream)) if stream.isatty() else PlainDisplay(stream)
@@ -428,8 +447,9 @@ def display_on(file: TextIO | None) -> Iterator[Display]:
 
 def show_texts(display: Display, tokenizer: Decoder) -> None:
     """Lets a display of ours show what agents wrote where the format cannot read it."""
-    if isinstance(display, _Lines):
-        display.tokenizer = tokenizer
+    inner = getattr(display, "inner", display)
+    if isinstance(inner, _Lines):
+        inner.tokenizer = tokenizer
 
 
 @contextmanager
@@ -440,10 +460,20 @@ def shown(display: Display | bool | None) -> Iterator[Display]:
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook. A display of the caller's own is left open.
     """
+    is_notebook = Console().is_jupyter
+    if is_notebook:
+        # Of tqdm, as libraries import it; progress here needs no widgets.
+        warnings.filterwarnings("ignore", message="IProgress not found")
     if display is None:
-        display = sys.stdout.isatty() or Console().is_jupyter
+        display = is_notebook or (sys.stdout is not None and sys.stdout.isatty())
     if isinstance(display, bool):
         with display_on(None) if display else nullcontext(NoDisplay()) as made:
             yield made
+    elif not hasattr(display, "phase"):
+        raise SettingError(
+            f"display: got {display!r:.80}; expected True, False, None, or an object that derives"
+            " from treegraft.parts.NoDisplay.",
+            code="display-invalid",
+        )
     else:
         yield display

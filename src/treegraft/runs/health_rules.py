@@ -80,6 +80,8 @@ def tools_of(line: MetricsLine) -> dict[str, tuple[float, float]]:
 _LEAST_INFORMATION = 0.3
 """Of learn/question_information: with less, as where a first step is one of a few moves, a few
 questions measure little but noise."""
+_HIGH_REWARD = 0.9
+"""Mean reward from which no correct held-out task at all is a contradiction."""
 Check = Callable[[History, MetricsLine, float], Findings]
 
 
@@ -98,6 +100,19 @@ def _mean_from(key: str) -> Check:
     return lambda history, line, limit: _whole(
         history.mean(key) if key in line else None, lambda value: value >= limit
     )
+
+
+def _unused_from(key: str) -> Check:
+    """As `_mean_from`; before the window is full, nothing at all has been made so far."""
+    wait = _mean_from(key)
+
+    def check(history: History, line: MetricsLine, limit: float) -> Findings:
+        shares = [number(one, key) for one in history.recent]
+        if len(shares) < history.window and set(shares) == {1.0}:
+            return {"": 1.0}
+        return wait(history, line, limit)
+
+    return check
 
 
 def _no_tool_calls(history: History, line: MetricsLine, limit: float) -> Findings:
@@ -166,6 +181,18 @@ def _failed(history: History, line: MetricsLine, limit: float) -> Findings:
     return {name: share for name, share in shares.items() if share is not None and share > limit}
 
 
+def _held_out_differs(history: History, line: MetricsLine, limit: float) -> Findings:
+    keys = ("eval/accuracy", "eval/accuracy_sampled")
+    held_out = next((one for key in keys if (one := number(line, key)) is not None), None)
+    trained = number(line, "rollout/accuracy")
+    if held_out is None or trained is None:
+        return {}
+    # Correct by two rules, as where the environment's reward is not what decides held-out tasks.
+    if held_out == 0 and (number(line, "reward/mean") or 0.0) >= _HIGH_REWARD:
+        return {"": 1.0}
+    return _whole(trained - held_out, lambda value: value >= limit)
+
+
 def _engine_drift(history: History, line: MetricsLine, limit: float) -> Findings:
     # The accepted gap depends on the engine's precision; the limit is a multiple of it.
     gap, allowed = number(line, "learn/engine_gap"), number(line, "learn/engine_gap_limit")
@@ -230,10 +257,11 @@ _CHECKS: Mapping[str, Check] = {
     "truncated": _from("rollout/truncated_frac"),
     "violated": _from("rollout/violation_frac"),
     "failed": _failed,
-    "branch_unused": _mean_from("branch/unused_frac"),
-    "graft_unused": _mean_from("graft/unused_frac"),
+    "branch_unused": _unused_from("branch/unused_frac"),
+    "graft_unused": _unused_from("graft/unused_frac"),
     "graft_untrue": _mean_from("environment/untrue_graft_frac"),
     "answer_copied": _from("graft/copied_frac"),
+    "held_out_differs": _held_out_differs,
     "engine_drift": _engine_drift,
     "one_sign": _one_sign,
     "tool_failing": _tool_failing,

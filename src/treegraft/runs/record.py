@@ -29,17 +29,20 @@ from typing import IO, Any
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
     LineFile,
+    checksum,
+    file_checksum,
+    open_inside,
+    open_own,
     parse_json,
+    read_inside,
     storage_fault,
     write_atomically,
 )
 from treegraft.core.given import Record
 from treegraft.core.text import plain
-from treegraft.core.types import (
-    Trajectory,
-    Tree,
-)
+from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.tree_json import DAMAGE, parse_tree, tree_from_dict, tree_texts
+from treegraft.runs.trust import RUN, mark
 
 # ---------------------------------------------------------------------- the index of a file
 
@@ -82,9 +85,10 @@ def write_trees(path: Path, trees: Iterable[Tree]) -> None:
     if index is not None:
         # An index of the file's earlier content must not be there beside the new one.
         index.unlink(missing_ok=True)
-    write_atomically(path, "".join(lines))
+    text = "".join(lines)
+    write_atomically(path, text)
     if index is not None:
-        data = {"size": begin, "trees": places}
+        data = {"size": begin, "checksum": checksum(text.encode()), "trees": places}
         write_atomically(index, json.dumps(data, separators=(",", ":")))
 
 
@@ -94,11 +98,11 @@ def read_places(path: Path) -> list[TreePlace]:
     if (index := _index_path(path)) is not None:
         # Runs of 0.6 have no index, and one may be damaged: parsing is slow but always possible.
         with suppress(OSError, *DAMAGE):
-            data = parse_json(index.read_bytes())
+            data = parse_json(read_inside(index, path.parents[1]))
             if data["size"] == path.stat().st_size:
                 return [TreePlace(**place) for place in data["trees"]]
     places, end = list[TreePlace](), 0
-    with path.open("rb") as file:
+    with open_inside(path, path.parents[1]) as file:
         for line in file:
             task_id = ""
             # A damaged line keeps its number, so that the trees behind it keep theirs.
@@ -115,7 +119,7 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
     Raises:
         DataError: the tree is damaged or has no such leaf; the message begins with `where`.
     """
-    with path.open("rb") as file:
+    with open_inside(path, path.parents[1]) as file:
 
         def part(begin: int, end: int) -> bytes:
             file.seek(begin)
@@ -127,7 +131,10 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             head_end = min((begin for begin, _ in place.steps.values()), default=place.end)
             data = parse_json(part(place.begin, head_end) + (b"]}" if place.steps else b""))
             if not 0 <= leaf < len(data["leaves"]):
-                raise DataError(f"{where}: {len(data['leaves'])} leaves; there is no leaf {leaf}")
+                raise DataError(
+                    f"{where}: {len(data['leaves'])} leaves; there is no leaf {leaf}",
+                    code="no-such-leaf",
+                )
             chosen = data["leaves"][leaf]
             # Ids name their ancestors: "0.2.1" stands below "0.2" and "0".
             ids = accumulate(chosen["step_id"].split("."), "{}.{}".format)
@@ -138,7 +145,9 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             ]
             return tree_from_dict(data).trajectories()[0]
         except DAMAGE as error:
-            raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
+            raise DataError(
+                f"{where}: not a recorded tree ({plain(repr(error), 200)})", code="tree-unreadable"
+            ) from error
 
 
 def read_trees(path: Path | str) -> list[Tree]:
@@ -154,7 +163,8 @@ def read_trees(path: Path | str) -> list[Tree]:
     if not place.exists():
         raise DataError(
             f"trees '{path}': there is no such file; expected a .jsonl file from a run's trees/"
-            " folder"
+            " folder",
+            code="trees-missing",
         )
     with place.open("rb") as file:
         return [
@@ -205,6 +215,7 @@ class RunFolder:
             for folder in ("trees", "checkpoints"):
                 (partial / folder).mkdir(parents=True)
             write_atomically(partial / "config.json", config_json)
+            mark(partial, RUN)
             partial.replace(path)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -213,7 +224,8 @@ class RunFolder:
                     one.rmdir()
             raise CheckpointError(
                 f"run folder '{path}' could not be made ({storage_fault(error) or error}); expected"
-                " a folder that can be written to and has room. Choose another run.dir."
+                " a folder that can be written to and has room. Choose another run.dir.",
+                code="run-not-made",
             ) from error
         return cls(path)
 
@@ -224,7 +236,8 @@ class RunFolder:
         if os.path.lexists(path):
             raise CheckpointError(
                 f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
-                f" continue that run with: treegraft train --resume {path}"
+                f" continue that run with: treegraft train --resume {path}",
+                code="run-exists",
             )
         above = next(one for one in path.absolute().parents if os.path.lexists(one))
         if not above.is_dir():
@@ -238,7 +251,8 @@ class RunFolder:
                 fault = f"a name in it has more than {longest} bytes"
         if fault:
             raise CheckpointError(
-                f"run folder '{path}' cannot be made: {fault}. Choose another run.dir or run.name."
+                f"run folder '{path}' cannot be made: {fault}. Choose another run.dir or run.name.",
+                code="run-not-made",
             )
 
     def write_objects(self, records: Sequence[Record]) -> None:
@@ -256,7 +270,8 @@ class RunFolder:
         except (ValueError, TypeError) as error:
             raise CheckpointError(
                 f"run folder '{self.path}': objects.json is damaged ({error}); expected the list"
-                " that Treegraft wrote. Put it back from a copy."
+                " that Treegraft wrote. Put it back from a copy.",
+                code="objects-damaged",
             ) from error
 
     @classmethod
@@ -272,7 +287,8 @@ class RunFolder:
                 fault = "it has no config.json" if path.is_dir() else "it is a file"
             raise CheckpointError(
                 f"'{path}' is not a run folder: {fault}; expected one that `treegraft train` made,"
-                f" e.g. runs/NAME.{runs_beside(path)}"
+                f" e.g. runs/NAME.{runs_beside(path)}",
+                code="not-a-run",
             )
         return cls(path)
 
@@ -287,11 +303,12 @@ class RunFolder:
         except ImportError:  # not a Unix: no protection there
             return
         try:
-            lock = (self.path / ".lock").open("w")
+            lock = open_own(self.path / ".lock")
         except OSError as error:
             raise CheckpointError(
                 f"run folder '{self.path}' cannot be worked in ({storage_fault(error) or error});"
-                " expected a folder that can be written to, with a file .lock or none in it."
+                " expected a folder that can be written to, with a file .lock or none in it.",
+                code="run-unwritable",
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -299,7 +316,8 @@ class RunFolder:
             lock.close()
             raise CheckpointError(
                 f"run folder '{self.path}': another process is at work in it; expected none. "
-                "Wait for its end, or stop it with Ctrl-C."
+                "Wait for its end, or stop it with Ctrl-C.",
+                code="run-in-use",
             ) from error
         self._lock = lock
 
@@ -342,6 +360,30 @@ class RunFolder:
         files = self.trees_dir.glob("update-*.jsonl")
         return sorted((int(one.stem.removeprefix("update-")), one) for one in files)
 
+    def drop_trees(self, update: int) -> None:
+        """Removes the trees of an update and of earlier ones; those of evaluations stay."""
+        for number, path in self.update_files():
+            if number <= update:
+                # The index first: without its file it would tell of a loss.
+                (self.index_dir / f"{path.stem}.json").unlink(missing_ok=True)
+                path.unlink()
+
+    def damaged_trees(self, update: int) -> list[str]:
+        """Returns the files of trees, up to those of an update, that are missing or not as they
+        were written, by what their indexes say."""
+        damaged = []
+        for index in sorted(self.index_dir.glob("*.json")):
+            number = re.search(r"-(\d{6,})", index.name)
+            path = self.trees_dir / f"{index.stem}.jsonl"
+            if number is None or int(number[1]) > update:
+                continue
+            with suppress(OSError, *DAMAGE):
+                # An index of 0.7 has none.
+                noted = parse_json(index.read_bytes()).get("checksum")
+                if not path.is_file() or (noted and file_checksum(path) != noted):
+                    damaged.append(f"trees/{path.name}")
+        return damaged
+
     def cut_before(self, update: int) -> None:
         """Removes the metrics and trees of `update` and of later ones."""
         size = 0
@@ -355,7 +397,8 @@ class RunFolder:
     def cut_to(self, update: int, metrics_size: int) -> None:
         """Removes all metrics and trees written after the checkpoint of `update`."""
         if self.metrics_path.exists():
-            os.truncate(self.metrics_path, metrics_size)
+            with open_own(self.metrics_path, "ab") as metrics:
+                metrics.truncate(metrics_size)
         for file in (*self.trees_dir.glob("*.jsonl"), *self.index_dir.glob("*.json")):
             number = re.search(r"-(\d{6,})", file.name)
             if number and int(number[1]) > update:
@@ -372,12 +415,17 @@ def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[
     path = Path(run_dir) / name
     if not path.exists():
         if (Path(run_dir) / "config.json").exists():
-            raise DataError(f"run '{run_dir}' recorded no metrics yet; wait for its first line")
-        raise DataError(f"'{run_dir}' has no {name}; expected a run folder")
+            raise DataError(
+                f"run '{run_dir}' recorded no metrics yet; wait for its first line",
+                code="no-metrics-yet",
+            )
+        raise DataError(f"'{run_dir}' has no {name}; expected a run folder", code="metrics-missing")
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
-        raise DataError(f"'{path}' could not be read ({storage_fault(error) or error})") from error
+        raise DataError(
+            f"'{path}' could not be read ({storage_fault(error) or error})", code="file-unreadable"
+        ) from error
     return [_metrics_line(line, f"'{path}', line {n}") for n, line in enumerate(lines, start=1)]
 
 
@@ -397,5 +445,6 @@ def _metrics_line(line: bytes, where: str) -> dict[str, float]:
     except (ValueError, OverflowError) as error:
         raise DataError(
             f"{where}: not a line of metrics ({plain(str(error), 200)}); the file was damaged or"
-            " changed by hand. Put back a copy of it, or remove the line to look at the rest"
+            " changed by hand. Put back a copy of it, or remove the line to look at the rest",
+            code="metrics-line-invalid",
         ) from error

@@ -23,6 +23,8 @@ class LastingDisplay:
 
     def __init__(self, display: Display) -> None:
         self._display: Display | None = display
+        self.inner = display
+        """The display itself."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Returns the display's method, which from the first OSError on does nothing."""
@@ -142,9 +144,15 @@ class Reporter:
         """Has trees written where the recipe asks for it; `kind` names those of an evaluation.
         They are there before the update's line of metrics and before a checkpoint."""
         if self._config.track.record_trees:
-            path = self._folder.trees_path(update, kind)
+            path, keep = self._folder.trees_path(update, kind), self._config.track.keep_trees
+
+            def write() -> None:
+                write_trees(path, trees)
+                if keep is not None:
+                    self._folder.drop_trees(update - keep)
+
             with span("record"):
-                self._writer.submit(lambda: write_trees(path, trees))
+                self._writer.submit(write)
 
     def metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Writes a line of metrics, with the warnings that stand after it."""

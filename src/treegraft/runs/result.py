@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.given import GivenObjects
+from treegraft.core.interfaces import Tokenizer
 from treegraft.core.packages import not_installed
 from treegraft.core.shown import above
-from treegraft.core.types import Tree
+from treegraft.core.types import Observation, ToolCall, Trajectory, Tree
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
 from treegraft.runs.start import find_checkpoint, update_latest
 from treegraft.settings.objects import Objects
+
+if TYPE_CHECKING:
+    import pandas
+
+
+Messages = Iterable[Mapping[str, Any]]
+"""Chat messages, {"role": ..., "content": ...}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an agent has answered, and how it came to that."""
+
+    trajectory: Trajectory
+    tokenizer: Tokenizer
+
+    @property
+    def text(self) -> str | None:
+        """The answer; None where the agent came to none, see `trajectory.status`."""
+        return self.trajectory.leaf.answer
+
+    @property
+    def tool_calls(self) -> list[tuple[ToolCall, Observation]]:
+        """The calls that were run, each with its result."""
+        contents = self.trajectory.contents
+        return [pair for one in contents for pair in zip(one.calls, one.observations, strict=False)]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation with this answer at its end, the `history` of a further question; of
+        what the agent did only its answers stand in it."""
+        said = {"role": "assistant", "content": self.text or ""}
+        return [*self.trajectory.task.conversation(), said]
+
+    def __str__(self) -> str:
+        return self.text or f"no answer: {self.trajectory.status}"
+
+    def __repr__(self) -> str:
+        return f"<Answer {self.text!r:.99}: {len(self.tool_calls)} calls>"
+
+    def _repr_html_(self) -> str:
+        return self.trajectory._repr_html_()
+
+
+class AskedAgent(Protocol):
+    """A trained agent: `treegraft.evals.agent.Agent`, loaded at the first question."""
+
+    async def __call__(self, question: str, *, history: Messages = ()) -> Answer: ...
+    def ask(self, question: str, *, history: Messages = ()) -> Answer: ...
+    def close(self) -> None: ...
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class ServedViewer(Protocol):
+    """The viewer at an address: `treegraft.view.inline.Viewer`."""
+
+    url: str
+
+    def close(self) -> None: ...
 
 
 class History(list[dict[str, float]]):
     """The metrics of a run, one dict an update, in order."""
 
-    def frame(self) -> Any:
+    def frame(self) -> pandas.DataFrame:
         """Returns them as a pandas DataFrame with a row for each update.
 
         Raises:
@@ -29,7 +92,9 @@ class History(list[dict[str, float]]):
         try:
             import pandas
         except ImportError as error:
-            raise SettingError(not_installed("history.frame()", ["pandas"], "pandas")) from error
+            raise SettingError(
+                not_installed("history.frame()", ["pandas"], "pandas"), code="package-missing"
+            ) from error
         return pandas.DataFrame(list(self))
 
 
@@ -97,15 +162,16 @@ class RunResult:
         if wanted not in files:
             there = f"{min(files)} to {max(files)}" if files else "none"
             raise DataError(
-                f"run '{self.run_dir}' has no trees of update {update}; recorded are: {there}"
+                f"run '{self.run_dir}' has no trees of update {update}; recorded are: {there}",
+                code="update-without-trees",
             )
         return read_trees(files[wanted])
 
     def agent(
         self, *overrides: str, system_prompt: str | None = None, **objects: Unpack[Objects]
-    ) -> Any:
-        """Returns the trained agent, a `treegraft.evals.agent.Agent`: `answer = agent.ask("...")`
-        or, within `async with`, `answer = await agent("...")`.
+    ) -> AskedAgent:
+        """Returns the trained agent, to be asked: `answer = agent.ask("...")` or, within
+        `async with`, `answer = await agent("...")`.
 
         Args:
             overrides: settings that differ from the run's, such as "eval.greedy=false".
@@ -113,22 +179,18 @@ class RunResult:
             objects: Python objects that the settings lead to, as of `train`; those of this
                 process's own run are known.
         """
-        return above("agent")(
-            self.checkpoint_dir,
-            overrides,
-            system_prompt=system_prompt,
-            given=self.given,
-            **objects,
+        place, known = self.checkpoint_dir, self.given
+        agent: AskedAgent = above("agent")(
+            place, overrides, system_prompt=system_prompt, given=known, **objects
         )
+        return agent
 
-    def view(self, *, opens: bool = True) -> Any:
+    def view(self, *, opens: bool = True) -> ServedViewer:
         """Serves the viewer of this run on the loopback address, until its `close()` or the end of
         the process, and shows it: in a notebook below the cell, else in the browser.
-
-        Returns:
-            A `treegraft.view.inline.Viewer` with `url` and `close()`.
 
         Args:
             opens: False serves it only.
         """
-        return above("viewer")([self.run_dir], opens=opens)
+        viewer: ServedViewer = above("viewer")([self.run_dir], opens=opens)
+        return viewer

@@ -8,19 +8,25 @@ unseen between the end of one process and the start of the next.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import file_checksum
-from treegraft.runs.checkpoint import TrainState
+from treegraft.runs.checkpoint import (
+    ACCEPT,
+    DamagedCheckpoint,
+    TrainState,
+    in_order,
+    read_state,
+    whole_state,
+)
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import differences, load_config
 
 METRICS = "metrics.jsonl"
 _FILES = ("trees/eval-000000-*.jsonl", "reference/*.safetensors")
 _REPLAYED = "trees/update-"
-ACCEPT = "--accept-changes"
-"""The option with which a resumed run takes as they are the things that have changed."""
 
 
 class ResumeInputs:
@@ -63,7 +69,8 @@ def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
     except SettingError as error:
         raise CheckpointError(
             f"checkpoint '{checkpoint}': its settings could not be read ({error}); another version"
-            " of Treegraft wrote it. Resume it with that one."
+            " of Treegraft wrote it. Resume it with that one.",
+            code="checkpoint-unreadable",
         ) from error
     # Names are labels, and a resume may have changed the others since.
     free = ("run.name", "run.dir", *settings_with("resumable"))
@@ -73,8 +80,84 @@ def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
             f"run folder '{run_dir}': config.json was changed by hand: {'; '.join(changed)}"
             f" (was: in {checkpoint.name}). A resumed run keeps its settings. Put them back with:"
             f" cp {place} {run_dir / 'config.json'}. To train with others, start a new run with"
-            f" model.path={checkpoint}."
+            f" model.path={checkpoint}.",
+            code="config-changed",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The checkpoint that a run goes on from."""
+
+    checkpoint: Path | None = None
+    """None where there is none."""
+    state: TrainState = field(default_factory=TrainState.fresh)
+    passed: Sequence[Path] = ()
+    """Newer ones that cannot be gone on from."""
+    notices: Sequence[str] = ()
+    """What is lost by that, one sentence each."""
+
+
+def choose_checkpoint(run_dir: Path, checkpoints_dir: Path, *, accepts: bool) -> Chosen:
+    """Returns the newest checkpoint of a run, or with `accepts` the newest that can be gone on
+    from: its files and the metrics that it has seen are whole.
+
+    Raises:
+        CheckpointError: the newest cannot be gone on from, and is not to be passed over, or none
+            can.
+    """
+    if not (found := in_order(checkpoints_dir)):
+        return Chosen()
+    *older, newest = found
+    try:
+        state = read_state(newest)
+        _refuse_short(run_dir, state, newest)
+        return Chosen(newest, state)
+    except DamagedCheckpoint as error:
+        instead = _whole_among(run_dir, older) if accepts else None
+        if instead is None:
+            raise
+        checkpoint, earlier = instead
+        passed = [*older[older.index(checkpoint) + 1 :], newest]
+        notice = (
+            f"{error.reason}; the run goes on from {checkpoint.name}, and updates after"
+            f" {earlier.update} are lost and learned again"
+        )
+        return Chosen(checkpoint, earlier, passed, [notice])
+
+
+def _whole_among(run_dir: Path, checkpoints: Sequence[Path]) -> tuple[Path, TrainState] | None:
+    """The newest checkpoint that is whole and whose metrics are, with its state."""
+    for one in reversed(checkpoints):
+        state = whole_state(one)
+        if state is None or _metrics_size(run_dir) < state.metrics_size:
+            continue
+        noted, here = state.beside.get(METRICS), ResumeInputs(run_dir).checksums(state)
+        if noted is None or noted == here.get(METRICS):
+            return one, state
+    return None
+
+
+def _metrics_size(run_dir: Path) -> int:
+    path = run_dir / METRICS
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _refuse_short(run_dir: Path, state: TrainState, checkpoint: Path) -> None:
+    """Raises DamagedCheckpoint where metrics that a checkpoint has seen are gone: there is nothing
+    to cut to."""
+    size = _metrics_size(run_dir)
+    if size >= state.metrics_size:
+        return
+    checkpoints = in_order(checkpoint.parent)
+    instead = _whole_among(run_dir, checkpoints[: checkpoints.index(checkpoint)])
+    way = ways_out(run_dir, checkpoint, f"from {instead[0].name}" if instead else None)
+    raise DamagedCheckpoint(
+        f"run folder '{run_dir}': metrics.jsonl has {size} bytes, {checkpoint.name} saw"
+        f" {state.metrics_size}; the file was damaged, or changed or removed by hand",
+        f" {way}",
+        code="metrics-changed",
+    )
 
 
 def refuse_changes(
@@ -88,20 +171,13 @@ def refuse_changes(
     Raises:
         CheckpointError: something has changed or is missing.
     """
-    size = (run_dir / METRICS).stat().st_size if (run_dir / METRICS).is_file() else 0
-    if size < state.metrics_size:
-        # Without them there is nothing to cut to, so this cannot be accepted.
-        raise CheckpointError(
-            f"run folder '{run_dir}': metrics.jsonl has {size} bytes, {checkpoint.name} saw"
-            f" {state.metrics_size}; the file was changed or removed by hand."
-            f" {ways_out(run_dir, checkpoint, can_accept=False)}"
-        )
     replayed = [run_dir / name for name in state.beside if name.startswith(_REPLAYED)]
     changed = _changes(state.beside, ResumeInputs(run_dir).checksums(state, replayed))
     if changed and not accepts:
         raise CheckpointError(
             f"run folder '{run_dir}': {'; '.join(changed)} since {checkpoint.name} was written, so"
-            f" the resumed run would not equal an undisturbed one. {ways_out(run_dir, checkpoint)}"
+            f" the resumed run would not equal an undisturbed one. {ways_out(run_dir, checkpoint)}",
+            code="inputs-changed",
         )
     return changed
 
@@ -117,10 +193,11 @@ def _changes(noted: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     return changed
 
 
-def ways_out(run_dir: Path, checkpoint: Path, *, can_accept: bool = True) -> str:
-    """Returns how to go on where something beside a checkpoint has changed."""
+def ways_out(run_dir: Path, checkpoint: Path, how: str | None = "all the same") -> str:
+    """Returns how to go on where something beside a checkpoint has changed: `how` with the option
+    that accepts it, None for not at all."""
     ways = ["Put it back"]
-    if can_accept:
-        ways.append(f"go on all the same with: treegraft train --resume {run_dir} {ACCEPT}")
+    if how is not None:
+        ways.append(f"go on {how} with: treegraft train --resume {run_dir} {ACCEPT}")
     ways.append(f"or start a new run with model.path={checkpoint}")
     return f"{', '.join(ways)}."

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from treegraft.core.files import parse_json
+from treegraft.core.files import parse_json, read_inside
 from treegraft.core.text import plain
 from treegraft.runs.tree_json import DAMAGE
 
@@ -46,7 +46,7 @@ def read_roles(path: Path, now: float | None = None) -> list[Role]:
         now: seconds since 1970; None for the present.
     """
     try:
-        found = parse_json(path.read_bytes())
+        found = parse_json(read_inside(path, path.parent))
         if (time.time() if now is None else now) - float(found["written"]) > STALE_S:
             return []
         return [

@@ -127,7 +127,7 @@ class Run:
                         f" checkpoint. Make room or mend the folder, then begin anew with:"
                         f" {self._resume_command}"
                     )
-                raise StorageError(failed) from error
+                raise StorageError(failed, code="not-written") from error
             raise
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:

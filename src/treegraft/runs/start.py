@@ -14,9 +14,17 @@ from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import storage_fault, write_atomically
 from treegraft.core.given import GIVEN, GivenObjects, Record
 from treegraft.core.shipped import names_recipe
-from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
+from treegraft.runs.checkpoint import (
+    TrainState,
+    latest_checkpoint,
+    leave_out,
+    read_state,
+    tidy,
+    whole_state,
+)
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
-from treegraft.runs.resume_inputs import refuse_changes, refuse_other_settings
+from treegraft.runs.resume_inputs import choose_checkpoint, refuse_changes, refuse_other_settings
+from treegraft.runs.trust import CHECKPOINT, RUN, key_problem, mark, require_trust
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import config_json, differences, load_config
 from treegraft.settings.objects import with_objects
@@ -37,6 +45,8 @@ class Start:
     checkpoint: Path | None
     """The checkpoint to go on from; None starts at the beginning."""
     state: TrainState
+    passed: Sequence[Path] = ()
+    """Newer checkpoints that cannot be gone on from."""
     notices: Sequence[str] = ()
     """What the user is told when the run begins, one sentence each."""
     given: GivenObjects = field(default_factory=GivenObjects)
@@ -64,7 +74,10 @@ class Start:
         update = -1 if self.checkpoint is None else self.state.update
         self.folder.cut_to(update, self.state.metrics_size)
         self.folder.cut_warmup(self.state.warmup_steps)
+        for checkpoint in self.passed:
+            leave_out(checkpoint)
         write_atomically(self.path / "config.json", config_json(self.config))
+        mark(self.path, RUN)
         return self.folder
 
     def give_up(self, folder: RunFolder | None) -> None:
@@ -109,7 +122,9 @@ def new_start(config: Source, recipe: str | None, given: GivenObjects | None = N
     """
     if config is None:
         raise SettingError(
-            "train: neither settings nor a run to resume were given; name a recipe or a run folder."
+            "train: neither settings nor a run to resume were given; name a recipe or a run"
+            " folder.",
+            code="nothing-to-train",
         )
     settings = load_config(config)
     source = recipe or (config if isinstance(config, str | Path) else "run")
@@ -127,6 +142,7 @@ def new_start(config: Source, recipe: str | None, given: GivenObjects | None = N
         folder=None,
         checkpoint=None,
         state=TrainState.fresh(),
+        notices=[*filter(None, [key_problem()])],
         given=given or GivenObjects(),
     )
 
@@ -144,7 +160,8 @@ def resumed_start(
         config: the settings it was started with; only those declared as resumable may differ. None
             takes its own.
         accepts_changes: go on although metrics, evaluations or the buffer have changed since the
-            checkpoint was written.
+            checkpoint was written, and from an earlier one where the latest is damaged or has lost
+            its metrics.
         given: the Python objects that the settings lead to; None for none.
 
     Raises:
@@ -166,7 +183,8 @@ def resumed_start(
         named = ", ".join(f"[{one[:-1]}]" if one.endswith(".") else one for one in may_change)
         raise CheckpointError(
             f"run folder '{run_dir}' was started with other settings: {'; '.join(refused)}. A"
-            f" resumed run may change {named} only; leave the rest as it was, or start a new run."
+            f" resumed run may change {named} only; leave the rest as it was, or start a new run.",
+            code="resumed-other-settings",
         )
     folder, given = RunFolder.open(run_dir), given or GivenObjects()
     changed = _changed_objects(folder.read_objects(), given, str(run_dir))
@@ -174,22 +192,25 @@ def resumed_start(
     folder.claim()
     try:
         tidy(folder.checkpoints_dir)
-        checkpoint = latest_checkpoint(folder.checkpoints_dir)
-        state = TrainState.fresh()
-        notices = [*changed, *_of_the_beginning(folder, checkpoint)]
+        chosen = choose_checkpoint(run_dir, folder.checkpoints_dir, accepts=accepts_changes)
+        checkpoint, state = chosen.checkpoint, chosen.state
+        notices = [*changed, *chosen.notices, *_of_the_beginning(folder, checkpoint)]
         if checkpoint is not None:
-            state = read_state(checkpoint)
+            require_trust(checkpoint, CHECKPOINT)
             refuse_other_settings(run_dir, own, checkpoint)
             notices += refuse_changes(run_dir, state, checkpoint, accepts=accepts_changes)
+            notices += _damaged_results(folder, state.update)
         if settings.run.num_updates < state.update:
             raise CheckpointError(
                 f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
-                f" {settings.run.num_updates}, expected at least {state.update}."
+                f" {settings.run.num_updates}, expected at least {state.update}.",
+                code="updates-done",
             )
     except OSError as error:
         folder.release()
         raise CheckpointError(
-            f"run folder '{run_dir}' cannot be worked in ({storage_fault(error) or error})."
+            f"run folder '{run_dir}' cannot be worked in ({storage_fault(error) or error}).",
+            code="run-unwritable",
         ) from error
     except BaseException:
         folder.release()
@@ -200,6 +221,7 @@ def resumed_start(
         folder=folder,
         checkpoint=checkpoint,
         state=state,
+        passed=chosen.passed,
         notices=notices,
         accepts_changes=accepts_changes,
         given=given,
@@ -218,7 +240,8 @@ def _changed_objects(noted: Sequence[Record], now: GivenObjects, run_dir: str) -
         asked = ", ".join(f"{one.argument}= ({one.qualified})" for one in missing)
         raise SettingError(
             f"run folder '{run_dir}' was begun with Python objects, which it cannot keep; expected"
-            f" the same ones again: {asked}. Call treegraft.train(resume=..., ...) with them."
+            f" the same ones again: {asked}. Call treegraft.train(resume=..., ...) with them.",
+            code="objects-not-given",
         )
     return [
         f"'{one.qualified}' ({one.argument}=) has changed since the run began, so what follows may"
@@ -233,7 +256,8 @@ def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[st
     if os.path.lexists(folder.checkpoints_dir) and not folder.checkpoints_dir.is_dir():
         raise CheckpointError(
             f"run folder '{folder.path}': checkpoints is not a folder; expected the one that"
-            " `treegraft train` made. Put it back."
+            " `treegraft train` made. Put it back.",
+            code="checkpoints-no-folder",
         )
     if checkpoint is None and folder.metrics_size():
         yield (
@@ -242,11 +266,28 @@ def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[st
         )
 
 
+def _damaged_results(folder: RunFolder, update: int) -> Iterator[str]:
+    """What a resume does not depend on, and is not as it was written."""
+    if damaged := folder.damaged_trees(update):
+        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+        yield (
+            f"{', '.join(damaged[:3])}{more}: missing or not as written, so that what is shown of"
+            " them may be wrong; the run itself does not depend on them and goes on as it was"
+        )
+    best = folder.checkpoints_dir / "best"
+    if best.exists() and whole_state(best) is None:
+        yield (
+            f"{best} is damaged; the run goes on without it, and the next better evaluation"
+            " replaces it"
+        )
+
+
 def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the settings that a run was started with, with overrides.
 
     Raises:
-        CheckpointError: no run folder, or one whose settings cannot be read.
+        CheckpointError: no run folder, one whose settings cannot be read, or one that this user
+            neither made nor trusts.
         SettingError: an override is wrong.
     """
     path = RunFolder.open(run_dir).path / "config.json"
@@ -254,8 +295,10 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     if (path.parent / "treegraft" / "state.json").exists():
         raise CheckpointError(
             f"'{run_dir}' is a checkpoint; expected its run folder. "
-            f"Resume with: treegraft train --resume {path.parent.parent.parent}"
+            f"Resume with: treegraft train --resume {path.parent.parent.parent}",
+            code="checkpoint-not-run",
         )
+    require_trust(path.parent, RUN)
     # Without the overrides at first, so that an error in one of them does not blame the folder.
     try:
         load_config(path)
@@ -265,7 +308,8 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         raise CheckpointError(
             f"run folder '{run_dir}': its config.json is not one of ours, or damaged"
             f" ({first}{others}); expected what `treegraft train` made, e.g. runs/NAME. A copy of a"
-            " run's settings lies in each of its checkpoints, under treegraft/."
+            " run's settings lies in each of its checkpoints, under treegraft/.",
+            code="not-a-run",
         ) from error
     return load_config(path, overrides)
 
@@ -281,13 +325,15 @@ def find_checkpoint(path: Path | str) -> Path:
         raise CheckpointError(
             f"checkpoint '{path}': this is a recipe; expected a run folder or a checkpoint. To"
             " evaluate a checkpoint on the tasks of this recipe: treegraft eval CHECKPOINT"
-            f" --recipe {path}"
+            f" --recipe {path}",
+            code="recipe-not-run",
         )
     if not place.is_dir():
         raise CheckpointError(
             f"checkpoint '{path}': there is no such folder; expected a run folder such as"
             ' runs/NAME, one of its checkpoints, or "pypi:PACKAGE" with'
-            f" --recipe.{runs_beside(place)}"
+            f" --recipe.{runs_beside(place)}",
+            code="run-missing",
         )
     if not (place / "checkpoints").is_dir():
         return place
@@ -295,7 +341,8 @@ def find_checkpoint(path: Path | str) -> Path:
     if latest is None:
         raise CheckpointError(
             f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train it"
-            " first."
+            " first.",
+            code="no-checkpoint-yet",
         )
     return latest
 
@@ -307,7 +354,8 @@ def open_checkpoint(
     and where to load the model from.
 
     Raises:
-        CheckpointError: no such checkpoint, or a plain model without settings.
+        CheckpointError: no such checkpoint, a plain model without settings, or settings that this
+            user neither wrote nor trusts.
     """
     place: Path | str = str(checkpoint)
     if not str(checkpoint).startswith("pypi:"):
@@ -315,10 +363,13 @@ def open_checkpoint(
         # A plain model has no state to check; a checkpoint of ours is checked with a recipe too.
         if config is None or (place / "treegraft").is_dir():
             read_state(place)
-        config = config or load_config(place / "treegraft" / "config.json", overrides)
+        if config is None:
+            require_trust(place, CHECKPOINT)
+            config = load_config(place / "treegraft" / "config.json", overrides)
     elif config is None:
         raise CheckpointError(
-            f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it."
+            f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it.",
+            code="model-without-settings",
         )
     return with_value(config, "model.lora.rank", 0), place
 
@@ -350,7 +401,8 @@ def open_with(
     if objects.get("model") is not None and checkpoint is not None:
         raise SettingError(
             f"model: got one beside the checkpoint '{checkpoint}'; expected one of the two. Pass"
-            " None as the checkpoint."
+            " None as the checkpoint.",
+            code="model-beside-checkpoint",
         )
     named = {"held_out" if name == "tasks" else name: one for name, one in objects.items()}
     config, given = with_objects(config, named, replaces=True)

@@ -40,7 +40,8 @@ class Tracked:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"'{path}' could not be read ({type(error).__name__}: {error}); expected what a run"
-                " with trackers writes. Remove it, and the trackers begin a new run."
+                " with trackers writes. Remove it, and the trackers begin a new run.",
+                code="tracked-unreadable",
             ) from error
 
     def has_had(self, name: str, update: int) -> bool:

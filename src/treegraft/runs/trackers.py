@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +19,6 @@ from treegraft.core.types import Tree
 from treegraft.runs.health import HealthWarning, explained
 from treegraft.runs.tracked import Tracked
 
-TRACKERS: Mapping[str, TrackerKind] = {
-    "tensorboard": TrackerKind(
-        path="treegraft.runs.tensorboard:TensorBoardTracker",
-        module="tensorboard",
-        install="treegraft[trackers]",
-    ),
-}
-"""The core's trackers."""
 Maker = Callable[[Path], Tracker]
 SETTING = "track.trackers"
 
@@ -40,13 +33,16 @@ def find_trackers(names: Sequence[str]) -> dict[str, Maker]:
 
 
 def _find(name: str) -> Maker:
-    known = {**TRACKERS, **offered("trackers")}
+    known = offered("trackers")
     found = pick(name, known, SETTING)
     if name not in known:
         return partial(_make_own, found, name)
     kind: TrackerKind = found
     if not is_installed(kind.module):
-        raise SettingError(not_installed(f"{SETTING}: '{name}'", [kind.module], kind.install))
+        raise SettingError(
+            not_installed(f"{SETTING}: '{name}'", [kind.module], kind.install),
+            code="package-missing",
+        )
     maker: Maker = load_object(kind.path)
     return maker
 
@@ -56,7 +52,8 @@ def _make_own(found: Any, name: str, run_dir: Path) -> Tracker:
         tracker = found(run_dir)
     except TypeError as error:
         raise SettingError(
-            f"{SETTING}: '{name}' could not be called with the run folder: {error}"
+            f"{SETTING}: '{name}' could not be called with the run folder: {error}",
+            code="tracker-call",
         ) from error
     checked: Tracker = make(lambda: tracker, Tracker, name, SETTING)
     return checked
@@ -82,17 +79,17 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
     makers: dict[str, Maker] = {}
     for number, callback in enumerate(callbacks):
         methods = [name for name in _METHODS if callable(getattr(callback, name, None))]
-        if isinstance(callback, type) or not (methods or callable(callback)):
+        is_wrong = isinstance(callback, type) or inspect.iscoroutinefunction(callback)
+        if is_wrong or not (methods or callable(callback)):
             raise SettingError(
                 f"callbacks: entry {number} is {callback!r:.80}; expected a function of (update,"
-                f" metrics), or an object with some of the methods {', '.join(_METHODS)}."
+                f" metrics), or an object with some of the methods {', '.join(_METHODS)}.",
+                code="callback-invalid",
             )
         named = callback if methods else _FunctionTracker(callback)
         name = getattr(callback, "__name__", type(callback).__name__)
-        key = (
-            f"callback {name}" if f"callback {name}" not in makers else f"callback {name} {number}"
-        )
-        makers[key] = lambda _, one=named: one  # type: ignore[misc]
+        key = f"callback {name}"
+        makers[f"{key} {number}" if key in makers else key] = lambda _, one=named: one  # type: ignore[misc]
     return makers
 
 

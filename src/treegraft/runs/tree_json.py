@@ -159,7 +159,9 @@ def parse_tree(line: bytes, where: str) -> Tree:
         tree.trajectories()  # every leaf has its path
         return tree
     except DAMAGE as error:
-        raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
+        raise DataError(
+            f"{where}: not a recorded tree ({plain(repr(error), 200)})", code="tree-unreadable"
+        ) from error
 
 
 def tree_from_dict(data: dict[str, Any]) -> Tree:

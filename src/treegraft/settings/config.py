@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import plugins
+from treegraft.core.plugin import loaded, plugins
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
@@ -136,17 +136,16 @@ class CheckpointSettings(Settings):
 
 
 class TrackSettings(Settings):
-    trackers: list[str] = setting(
-        [],
-        built_in=("tensorboard",),
-        plugins="trackers",
-        resumable=True,
-        ignored_by_eval=True,
-    )
+    trackers: list[str] = setting([], plugins="trackers", resumable=True, ignored_by_eval=True)
     """Any of "tensorboard", "trackio", "wandb" and "mlflow", or import paths
     "package.module:Tracker"; metrics.jsonl is always written."""
     record_trees: bool = True
     """Write whole trees to trees/."""
+    keep_trees: int | None = setting(
+        None, ge=1, idle_unless=when("track.record_trees"), resumable=True, ignored_by_eval=True
+    )
+    """The latest updates whose trees are kept, for long runs; those of evaluations stay. None for
+    all."""
     spans: str | None = setting(None, resumable=True, ignored_by_eval=True)
     """Where spans of OpenTelemetry go, which show what the seconds of an update went to: "file" for
     spans-ROLE.jsonl in the run folder, or the address of a collector (OTLP over HTTP); None for
@@ -194,13 +193,15 @@ def _with_plugins(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]
         added: dict[str, list[type[Settings]]] = {}
         for _, tables in members:
             for name, table in tables.items():
-                added.setdefault(name, []).append(table)
+                added.setdefault(name, []).append(loaded(table))
         return joined(core, added, __name__), known.problems
     except SettingError:
         # One by one, so that the others stay whole.
         for owner, tables in members:
             try:
-                core = joined(core, {name: [table] for name, table in tables.items()}, __name__)
+                core = joined(
+                    core, {name: [loaded(table)] for name, table in tables.items()}, __name__
+                )
             except SettingError as error:
                 problems.append(f"plugin '{owner}': {error}")
         return core, (*known.problems, *problems)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from treegraft.core.addresses import public
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.plugin import offered, plugins, unknown_name
 from treegraft.settings.config import Config, known_settings
-from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
+from treegraft.settings.explore import (
+    chosen_kinds,
+    has_own,
+    retrieving,
+    takes_warmup_of_buffer,
+)
 from treegraft.settings.plain import shown
+from treegraft.settings.recipe import flatten
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
 from treegraft.settings.table import Contradiction, value_of
 
@@ -18,6 +26,8 @@ MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
 MAX_TINY_WEIGHTS = 500_000_000
 """With gradients, moments and the engine's copy it takes 10 GB."""
+COMPARED_IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++-baseline")
+"""Advantages of the core that are 0 in a group of one."""
 MAX_GENERATED = 1_000_000
 """Questions that are generated, all of them before the first update."""
 
@@ -174,7 +184,8 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # Only for kinds that are known to bring no tools; another source may.
     toolless = {"dataset", *(kind for one in members for kind in one.toolless)}
     brings_none = config.tasks.kind in toolless
-    has_any = config.tools.use or config.tools.mcp or config.environment.kind
+    has_set = any(getattr(config.tools, one) for one in offered("toolsets"))
+    has_any = config.tools.use or has_set or config.environment.kind
     if brings_none and not has_any and config.rollout.max_tool_calls > 0:
         yield Contradiction(
             ("tools.use", "tasks.kind", "rollout.max_tool_calls"),
@@ -188,7 +199,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
             " tools.cache on.",
         )
-    yield from _mcp_wrong(config)
     # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
@@ -199,27 +209,16 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _mcp_wrong(config: Config) -> Iterator[Contradiction]:
-    servers = config.tools.mcp
-    names = [server.name for server in servers]
-    if len(set(names)) < len(names):
-        text = f"tools.mcp: got servers named {names}, expected each name once."
-        yield Contradiction(("tools.mcp",), text)
-    for server in servers:
-        if bool(server.command) == bool(server.url):
-            both = "both" if server.url else "neither"
+def _secrets_written(config: Config) -> Iterator[Contradiction]:
+    for name, value in flatten(config.model_dump(mode="json")).items():
+        if public(value) != value:
             yield Contradiction(
-                ("tools.mcp",),
-                f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of"
-                " them.",
+                (name,),
+                f"{name}: an address in it holds a password or a key, which would be written into"
+                " the run folder, checkpoints and trackers. Put the secret into an environment"
+                " variable and write its name, such as https://user:${PASSWORD}@host/ or"
+                " https://host/?key=${KEY}.",
             )
-        for kind, unused in (("command", "token_env"), ("url", "env")):
-            if getattr(server, kind) and getattr(server, unused):
-                yield Contradiction(
-                    ("tools.mcp",),
-                    f"tools.mcp: server '{server.name}': {unused} would have no effect beside"
-                    f" {kind}.",
-                )
 
 
 def _run_wrong(config: Config) -> Iterator[Contradiction]:
@@ -288,6 +287,18 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
                 " explore.num_leaves, which is as many, so that a second stage has leaves left;"
                 " leave it out for one stage.",
             )
+    compares = config.credit.advantage in COMPARED_IN_GROUPS and config.credit.rule is None
+    imitates = config.loss.graft_coef or config.loss.lesson_coef
+    # Explorers of one's own, and those that begin below stored steps, may bring further leaves.
+    brings = has_own(config) or any(kind.begins_below for kind in kinds.values())
+    if explore.num_leaves == 1 and compares and not (imitates or brings):
+        yield Contradiction(
+            ("explore.num_leaves", "credit.advantage"),
+            "explore.num_leaves: got 1, so that no leaf has another to be compared with:"
+            f" credit.advantage = '{config.credit.advantage}' would be 0 everywhere, and nothing"
+            " would be learned; expected at least 2. Or compare over the whole batch:"
+            ' credit.advantage = "reinforce++".',
+        )
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
     if retrieving(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
@@ -337,6 +348,7 @@ def contradictions(config: Config) -> list[Contradiction]:
         _engine_wrong,
         _tasks_wrong,
         _run_wrong,
+        _secrets_written,
         sampling_wrong,
     )
     others = (check for plugin in plugins().members for check in plugin.checks)
@@ -360,7 +372,7 @@ def check(
     """
     return [
         *_rewards_contradicted(config, environment),
-        *_branches_contradicted(explorer, tools, environment),
+        *_branches_contradicted(config, explorer, tools, environment),
         *_calls_contradicted(config, [tool.name for tool in tools]),
         *_grafts_contradicted(config, environment),
     ]
@@ -381,7 +393,9 @@ def refuse(found: Sequence[Contradiction]) -> None:
     """Raises SettingError with all contradictions, where there is any."""
     if found:
         names = [name for one in found for name in one.settings]
-        raise SettingError("\n".join(one.text for one in found), settings=names)
+        raise SettingError(
+            "\n".join(one.text for one in found), settings=names, code="settings-contradict"
+        )
 
 
 def longest_completion(config: Config) -> tuple[str, int]:
@@ -413,7 +427,10 @@ def _rewards_contradicted(
 
 
 def _branches_contradicted(
-    explorer: Explorer, tools: Sequence[Tool], environment: EnvironmentKind | None
+    config: Config,
+    explorer: Explorer,
+    tools: Sequence[Tool],
+    environment: EnvironmentKind | None,
 ) -> Iterator[Contradiction]:
     """Branches over a state that cannot be had again."""
     if not branches(explorer):
@@ -435,8 +452,21 @@ def _branches_contradicted(
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
             " branches cannot share; expected stateless tools, or an environment that can fork or"
             " replay, which each trajectory has one of. Use explorers that do not branch, make the"
-            " tool stateless, or make it a method of an [environment].",
+            f" tool stateless, or make it a method of an [environment].{_of_servers(config)}",
         )
+
+
+def _of_servers(config: Config) -> str:
+    """How a server's tools are declared stateless, where the recipe names servers."""
+    # A setting of a plugin, which may be missing.
+    servers: Sequence[Any] = getattr(config.tools, "mcp", ())
+    names = [server.name for server in servers if server.capability != "stateless"]
+    if not names:
+        return ""
+    return (
+        f" For a server whose tools keep nothing between calls ({', '.join(names)}), write"
+        ' capability = "stateless" in its entry of tools.mcp.'
+    )
 
 
 def _calls_contradicted(config: Config, names: Sequence[str]) -> Iterator[Contradiction]:

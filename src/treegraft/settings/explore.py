@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from pydantic import field_validator
+
 from treegraft.core.plugin import ExplorerKind, offered
 from treegraft.settings.table import Condition, Settings, has, setting, value_of, when
 
@@ -26,6 +28,7 @@ CORE_EXPLORERS: Mapping[str, ExplorerKind] = {
     "graft": ExplorerKind(title="RAPO", retrieves=True, teaches=lambda config: True),
 }
 """Facts about the core's explorers; `explore.build` makes them."""
+_BY_METHOD = {str(kind.title).casefold(): name for name, kind in CORE_EXPLORERS.items()}
 
 
 def explorer_kinds(names: Sequence[str]) -> dict[str, ExplorerKind]:
@@ -171,7 +174,8 @@ class ExploreSettings(Settings):
     )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), names that plugins bring, or import paths "package.module:Explorer". Starts come
-    from the first, grafts from the first that wants one, branches from all."""
+    from the first, grafts from the first that wants one, branches from all. "grpo", "arpo" and
+    "rapo" are aliases of the first three."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
@@ -186,6 +190,12 @@ class ExploreSettings(Settings):
     """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
     graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)
     """Hybrid-policy rollout (RAPO, arXiv 2603.03078)."""
+
+    @field_validator("explorers")
+    @classmethod
+    def _named(cls, explorers: list[str]) -> list[str]:
+        """Names of methods as those of their explorers."""
+        return [_BY_METHOD.get(one.casefold(), one) for one in explorers]
 
 
 def is_address(agent: str) -> bool:
@@ -249,6 +259,10 @@ class BuildSettings(Settings):
     """Deadline for one reply of a server."""
     max_retries: int = _building(4, ge=0, idle_unless=_asks_a_server)
     """Repeated requests to a server after a failed one."""
+    price_read: float = _building(0.0, ge=0, idle_unless=_asks_a_server)
+    """Price of a million tokens that a server reads, for the estimate of the cost."""
+    price_written: float = _building(0.0, ge=0, idle_unless=_asks_a_server)
+    """Price of a million tokens that it writes."""
     api_key_env: str | None = _building(None, idle_unless=_asks_a_server)
     """Environment variable with the server's key; None where it wants none."""
 

@@ -38,7 +38,7 @@ class HealthSettings(Settings):
     window: int = setting(3, ge=1)
     """Updates that no_tool_calls, policy_still, branch_unused, graft_unused, graft_untrue and
     answer_not_found look back on, and measurements that success_falling does; they are silent
-    before."""
+    before, but for branch_unused and graft_unused while there is no branch or graft at all."""
     symptoms_every: int = setting(5, ge=0)
     """Updates from one measurement for success_falling and question_ignored to the next; 0 for
     none. It takes some forward passes and changes nothing else."""
@@ -78,6 +78,8 @@ class HealthSettings(Settings):
     answer_copied: Share = setting(0.1, idle_unless=with_graft)
     """Share of the trajectories with a graft that took their answer from another agent's words from
     which on to warn."""
+    held_out_differs: Share = 0.5
+    """Difference of rollout/accuracy and held-out accuracy from which on to warn."""
     engine_drift: Amount = 1.0
     """Factor on learn/engine_gap_limit above which to warn; three breaches of the limit itself end
     the run all the same."""

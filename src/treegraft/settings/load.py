@@ -39,7 +39,7 @@ from treegraft.settings.plain import (
     shortened,
     shown,
 )
-from treegraft.settings.recipe import SMOKE, merged, read_recipe
+from treegraft.settings.recipe import BASE, SMOKE, merged, read_recipe
 from treegraft.settings.table import value_of
 from treegraft.settings.unknown import suggestion, unknown_settings
 
@@ -73,7 +73,8 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
         if not isinstance(inner, dict):
             raise SettingError(
                 f"{COMMAND_LINE}: '{shortened(name)}' goes into '{shortened(table)}', which is"
-                f" {shown(inner)} and not a table."
+                f" {shown(inner)} and not a table.",
+                code="setting-no-table",
             )
         place = inner
     if isinstance(value, dict) and isinstance(place.get(last), dict):
@@ -112,22 +113,26 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         if not equals or not all(name.split(".")) or name.count(".") > MAX_DEPTH:
             raise SettingError(
                 f"{COMMAND_LINE}: '{shortened(override)}' is not an override; expected"
-                " table.setting=value, such as learn.lr=1e-5."
+                " table.setting=value, such as learn.lr=1e-5.",
+                code="override-invalid",
             )
         name = _whole_name(name)
         found = tables_and_settings().get(name)
         try:
             value = _literal(text, found.field.annotation if found else None)
         except SettingError as error:
-            raise SettingError(f"{COMMAND_LINE}: setting '{shortened(name)}': {error}") from error
+            raise SettingError(
+                f"{COMMAND_LINE}: setting '{shortened(name)}': {error}", code="override-value"
+            ) from error
         # Before it is put beside others: a wrong part would not say where it came from.
         if fault := next(faults_of(value, name), ""):
-            raise SettingError(f"{COMMAND_LINE}: {fault}.")
+            raise SettingError(f"{COMMAND_LINE}: {fault}.", code="override-fault")
         added = list(_set_by(name, value))
         if twice := [one for one in added if one in names]:
             raise SettingError(
                 f"{COMMAND_LINE}: '{shortened(twice[0])}' is given twice, and only the last would"
-                " count; keep one of them."
+                " count; keep one of them.",
+                code="override-twice",
             )
         _put(data, name, value)
         names += added
@@ -149,7 +154,8 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
         if name in known_settings() and name.startswith(settings_with("ignored_by_eval")):
             raise SettingError(
                 f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` neither"
-                " trains nor branches. Leave it out, or give it to `treegraft train`."
+                " trains nor branches. Leave it out, or give it to `treegraft train`.",
+                code="override-idle",
             )
 
 
@@ -162,7 +168,8 @@ def refuse_foreign(overrides: Sequence[str], command: str) -> None:
             if name.startswith(table) and command != owner:
                 raise SettingError(
                     f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` takes no"
-                    f" notice of it. Leave it out, or use `treegraft {owner}`."
+                    f" notice of it. Leave it out, or use `treegraft {owner}`.",
+                    code="override-idle",
                 )
 
 
@@ -172,7 +179,9 @@ def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
     for override in overrides:
         name = override.partition("=")[0].strip()
         if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p", *also):
-            raise SettingError(f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.")
+            raise SettingError(
+                f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.", code="override-idle"
+            )
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -184,14 +193,16 @@ def _from_recipe(path: Path, *, smoke: bool) -> dict[str, Any]:
     if unknown := list(unknown_settings(overlay or {})):
         name, value = unknown[0]
         raise SettingError(
-            f"{path}: unknown setting '{SMOKE}.{shortened(name)}'.{suggestion(name, value)}"
+            f"{path}: unknown setting '{SMOKE}.{shortened(name)}'.{suggestion(name, value)}",
+            code="unknown-setting",
         )
     if not smoke:
         return data
     if overlay is None:
         raise SettingError(
             f"{path}: --smoke: this recipe has no table [{SMOKE}]; expected the settings of its"
-            f" smoke test there, such as [{SMOKE}.model]."
+            f" smoke test there, such as [{SMOKE}.model].",
+            code="no-smoke-table",
         )
     return merged(data, overlay)
 
@@ -200,7 +211,10 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
     if path.suffix != ".json":
         return _from_recipe(path, smoke=smoke)
     if smoke:
-        raise SettingError(f"{path}: --smoke: expected a recipe; a run's config.json has none.")
+        raise SettingError(
+            f"{path}: --smoke: expected a recipe; a run's config.json has none.",
+            code="smoke-of-run",
+        )
     data = read_tables(path)
     if path.name == "config.json":
         _refuse_older(data, path)
@@ -224,7 +238,8 @@ def _refuse_older(data: Mapping[str, Any], path: Path) -> None:
     if isinstance(engine, dict) and {"cache_gb", "pack_weights"} & engine.keys():
         raise SettingError(
             f"{path}: it was written by Treegraft 0.6 or older, and this version reads what 0.7"
-            " wrote; go on with that run in Treegraft 0.7."
+            " wrote; go on with that run in Treegraft 0.7.",
+            code="settings-too-old",
         )
 
 
@@ -242,7 +257,8 @@ def _drop_removed(data: dict[str, Any], origin: str) -> None:
         if harmless is not ... and place[last] != harmless:
             raise SettingError(
                 f"{origin}: setting '{name}' is gone since 0.8: got {shown(place[last])}, and only"
-                f" {shown(harmless)} would change nothing. Leave it out, or use Treegraft 0.7."
+                f" {shown(harmless)} would change nothing. Leave it out, or use Treegraft 0.7.",
+                code="setting-gone",
             )
         del place[last]
 
@@ -296,7 +312,7 @@ def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
         ]
         if len(unknown) > MOST_UNKNOWN:
             lines.append(f"There are {len(unknown) - MOST_UNKNOWN:,} more unknown settings.")
-        raise SettingError("\n".join(lines))
+        raise SettingError("\n".join(lines), code="unknown-setting")
     try:
         # Through JSON, where strict types and lists for tuples go together; `default` turns dates
         # into texts.
@@ -307,7 +323,7 @@ def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
             fault = _type_fault(found["loc"], found["msg"], found["input"], where)
             # Members of a union fail one by one; the last, a list, is the general case.
             by_setting[fault.partition(": got ")[0]] = fault
-        raise SettingError("\n".join(by_setting.values())) from error
+        raise SettingError("\n".join(by_setting.values()), code="invalid-setting") from error
 
 
 def _is_given(data: Mapping[str, Any], name: str) -> bool:
@@ -361,10 +377,15 @@ def _give(data: dict[str, Any], given: Mapping[str, Any], origin: str, *, replac
             value = value.value
         there = functools.reduce(lambda place, key: place[key], name.split("."), data) if has else 0
         if has and not replaces and there != value:
+            keys = reversed(name.split("."))
+            place = functools.reduce(lambda inner, key: f"{{'{key}': {inner}}}", keys, "...")
+            other = f": {{'{BASE}': '{origin}', {place[1:]} replaces the recipe's"
             raise SettingError(
                 f"{origin}: setting '{name}' is {shown(there)}, and an argument gives"
-                f" {shown(value)} for it; expected one of the two. Leave the other out.",
+                f" {shown(value)} for it; expected one of the two. Leave the other out"
+                f"{'' if origin == 'settings' else other}.",
                 settings=[name],
+                code="argument-and-setting",
             )
         _put(data, name, value)
 
@@ -381,8 +402,8 @@ def load_config(
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
     Args:
-        source: a `Config`, nested tables, the path of a recipe (.toml) or of a resolved
-            config.json, or the name of a shipped recipe, such as "demo".
+        source: a `Config`, nested tables (over those of a recipe, with {"base": "demo", ...}), the
+            path of a recipe (.toml) or of a resolved config.json, or the name of a shipped recipe.
         overrides: each "table.setting=value", the value a TOML literal or else a text; "none" for
             None.
         smoke: with the recipe's table [smoke] put over the others: the same path through the code
@@ -394,7 +415,7 @@ def load_config(
         replaces: these take the place of the source's own; otherwise the two must agree.
     """
     if PLUGIN_PROBLEMS:
-        raise SettingError("\n".join(PLUGIN_PROBLEMS))
+        raise SettingError("\n".join(PLUGIN_PROBLEMS), code="plugins-broken")
     data: dict[str, Any]
     if isinstance(source, Config):
         # Only what was given: the rest may follow from overrides.
@@ -402,6 +423,9 @@ def load_config(
     elif isinstance(source, Mapping):
         # A copy: overrides are put into it.
         origin, data = "settings", json.loads(json.dumps(source, default=str))
+        if isinstance(base := data.get(BASE), str):
+            del data[BASE]
+            data = merged(_read(Path(base), smoke=smoke), data)
     else:
         origin, data = str(source), _read(Path(source), smoke=smoke)
     _drop_removed(data, origin)
@@ -413,7 +437,9 @@ def load_config(
         return COMMAND_LINE if f"{name}.".startswith(typed) else origin
 
     if impossible := list(faults_of(data)):
-        raise SettingError("\n".join(f"{origin}: {fault}." for fault in impossible))
+        raise SettingError(
+            "\n".join(f"{origin}: {fault}." for fault in impossible), code="impossible-value"
+        )
     config = _validate(data, where)
     for name, known in known_settings().items():
         follows = known.facts.default_of or default_told(config, name) is not None
@@ -422,9 +448,15 @@ def load_config(
     config = _validate(data, where)
     found = contradictions(config)
     faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
-    faults += _idle(config, names, used)
-    if faults:
-        raise SettingError("\n".join(faults), settings=[n for one in found for n in one.settings])
+    idle = list(_idle(config, names, used))
+    if idle and not faults:
+        raise SettingError("\n".join(idle), code="override-idle")
+    if faults := [*faults, *idle]:
+        raise SettingError(
+            "\n".join(faults),
+            settings=[n for one in found for n in one.settings],
+            code="settings-contradict",
+        )
     return config
 
 
@@ -476,13 +508,14 @@ class SettingRow:
 
 def setting_rows(config: Config) -> list[SettingRow]:
     """Returns one row for each setting, in the order of the tree."""
+    told = idle_told(config)
     return [
         SettingRow(
             name=name,
             value=value_of(config, name),
             default=default_of(config, name),
             meaning=setting.meaning,
-            idle=tuple(idle_reasons(name, config)),
+            idle=tuple(setting.idle_reasons(config, told)),
             is_source=setting.facts.retrieval_source,
         )
         for name, setting in known_settings().items()

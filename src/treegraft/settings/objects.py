@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.given import GIVEN, GivenObjects, giving
-from treegraft.core.interfaces import Tool
+from treegraft.core.interfaces import Explorer, TaskSource, Tool
 from treegraft.core.types import Tree
 from treegraft.settings.config import Config
 from treegraft.settings.load import Default, load_config
@@ -26,7 +26,7 @@ class Objects(TypedDict, total=False):
 
     model: str | PathLike[str] | tuple[Any, Any] | None
     """A path or hub id, or a pair (model, tokenizer) of transformers objects, which is copied."""
-    tasks: Any
+    tasks: str | PathLike[str] | Iterable[object] | TaskSource | Callable[..., object] | None
     """A list of rows, a `datasets.Dataset`, a DataFrame, a file, {"train": rows, "eval": rows}, or
     a task source (an object, its class, or a function that makes one)."""
     rewards: Named | Sequence[Named] | None
@@ -36,7 +36,7 @@ class Objects(TypedDict, total=False):
     settings; one or a list."""
     environment: Named | None
     """A class whose public methods are the agent's tools, or a function that makes such objects."""
-    explorer: Any
+    explorer: Named | Explorer | Sequence[Named | Explorer] | None
     """An explorer (an object, its class or a function that makes one) or a name; one or a list."""
     credit: Callable[[Tree], Tree] | str | None
     """A function from a credited tree to the same with other advantages."""
@@ -78,17 +78,22 @@ def with_objects(
             known = Objects.__annotations__
             raise SettingError(
                 f"got an argument '{argument}'; expected one of {', '.join(known)}."
-                f"{nearest(argument, known)} Settings go into the first argument."
+                f"{nearest(argument, known)} Settings go into the first argument.",
+                code="unknown-argument",
             )
         # None is "not given", as for any optional argument.
         if value is not None:
+            if inspect.iscoroutinefunction(value) and argument not in ("rewards", "tools"):
+                fault = "got a coroutine function; expected a plain one. Leave out its async."
+                raise SettingError(f"{argument}: {fault}", code="object-async")
             settings |= _ARGUMENTS[argument](value, given)
     with giving(given):
         config = load_config(source, overrides, given=settings, replaces=replaces)
     if config.model.path.startswith(GIVEN) and config.engine.kind == "vllm":
         raise SettingError(
             "model: got a pair (model, tokenizer) beside engine.kind = 'vllm', whose servers read"
-            " files; expected a path. Save both with save_pretrained, and pass the folder."
+            " files; expected a path. Save both with save_pretrained, and pass the folder.",
+            code="model-needs-path",
         )
     return config, given
 
@@ -112,9 +117,7 @@ def _model(value: Any, given: GivenObjects) -> dict[str, Any]:
         return {"model.path": str(value)}
     if not (isinstance(value, tuple) and len(value) == 2 and hasattr(value[1], "encode")):
         raise _wrong(
-            "model",
-            value,
-            "a path, a hub id, or a pair (model, tokenizer) of transformers objects",
+            "model", value, "a path, a hub id, or a pair (model, tokenizer) of transformers objects"
         )
     model = value[0]
     if not hasattr(model, "state_dict") or not hasattr(model, "config"):
@@ -122,7 +125,8 @@ def _model(value: Any, given: GivenObjects) -> dict[str, Any]:
     if hasattr(model, "peft_config"):
         raise SettingError(
             "model: got a model with adapters; expected the model below them. Pass"
-            " model.merge_and_unload(), and set model.lora.rank for adapters of this run."
+            " model.merge_and_unload(), and set model.lora.rank for adapters of this run.",
+            code="model-with-adapters",
         )
     return {"model.path": given.add("model", value, stem="model")}
 
@@ -157,7 +161,8 @@ def _split_tasks(value: Mapping[Any, Any], given: GivenObjects) -> dict[str, Any
     if "train" not in value or set(value) - {"train", *HELD_OUT}:
         raise SettingError(
             f"tasks: got a dict with {', '.join(map(repr, value)) or 'no keys'}; expected rows, or"
-            " 'train' and, for held-out rows, 'eval'."
+            " 'train' and, for held-out rows, 'eval'.",
+            code="tasks-keys-invalid",
         )
     settings: dict[str, Any] = {"tasks.kind": "dataset"}
     for setting, name in (("train", "train"), ("eval", next(iter(held_out), ""))):
@@ -187,7 +192,9 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
             " can be read only once, so make a list of it",
         )
     if not rows:
-        raise SettingError(f"{argument}: got no rows; expected at least one question.")
+        raise SettingError(
+            f"{argument}: got no rows; expected at least one question.", code="no-rows"
+        )
     bad = next((one for one in rows if not isinstance(one, Mapping)), None)
     if bad is not None:
         raise _wrong(
@@ -236,9 +243,6 @@ def _one_explorer(value: Any, given: GivenObjects) -> str:
 
 
 def _credit(value: Any, given: GivenObjects) -> dict[str, Any]:
-    if inspect.iscoroutinefunction(value):
-        expected = "a plain function, which is called once a tree; leave out its async"
-        raise _wrong("credit", value, expected)
     return {"credit.rule": _callable("credit", value, given)}
 
 
@@ -280,7 +284,9 @@ def _maker_of(value: Any) -> Callable[..., Any]:
 
 
 def _wrong(argument: str, value: Any, expected: str) -> SettingError:
-    return SettingError(f"{argument}: got {_shown(value)}; expected {expected}.")
+    return SettingError(
+        f"{argument}: got {_shown(value)}; expected {expected}.", code="argument-invalid"
+    )
 
 
 def _shown(value: Any) -> str:

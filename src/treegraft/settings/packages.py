@@ -28,7 +28,6 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
     for is_used, table, encoder in encoders:
         is_model = is_used and encoder != "hashing"
         yield is_model, f"{table}.encoder = '{encoder}'", "sentence_transformers"
-    yield bool(tools.mcp), "tools.mcp", "mcp"
     for plugin in plugins().members:
         for what, modules in plugin.needs(config):
             yield True, what, modules

@@ -69,6 +69,22 @@ _BARE = re.compile(r"(?<![\w.])\.(?=\d+$)")
 """The point of a number without a digit before it, which TOML does not allow."""
 
 
+_NO_KEYS = re.compile(
+    r'''"""(?:[^\\]|\\.)*?(?:"""|\Z)|\'{3}.*?(?:\'{3}|\Z)|"(?:[^"\\\n]|\\.)*"?|\'[^\'\n]*\'?'''
+    r"|\#[^\n]*|[\w \t-]+",
+    re.DOTALL,
+)
+"""Texts, comments and names: without them, a dotted key is a row of dots."""
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The tables of TOML; raises RecursionError before it reads a key of too many dots, for which
+    tomllib takes memory with the square of their number."""
+    if "." * (MAX_DEPTH + 1) in _NO_KEYS.sub("", text):
+        raise RecursionError
+    return tomllib.loads(text)
+
+
 def parse_value(text: str) -> Any:
     """Returns the value of a TOML literal or of a number such as .5, else the text itself.
 
@@ -76,11 +92,11 @@ def parse_value(text: str) -> Any:
         SettingError: numbers too long or lists too deep to be read.
     """
     try:
-        parsed = tomllib.loads(f"value = {_BARE.sub('0.', text.strip())}")
+        parsed = _parsed(f"value = {_BARE.sub('0.', text.strip())}")
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError) as error:
-        raise SettingError(f"got {shown(text)}: {_why(error)}.") from error
+        raise SettingError(f"got {shown(text)}: {_why(error)}.", code="value-unreadable") from error
     # A text with a line break could hold further keys.
     return parsed["value"] if set(parsed) == {"value"} else text
 
@@ -94,15 +110,17 @@ def read_tables(path: Path, kind: Kind = "recipe") -> dict[str, Any]:
     language = "JSON" if path.suffix == ".json" else "TOML"
     text = _read(path, kind)
     try:
-        data: Any = json.loads(text) if language == "JSON" else tomllib.loads(text)
+        data: Any = json.loads(text) if language == "JSON" else _parsed(text)
     except (ValueError, RecursionError) as error:
         raise SettingError(
             f"{kind} '{path}' is not valid {language}: {_why(error)}. Texts need quotes, lists"
-            " square brackets."
+            " square brackets.",
+            code="file-syntax",
         ) from error
     if not isinstance(data, dict):
         raise SettingError(
-            f"{kind} '{path}': got a {type(data).__name__}, expected tables of settings."
+            f"{kind} '{path}': got a {type(data).__name__}, expected tables of settings.",
+            code="file-no-tables",
         )
     return data
 
@@ -111,22 +129,25 @@ def _read(path: Path, kind: Kind) -> str:
     try:
         if not path.is_file():
             if str(path) not in by_name(kind):
-                raise SettingError(f"{kind} '{path}' {_absence(path, kind)}")
+                raise SettingError(f"{kind} '{path}' {_absence(path, kind)}", code="file-missing")
             path = by_name(kind)[str(path)]
         if path.stat().st_size > MAX_BYTES:
             raise SettingError(
                 f"{kind} '{path}' has {path.stat().st_size:,} bytes, expected at most"
-                f" {MAX_BYTES:,}; data belong into files that it names."
+                f" {MAX_BYTES:,}; data belong into files that it names.",
+                code="file-too-large",
             )
         # Windows' editors put a byte order mark first.
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise SettingError(
-            f"{kind} '{shortened(str(path))}' cannot be read: {error.strerror}."
+            f"{kind} '{shortened(str(path))}' cannot be read: {error.strerror}.",
+            code="settings-unreadable",
         ) from error
     except UnicodeDecodeError as error:
         raise SettingError(
-            f"{kind} '{path}' is not text in UTF-8: {error.reason} at byte {error.start}."
+            f"{kind} '{path}' is not text in UTF-8: {error.reason} at byte {error.start}.",
+            code="file-not-utf8",
         ) from error
 
 

@@ -172,6 +172,11 @@ class NativeSettings(Settings):
     """On a CPU: attention and the operations between the products by our own kernels, compiled once
     per machine with its C compiler."""
 
+    @property
+    def cpu_cache_gb(self) -> float:
+        """`cache_gb`, or what "auto" takes on a CPU."""
+        return CPU_CACHE_GB if self.cache_gb == "auto" else self.cache_gb
+
 
 class VllmSettings(Settings):
     servers: list[str] = setting([], same_answers=True)
@@ -416,8 +421,9 @@ class LearnSettings(Settings):
     """On a CPU: attention over trees by our own kernels, made once per machine with its C
     compiler."""
     ranks: int | Literal["auto"] = setting("auto", resumable=True)
-    """Processes that learn together, each with its share of weights, gradients and moments. "auto"
-    takes those that torchrun has started (one without it); a number is checked against them."""
+    """Processes that learn together, each with its share of weights, gradients and moments. A
+    number starts so many on this machine, or is checked against those that torchrun has started;
+    "auto" takes these (one without torchrun)."""
     replicate: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
     """Copies of the divided weights: each group of ranks / replicate holds one, so that weights are
     gathered within a group alone. It divides the number of ranks."""
@@ -431,8 +437,8 @@ class WarmupSettings(Settings):
     """Optimiser steps of supervised fine-tuning before the first update; 0 for none."""
     traces: str = "expert"
     """The demonstrations: "expert" (the tasks' scripted expert), a Step-Trace Buffer, "buffer" for
-    the one of [buffer], or a JSONL file of {"question", "steps", "reward"}. Of a buffer, complete
-    trajectories on the training tasks count."""
+    the one of [buffer], or a file or run folder as `buffer import` reads it, with questions of its
+    own. Of a buffer, complete trajectories on the training tasks count."""
     min_reward: float | None = setting(None, idle_unless=(_stored,))
     """Reward from which a stored trajectory is imitated (reward-filtered fine-tuning); None for
     all."""

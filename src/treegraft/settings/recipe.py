@@ -46,18 +46,24 @@ def read_based(path: Path, kind: Kind = "recipe", below: tuple[Path, ...] = ()) 
     data: dict[str, Any] = _located(tables, str(place.resolve().parent))
     base = data.pop(BASE, None)
     if not isinstance(smoke := data.get(SMOKE, {}), dict):
-        raise SettingError(f"{path}: '{SMOKE}': got {shown(smoke)}, expected a table.")
+        raise SettingError(
+            f"{path}: '{SMOKE}': got {shown(smoke)}, expected a table.", code="smoke-no-table"
+        )
     if base is None:
         return data
     if not isinstance(base, str):
-        raise SettingError(f"{path}: '{BASE}': got {shown(base)}, expected the path of a {kind}.")
+        raise SettingError(
+            f"{path}: '{BASE}': got {shown(base)}, expected the path of a {kind}.",
+            code="base-no-path",
+        )
     chain = (*below, place.resolve())
     other = _base_of(path, place.parent, base, kind)
     if other in chain or len(chain) > MOST_BASES:
         names = " -> ".join(one.name for one in (*chain, other))
         raise SettingError(
             f"{path}: '{BASE}': {FOLDERS[kind]} build on one another in a circle, or more than"
-            f" {MOST_BASES} deep: {names}. Leave one of them out."
+            f" {MOST_BASES} deep: {names}. Leave one of them out.",
+            code="base-circle",
         )
     return merged(read_based(other, kind, chain), data)
 
@@ -72,7 +78,8 @@ def _base_of(path: Path, folder: Path, base: str, kind: Kind) -> Path:
     if name not in shipped:
         raise SettingError(
             f"{path}: '{BASE}': got {shown(base)}, which is neither a file in '{folder}' nor the"
-            f" name of a shipped {kind} ({', '.join(shipped)}).{nearest(name, shipped)}"
+            f" name of a shipped {kind} ({', '.join(shipped)}).{nearest(name, shipped)}",
+            code="base-missing",
         )
     return shipped[name].resolve()
 

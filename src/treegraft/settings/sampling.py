@@ -42,6 +42,12 @@ def _replay_wrong(config: Any) -> Iterator[Contradiction]:
             "replay.fresh_frac: groups are replayed from the run's trees, which are not written"
             " with track.record_trees = false; set that to true, or replay.fresh_frac to 1.",
         )
+    if config.track.keep_trees is not None:
+        yield Contradiction(
+            ("track.keep_trees", "replay.fresh_frac"),
+            f"track.keep_trees: got {config.track.keep_trees}, but groups of any earlier update may"
+            " be replayed from the run's trees; leave it out, or set replay.fresh_frac to 1.",
+        )
     if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
         yield Contradiction(
             ("replay.fresh_frac", "loss.engine_ratio_cap"),

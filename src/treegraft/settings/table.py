@@ -171,7 +171,7 @@ def setting(
 # --- all settings ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
     """One setting, or one table of them."""
 
@@ -187,12 +187,12 @@ class Setting:
         kind = self.field.annotation
         return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
 
-    @property
+    @functools.cached_property
     def meaning(self) -> str:
         """The text under its field, on one line."""
         return " ".join((self.field.description or "").split())
 
-    @property
+    @functools.cached_property
     def facts(self) -> Facts:
         """Its own facts."""
         return next((one for one in self.field.metadata if isinstance(one, Facts)), Facts())
@@ -267,7 +267,8 @@ def joined(
             if name in table.model_fields or name in fields:
                 raise SettingError(
                     f"plugin settings: '{prefix}{name}' of {more.__module__} is there already;"
-                    " expected a name of its own."
+                    " expected a name of its own.",
+                    code="plugin-setting-taken",
                 )
             fields[name] = (field.annotation, field)
     if not fields:

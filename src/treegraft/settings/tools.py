@@ -31,41 +31,13 @@ class PythonToolSettings(Settings):
     """Worker processes ("monty") or sandboxes ("bwrap")."""
 
 
-class McpSettings(Settings):
-    name: str
-    """The server's name in messages."""
-    command: list[str] = []
-    """Program and arguments of a server that is started here and spoken to over its standard input
-    and output (variables are expanded)."""
-    url: str = ""
-    """Address of one that runs already and speaks streamable HTTP, such as
-    http://127.0.0.1:8000/mcp; instead of `command`."""
-    tools: list[str] = []
-    """The tools to take, by the server's names; empty for all."""
-    env: list[str] = []
-    """Names of environment variables that the command is given, besides PATH, HOME and the like."""
-    token_env: str | None = None
-    """Name of the environment variable whose value is sent to the url as bearer token; None sends
-    none."""
-    capability: Literal["auto", "stateless", "none"] = "auto"
-    """Whether trees may branch over its tools: "auto" where the server says that a tool only
-    reads."""
-    cacheable: bool = False
-    """The same call always gives the same result."""
-    max_restarts: int = setting(3, ge=0)
-    """How often in a run a connection that ended by itself is opened again."""
-    start_timeout_s: float = setting(30.0, gt=0)
-    """Longest wait for its list of tools, in seconds."""
-    max_answer_mb: int = setting(16, ge=1)
-    """Largest answer that is read, in MiB; a larger one is an error that the agent reads."""
-
-
 class SearchToolSettings(Settings):
     """Settings of the search tool."""
 
-    kind: Literal["bm25", "dense", "http", "web"] = "bm25"
-    """"bm25" and "dense" search a corpus of your own, "http" asks a server that speaks Search-R1's
-    retrieve protocol (such as `treegraft serve search`), "web" asks a search engine."""
+    kind: str = setting("bm25", built_in=("bm25", "dense"), plugins="searches")
+    """"bm25" and "dense" search a corpus of your own; plugins bring "http", a server that speaks
+    Search-R1's retrieve protocol (such as `treegraft serve search`), and "web", a search engine; or
+    the import path of a class or function, called with this table."""
     corpus: str = setting("", idle_unless=when("tools.search.kind", "bm25", "dense"))
     """For "bm25" and "dense": JSONL file with "id" and "contents"; variables are expanded."""
     top_k: int = setting(3, ge=1, le=1000)
@@ -76,18 +48,6 @@ class SearchToolSettings(Settings):
     index_dir: str = setting("", idle_unless=when("tools.search.kind", "bm25", "dense"))
     """Folder of the index of a dense or large corpus; empty means beside the corpus, or in the
     user's cache folder where nothing can be written there."""
-    url: str = setting("", idle_unless=when("tools.search.kind", "http"))
-    """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
-    provider: Literal["serper", "brave", "tavily"] = setting(
-        "serper", idle_unless=when("tools.search.kind", "web")
-    )
-    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY or
-    TAVILY_API_KEY."""
-    base_url: str = setting("", idle_unless=when("tools.search.kind", "web"))
-    """For "web": address of the provider or of a proxy that answers like it; empty means the
-    provider's own."""
-    timeout_s: float = setting(20.0, gt=0, idle_unless=when("tools.search.kind", "http", "web"))
-    """For "http" and "web": longest wait for one answer, in seconds."""
 
 
 class ToolsSettings(Settings):
@@ -120,9 +80,6 @@ class ToolsSettings(Settings):
     search: SearchToolSettings = setting(
         SearchToolSettings(), idle_unless=has("tools.use", "search")
     )
-    mcp: list[McpSettings] = []
-    """Model Context Protocol servers, each {name = ..., command = [...]} or {name = ..., url =
-    ...}; their tools are on besides those of `use`."""
 
 
 class EnvironmentSettings(Settings):
@@ -162,7 +119,8 @@ class EnvironmentSettings(Settings):
         """
         if self.capability == "fork":
             raise SettingError(
-                f"environment.capability: got 'fork', but {reason}; expected 'replay'."
+                f"environment.capability: got 'fork', but {reason}; expected 'replay'.",
+                code="no-fork",
             )
         return Capability.NONE if self.capability == "auto" else Capability(self.capability)
 
@@ -177,5 +135,6 @@ class EnvironmentSettings(Settings):
             )
             raise SettingError(
                 f'environment.options: for "{self.kind}": {faults}. It takes'
-                f" {', '.join(table.model_fields)}."
+                f" {', '.join(table.model_fields)}.",
+                code="environment-options-invalid",
             ) from error

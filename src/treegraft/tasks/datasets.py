@@ -19,6 +19,8 @@ from treegraft.core.types import SYSTEM_ROLES, Task
 from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.fields import (
     CONTROL,
+    QUESTION_COLUMNS,
+    REFERENCE_COLUMNS,
     Defects,
     accepted_answers,
     after_mark,
@@ -43,7 +45,8 @@ class DatasetSource(OpenTasks):
         if not settings.train and not settings.eval:
             raise SettingError(
                 "tasks.kind is 'dataset', but tasks.dataset.train and tasks.dataset.eval are empty;"
-                " name a .jsonl, .json, .csv or .parquet file, or 'hub:NAME:CONFIG/SPLIT'"
+                " name a .jsonl, .json, .csv or .parquet file, or 'hub:NAME:CONFIG/SPLIT'",
+                code="dataset-unnamed",
             )
         self._settings = settings
         self._num_train = num_train
@@ -60,7 +63,8 @@ class DatasetSource(OpenTasks):
         """
         if not self._settings.train:
             raise SettingError(
-                "tasks.dataset.train is empty; name the training files, or only evaluate"
+                "tasks.dataset.train is empty; name the training files, or only evaluate",
+                code="train-files-unnamed",
             )
         return self._train[0]
 
@@ -130,6 +134,7 @@ class DatasetSource(OpenTasks):
                 f"{', '.join(self._settings.train)}: one usable row is too few to train and to"
                 " evaluate; name evaluation files in tasks.dataset.eval",
                 settings=["tasks.dataset.train", "tasks.dataset.eval"],
+                code="one-row",
             )
         return tuple(scan.tasks[:num_left]), held_out
 
@@ -169,6 +174,8 @@ class _FileDefects(Defects):
     unreadable: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)
     """Of the rows that lacked one that the settings name."""
+    lacking: Mapping[str, Any] = field(default_factory=dict)
+    """The first of those rows."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """The first row with a list or an object in place of a text."""
     num_rows: int = 0
@@ -239,6 +246,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
     found = [find_value(row.values, [column]) if column else ("", None) for column in wanted]
     if None in found:
         defects.add(_NO_COLUMN, row.number)
+        defects.lacking = defects.lacking or row.values
         defects.columns |= {column for column, _ in nested_columns(row.values)}
         return None
     question, reference, category = (pair[1] for pair in found if pair is not None)
@@ -283,18 +291,34 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
 def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) -> None:
     """Raises DataError for a source without a usable row, naming the likeliest reason."""
     if defects.num_rows == 0:
-        raise DataError(f"'{spec}' has no rows; expected one question per row")
+        raise DataError(
+            f"'{spec}' has no rows; expected one question per row", code="no-rows-in-file"
+        )
     for setting in ("question_column", "reference_column", "category_column"):
         column = getattr(settings, setting)
         if _NO_COLUMN in defects.rows and column and column not in defects.columns:
             raise DataError(
                 f"'{spec}' has no column '{column}'"
-                f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
-                f" {', '.join(sorted(defects.columns))}"
+                f" (tasks.dataset.{setting}).{_likely(setting, column, defects)} It has"
+                f" {', '.join(sorted(defects.columns))}",
+                code="column-missing",
             )
     _refuse_nested(spec, defects.values, settings)
     found = "; ".join(defects.summary(spec)) or "every row repeats one of an earlier file"
-    raise DataError(f"'{spec}' has no usable row among {defects.num_rows}: {found}")
+    raise DataError(
+        f"'{spec}' has no usable row among {defects.num_rows}: {found}", code="no-usable-row"
+    )
+
+
+def _likely(setting: str, column: str, defects: _FileDefects) -> str:
+    """The column that may be meant: by its contents, by the names that files give it, by its
+    spelling."""
+    usual: Sequence[str] = REFERENCE_COLUMNS if setting == "reference_column" else ()
+    if setting == "question_column":
+        chats = [name for name, value in defects.lacking.items() if are_messages(value)]
+        usual = (*chats, *QUESTION_COLUMNS)
+    found = find_value(defects.lacking, usual)
+    return f" Did you mean '{found[0]}'?" if found else nearest(column, defects.columns)
 
 
 def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings) -> None:
@@ -310,7 +334,8 @@ def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings)
                 f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds"
                 f" {'an object' if isinstance(value, Mapping) else 'a list'}, {value!r:.80};"
                 f" expected {expected}. Name the place of a text within it:"
-                f" {', '.join(places_within(value, column)) or 'it holds none'}"
+                f" {', '.join(places_within(value, column)) or 'it holds none'}",
+                code="column-no-text",
             )
 
 

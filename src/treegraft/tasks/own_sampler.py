@@ -34,6 +34,7 @@ class OwnSampler:
             f"{SETTING}: {member} of '{self._path}' gave {got}, expected {expected}; mend it"
             " there.",
             settings=[SETTING],
+            code="sampler-invalid",
         )
 
     def _different(self, member: str, found: Any) -> list[Task]:

@@ -60,7 +60,8 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     if path.suffix.lower() not in readers:
         raise SettingError(
             f"'{spec}' is no kind of file that can be read; expected {', '.join(readers)} or"
-            " 'hub:NAME:CONFIG/SPLIT'"
+            " 'hub:NAME:CONFIG/SPLIT'",
+            code="file-kind-unknown",
         )
     return readers[path.suffix.lower()](path)
 
@@ -91,7 +92,9 @@ def _resolve(spec: str) -> Path:
     # A variable that is not set is left as it stands.
     if "$" in expanded:
         raise DataError(
-            f"'{spec}' names an environment variable that is not set; set it, or write the path out"
+            f"'{spec}' names an environment variable that is not set; set it, or write the path"
+            " out",
+            code="path-variable-unset",
         )
     path = Path(expanded)
     if path.is_dir():
@@ -99,7 +102,8 @@ def _resolve(spec: str) -> Path:
         files = f"; it holds {', '.join(inside[:5])}" if inside else ", of which it holds none"
         raise DataError(
             f"'{spec}' is a folder; expected the .jsonl, .json, .csv or .parquet files in it, each"
-            f" by its name{files}"
+            f" by its name{files}",
+            code="data-folder",
         )
     if not path.is_file():
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -107,7 +111,8 @@ def _resolve(spec: str) -> Path:
         place = "" if siblings else f" The folder '{path.parent}' does not exist or is empty."
         raise DataError(
             f"there is no file '{path}'{given}; expected a .jsonl, .json, .csv or .parquet file, or"
-            f" 'hub:NAME:CONFIG/SPLIT'.{place}{nearest(path.name, siblings)}"
+            f" 'hub:NAME:CONFIG/SPLIT'.{place}{nearest(path.name, siblings)}",
+            code="data-missing",
         )
     return path
 
@@ -140,7 +145,8 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
         rows = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"'{path}' is not JSON: {error}; expected a list of objects, or one object a line"
+            f"'{path}' is not JSON: {error}; expected a list of objects, or one object a line",
+            code="data-no-json",
         ) from error
     for number, values in enumerate(rows):
         yield _row(number, values, f"entry {number + 1}")
@@ -168,7 +174,8 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(
                 f"'{path}' cannot be read as CSV after {number + 1} rows: {error}; expected UTF-8,"
-                " commas, and double quotes around cells that hold either"
+                " commas, and double quotes around cells that hold either",
+                code="csv-unreadable",
             ) from error
 
 
@@ -178,7 +185,8 @@ def _distinct(columns: list[str], path: Path) -> list[str]:
     if twice := [name for name, num in Counter(columns).items() if num > 1 and name]:
         raise DataError(
             f"'{path}' has several columns named {', '.join(map(repr, twice))}; expected each name"
-            " once. Rename or remove columns."
+            " once. Rename or remove columns.",
+            code="columns-repeated",
         )
     return columns
 
@@ -204,7 +212,8 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
                     number += 1
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(
-            f"'{path}' cannot be read as parquet after {number} rows: {error}"
+            f"'{path}' cannot be read as parquet after {number} rows: {error}",
+            code="parquet-unreadable",
         ) from error
 
 
@@ -222,7 +231,8 @@ def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
         raise DataError(
             f"the data set '{name}' (split '{place or default_split}') could not be loaded:"
             f" {error}. Expected 'hub:NAME:CONFIG/SPLIT' (or 'hub:NAME:SPLIT', or 'hub:NAME') with"
-            " the name it has on the hub, and a network or a filled cache"
+            " the name it has on the hub, and a network or a filled cache",
+            code="hub-set-not-loaded",
         ) from error
     for number, values in enumerate(data):
         yield Row(number, dict(values))
@@ -232,8 +242,11 @@ def _opened(path: Path) -> Any:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise DataError(f"'{path}' cannot be opened: {error}") from error
+        raise DataError(f"'{path}' cannot be opened: {error}", code="data-not-opened") from error
     if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         file.close()
-        raise DataError(f"'{path}' is written in UTF-16; expected UTF-8. Save it in that encoding")
+        raise DataError(
+            f"'{path}' is written in UTF-16; expected UTF-8. Save it in that encoding",
+            code="data-utf16",
+        )
     return file

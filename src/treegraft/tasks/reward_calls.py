@@ -29,7 +29,8 @@ def check_function(name: str, function: Any) -> None:
     if not callable(function):
         raise SettingError(
             f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"
-            " function"
+            " function",
+            code="reward-no-function",
         )
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -45,7 +46,8 @@ def check_function(name: str, function: Any) -> None:
             return
     raise SettingError(
         f"reward.funcs names '{name}', which {fault}; expected a function with keyword arguments,"
-        " such as def reward(*, completions, **columns). Write one around it."
+        " such as def reward(*, completions, **columns). Write one around it.",
+        code="reward-signature",
     )
 
 
@@ -73,7 +75,8 @@ def check_columns(name: str, function: RewardFunc, tasks: Sequence[Task]) -> Non
         raise SettingError(
             f"reward.funcs: '{name}' needs the argument '{missing}', for which task '{task.id}' has"
             f" no column; its columns are {has}.{hint} Every reward function also gets"
-            f" {', '.join((*OURS, _EXTRA))}. Rename a column, or give the argument a default."
+            f" {', '.join((*OURS, _EXTRA))}. Rename a column, or give the argument a default.",
+            code="reward-column-missing",
         )
 
 
@@ -81,6 +84,14 @@ def scores_one(function: RewardFunc) -> bool:
     """Returns whether a function has verl's signature, which is called for one trajectory at a
     time."""
     return inspect.signature(function).parameters.keys() >= _OF_VERL
+
+
+def is_async(function: RewardFunc) -> bool:
+    """Returns whether a function is a coroutine function, as those that ask a service are: such
+    a one is never tried on made completions, since a call may cost something."""
+    # The method of an object that is called is not a coroutine function itself.
+    method = getattr(function, "__call__", None)  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, (function, method)))
 
 
 def completion_ids(trajectory: Trajectory) -> list[int]:
@@ -144,11 +155,9 @@ class Called:
     def __init__(self, function: RewardFunc) -> None:
         parameters = inspect.signature(function).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        # The method of an object that is called is not a coroutine function itself.
-        method = getattr(function, "__call__", None)  # noqa: B004
         self._function = function
         self._names = None if takes_all else tuple(parameters)
-        self._is_async = any(map(inspect.iscoroutinefunction, (function, method)))
+        self.is_async = is_async(function)
         self.scores_one = scores_one(function)
         """It is called for one trajectory at a time."""
 
@@ -158,7 +167,7 @@ class Called:
         function, names = self._function, self._names
         if names is not None:
             calls = [{name: call[name] for name in names if name in call} for call in calls]
-        if self._is_async:
+        if self.is_async:
             return list(await asyncio.gather(*(function(**call) for call in calls)))
         # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads,
         # and the process could not end.
@@ -188,13 +197,13 @@ class Arguments:
             "trajectories": trajectories,
         }
 
-    async def give_to(self, function: Called) -> list[Any]:
+    async def give_to(self, function: Called) -> Any:
         """Returns what a function says of the trajectories, in their order."""
         if function.scores_one:
             calls = [self._of_one(number) for number in range(len(self._texts))]
             return _scores(await function.with_each(calls))
         (returned,) = await function.with_each([self._by_name])
-        return list(returned)
+        return returned
 
     def _of_one(self, number: int) -> dict[str, Any]:
         """verl's keywords for one trajectory."""
@@ -217,4 +226,4 @@ class Arguments:
 
 def _scores(returned: Sequence[Any]) -> list[Any]:
     """The scores among what a function of verl's returned, which may say more in a dict."""
-    return [one["score"] if isinstance(one, Mapping) else one for one in returned]
+    return [one.get("score", one) if isinstance(one, Mapping) else one for one in returned]

@@ -18,6 +18,7 @@ from treegraft.core.given import GIVEN
 from treegraft.core.interfaces import RewardFunc
 from treegraft.core.plugin import chosen
 from treegraft.core.types import Leaf, Origin, Status, Task, Trajectory, Tree
+from treegraft.settings.config import Config
 from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks import scoring
 from treegraft.tasks.reward_calls import (
@@ -143,12 +144,14 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
         raise SettingError(
             f"reward.weights has {len(weights)} entries for the {len(settings.funcs)} functions of"
             f" reward.funcs ({', '.join(settings.funcs)}); give one weight per function, or none"
-            " for 1 each"
+            " for 1 each",
+            code="reward-weights-unequal",
         )
     repeated = sorted({name for name in settings.funcs if settings.funcs.count(name) > 1})
     if repeated:
         raise SettingError(
-            f"reward.funcs names '{repeated[0]}' twice; name it once and give it a weight"
+            f"reward.funcs names '{repeated[0]}' twice; name it once and give it a weight",
+            code="reward-twice",
         )
     functions: list[RewardFunc] = []
     for name in settings.funcs:
@@ -157,9 +160,8 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
         if name == "hierarchical":
             function = functools.partial(function, accuracy=settings.accuracy)
         if name == "overlong":
-            function = functools.partial(
-                function, limit=max_tokens, buffer=settings.overlong_tokens
-            )
+            limits = {"limit": max_tokens, "buffer": settings.overlong_tokens}
+            function = functools.partial(function, **limits)
         functions.append(function)
     # Metrics and recorded parts have the name of a given function, unless another one has it.
     bare = (name.removeprefix(GIVEN) for name in settings.funcs)
@@ -168,6 +170,18 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
         for one, name in zip(bare, settings.funcs, strict=True)
     ]
     return list(zip(names, functions, weights, strict=True))
+
+
+def build_scorer(
+    config: Config, rewards: Sequence[WeightedReward], written_text: WrittenText
+) -> RewardScorer:
+    """Returns the scorer of a recipe."""
+    return RewardScorer(
+        rewards,
+        written_text=written_text,
+        deadline_s=config.reward.deadline_s,
+        success_reward=config.environment.success_reward,
+    )
 
 
 def check_rewards(rewards: Sequence[WeightedReward], tasks: Sequence[Task]) -> None:
@@ -213,13 +227,25 @@ class RewardScorer:
         calls = (self._ask(one, arguments, len(trajectories)) for one in self._calls)
         # Failed leaves were not asked about, so their places are skipped below.
         by_leaf = zip(*await asyncio.gather(*calls), strict=True)
-        leaves = [
-            leaf
-            if leaf.status is Status.FAILED
-            else self._scored(leaf, next(by_leaf), tree.task.id)
-            for leaf in tree.leaves
-        ]
+        leaves = list(tree.leaves)
+        for number, leaf in enumerate(leaves):
+            if leaf.status is not Status.FAILED:
+                leaves[number] = self._scored(leaf, next(by_leaf), tree.task.id)
         return replace(tree, leaves=tuple(leaves))
+
+    async def rehearse(self, tree: Tree) -> None:
+        """Asks the functions about a tree of made completions, except those that have to be
+        awaited, which may cost something. Raises `SettingError` for one that returns something
+        else than a number or None for each; whatever else happens is left to the run."""
+        arguments = Arguments(tree.task, paths := tree.trajectories(), self._written_text)
+        for (name, *_), function in zip(self._functions, self._calls, strict=False):
+            outcomes = () if function.is_async else await self._ask(function, arguments, len(paths))
+            if fault := next((one for one in outcomes if isinstance(one, _Unusable)), None):
+                raise SettingError(
+                    f"reward.funcs: '{name.removeprefix(GIVEN)}' was tried on {len(paths)} made"
+                    f" completions of task '{tree.task.id}': {fault}.",
+                    code="reward-tried",
+                )
 
     def _correctness(self, *, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
         """By the answer where there is a reference, else by the environment's reward."""
@@ -238,14 +264,19 @@ class RewardScorer:
         deadline = asyncio.timeout(self._deadline_s)
         try:
             async with deadline:
-                values = await arguments.give_to(function)
+                returned = await arguments.give_to(function)
         # A user's function may raise anything; its failure is data on the leaves.
         except Exception as error:
             # A function's own TimeoutError is not told apart by its class.
             late = f"it took longer than reward.deadline_s = {self._deadline_s:g} s"
             return [late if deadline.expired() else f"{type(error).__name__}: {error}"] * num
+        try:
+            values = [] if isinstance(returned, str | Mapping) else list(returned)
+        except TypeError:
+            values = []
         if len(values) != num:
-            return [f"it returned {len(values)} rewards for {num} trajectories"] * num
+            told = f"it returned {returned!r:.80}, expected a list with one number for each"
+            return [_Unusable(f"{told} of {num} completions (None where it does not apply)")] * num
         return [_checked(value) for value in values]
 
     def _scored(self, leaf: Leaf, outcomes: Sequence[_Outcome], task_id: str) -> Leaf:
@@ -272,6 +303,10 @@ class RewardScorer:
         return replace(leaf, reward=total, reward_parts=parts, is_correct=correct)
 
 
+class _Unusable(str):
+    """The error of a function that has returned something else than rewards."""
+
+
 _Outcome = float | str | None
 """A reward, the error in its place, or None where the function does not apply."""
 
@@ -283,7 +318,7 @@ def _checked(value: Any) -> _Outcome:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return f"it returned {value!r:.80}, expected a number or None"
+        return _Unusable(f"it returned {value!r:.80} for a completion, expected a number or None")
     return number if math.isfinite(number) else f"it returned {number}, expected a finite number"
 
 
@@ -315,12 +350,5 @@ REWARDS: Mapping[str, RewardFunc] = {
 
 
 def _fail(leaf: Leaf, error: str) -> Leaf:
-    return replace(
-        leaf,
-        status=Status.FAILED,
-        reward=None,
-        reward_parts={},
-        is_correct=None,
-        has_loss=False,
-        error=error,
-    )
+    unscored = replace(leaf, reward=None, reward_parts={}, is_correct=None, has_loss=False)
+    return replace(unscored, status=Status.FAILED, error=error)

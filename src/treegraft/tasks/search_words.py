@@ -78,7 +78,7 @@ class Symbols:
         order."""
         words = body.split()
         if len(words) != 2 or words[0] not in self.entities or words[1] not in self.relations:
-            raise ToolError(UNKNOWN)
+            raise ToolError(UNKNOWN, code="query-unknown")
         return words[0], words[1]
 
     def fact(self, entity: str, relation: str, found: str) -> str:
@@ -156,22 +156,27 @@ class English:
         anything but one of each."""
         *relations, entity = self._parts(body)
         if not relations:
-            raise ToolError(f'Write one relation and one name, e.g. "{self._sample}".')
+            raise ToolError(
+                f'Write one relation and one name, e.g. "{self._sample}".', code="query-invalid"
+            )
         for relation in relations:
             if relation not in self.relations:
                 raise ToolError(
                     f'There is no relation "{_shown(relation)}"; the relations are'
-                    f" {', '.join(self.relations)}."
+                    f" {', '.join(self.relations)}.",
+                    code="relation-unknown",
                 )
         if entity not in self.entities:
             raise ToolError(
                 f'There is no person "{_shown(entity)}". Write one relation and one name, e.g.'
-                f' "{self._sample}".'
+                f' "{self._sample}".',
+                code="entity-unknown",
             )
         if len(relations) > 1:
             # The innermost relation, whose entity is known already.
             raise ToolError(
-                f'One relation at a time: look up "{self.query(entity, relations[-1])}" first.'
+                f'One relation at a time: look up "{self.query(entity, relations[-1])}" first.',
+                code="one-relation",
             )
         return entity, relations[0]
 

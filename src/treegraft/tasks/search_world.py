@@ -109,7 +109,8 @@ class SearchWorld:
                 raise SettingError(
                     f"tasks.search_world.{name} is {getattr(settings, name)}; expected at most"
                     f" {len(words)} with tasks.search_world.words = true, which has no more English"
-                    " words. Lower it, or set words = false"
+                    " words. Lower it, or set words = false",
+                    code="words-too-few",
                 )
         self._settings = settings
         self._seed = seed
@@ -154,7 +155,9 @@ class SearchWorld:
         if found is None:
             raise SettingError(
                 f"task '{task.id}': '{task.question:.80}' is not a question of this search world,"
-                f" such as '{world.wording.example}'; name the source that made it, or leave it out"
+                f" such as '{world.wording.example}'; name the source that made it, or leave it"
+                " out",
+                code="foreign-question",
             )
         relations, entity = found
         # Only training questions, which a buffer is made of, are solved with faults: the warm-up
@@ -278,7 +281,8 @@ class SearchWorld:
                 )
         raise SettingError(
             f"tasks.search_world: no question of {hops} hops with different entities found in a"
-            f" world of {world.num_entities} entities; raise tasks.search_world.num_entities"
+            f" world of {world.num_entities} entities; raise tasks.search_world.num_entities",
+            code="world-too-small",
         )
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treegraft.core.errors import SettingError, about
-from treegraft.core.interfaces import EnvironmentKind, Tool
+from treegraft.core.interfaces import EnvironmentKind, SearchBackend, Tool
 from treegraft.core.packages import require
-from treegraft.core.plugin import blaming, chosen
+from treegraft.core.plugin import CORE_NAMES, blaming, chosen, loaded, offered
 from treegraft.settings.table import with_value
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
 from treegraft.tools.function import FunctionTool
-
-if TYPE_CHECKING:
-    from treegraft.tools.search.tool import SearchBackend
 
 
 def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
@@ -32,14 +29,14 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
         tool: Tool = _as_tool(found, entry) if ":" in entry else found(settings)
         if tool.name in origins:
             raise SettingError(
-                f"tools.use: '{entry}' gives a tool named '{tool.name}', but {origins[tool.name]}."
+                f"tools.use: '{entry}' gives a tool named '{tool.name}', but {origins[tool.name]}.",
+                code="tools-same-name",
             )
         tools.append(tool)
         origins[tool.name] = "it is there already"
-    if settings.mcp:
-        from treegraft.tools.mcp import open_servers
-
-        tools += open_servers(settings.mcp, taken=origins)
+    for name, entry in offered("toolsets").items():
+        if asked := getattr(settings, name, None):
+            tools += loaded(entry)(asked, taken=origins)
     return tools
 
 
@@ -69,7 +66,8 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     if not callable(found):
         raise SettingError(
             f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class, or"
-            " a function that makes an environment."
+            " a function that makes an environment.",
+            code="environment-invalid",
         )
     with blaming(settings.kind, "environment.kind"):
         # The tools are the methods of its class, which only an object tells.
@@ -116,18 +114,11 @@ def open_search(settings: SearchToolSettings) -> SearchBackend:
 
     Raises `SettingError`, `DataError` and `ModelError` for what cannot be had.
     """
-    if settings.kind == "http":
-        from treegraft.tools.search.remote import RemoteSearch
-
-        remote = RemoteSearch(settings.url, timeout_s=settings.timeout_s)
-        remote.check()  # before the run, not at an agent's first question
-        return remote
-    if settings.kind == "web":
-        from treegraft.tools.search.web import WebSearch
-
-        return WebSearch(
-            settings.provider, base_url=settings.base_url, timeout_s=settings.timeout_s
-        )
+    if settings.kind not in CORE_NAMES["searches"]:
+        make = chosen(settings.kind, {}, "searches", "tools.search.kind")
+        with blaming(settings.kind, "tools.search.kind"):
+            backend: SearchBackend = make(settings)
+        return backend
     from treegraft.tools.search.tool import open_corpus
 
     with about("tools.search.corpus"):
@@ -142,12 +133,14 @@ def _as_tool(found: Any, entry: str) -> Tool:
             found = found()
         except TypeError as error:
             raise SettingError(
-                f"tools.use: the class '{entry}' cannot be made without arguments: {error}"
+                f"tools.use: the class '{entry}' cannot be made without arguments: {error}",
+                code="tool-not-made",
             ) from error
     if isinstance(found, Tool):
         return found
     if callable(found):
         return FunctionTool(found)
     raise SettingError(
-        f"tools.use: '{entry}' is a {type(found).__name__}; expected a function or a tool."
+        f"tools.use: '{entry}' is a {type(found).__name__}; expected a function or a tool.",
+        code="tool-invalid",
     )

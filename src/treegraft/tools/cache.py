@@ -32,7 +32,8 @@ class ResultCache:
         if must_exist and not os.path.isfile(self.path):
             raise DataError(
                 f"tool cache '{self.path}': there is no such file, and a replay answers from it"
-                " alone."
+                " alone.",
+                code="cache-missing",
             )
         try:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +52,7 @@ class ResultCache:
             raise DataError(
                 f"tool cache '{self.path}': it cannot be opened: {error}. Check tools.cache_path.",
                 settings=["tools.cache_path"],
+                code="cache-not-opened",
             ) from error
 
     def get(self, tool: str, fingerprint: str, body: str) -> str | None:

@@ -56,7 +56,8 @@ class FunctionTool:
         own_name = name or str(getattr(func, "__name__", ""))
         if not own_name.isidentifier():  # the name is a tag in the agent's markup
             raise SettingError(
-                f"tool '{own_name}': got this as its name; expected letters and underscores."
+                f"tool '{own_name}': got this as its name; expected letters and underscores.",
+                code="tool-name-invalid",
             )
         is_tag = re.fullmatch(r"[a-z][a-z_]*", own_name)
         self.name = own_name if is_tag else tag_of(own_name)
@@ -66,7 +67,8 @@ class FunctionTool:
         if not self.description:
             raise SettingError(
                 f"{self._place} has no docstring; its first paragraph tells the agent its use."
-                + (" Begin the name with _ where it is not a tool." if owner else "")
+                + (" Begin the name with _ where it is not a tool." if owner else ""),
+                code="tool-without-docstring",
             )
         capability = getattr(func, "capability", Capability.STATELESS)
         try:
@@ -74,7 +76,8 @@ class FunctionTool:
         except ValueError:
             kinds = ", ".join(f"'{kind}'" for kind in Capability)
             raise SettingError(
-                f"{self._place}: capability is {capability!r}, expected one of {kinds}."
+                f"{self._place}: capability is {capability!r}, expected one of {kinds}.",
+                code="capability-unknown",
             ) from None
         self.cacheable = bool(getattr(func, "cacheable", False))
         self.is_remote = bool(getattr(func, "is_remote", False))
@@ -88,7 +91,8 @@ class FunctionTool:
             hints = get_type_hints(func)
         except Exception as error:  # a name that is not imported at run time, or any other
             raise SettingError(
-                f"{self._place}: its annotations cannot be read: {describe(error)}"
+                f"{self._place}: its annotations cannot be read: {describe(error)}",
+                code="annotations-unreadable",
             ) from error
         self._task_params: list[str] = []
         self._params: dict[str, TypeAdapter[Any]] = {}
@@ -128,9 +132,15 @@ class FunctionTool:
     def _add(self, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> None:
         name, place = parameter.name, f"{self._place}: parameter"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise SettingError(f"{place} '*{name}' cannot be filled; name each parameter.")
+            raise SettingError(
+                f"{place} '*{name}' cannot be filled; name each parameter.",
+                code="parameter-starred",
+            )
         if name not in hints and self._needs_annotations:
-            raise SettingError(f"{place} '{name}' has no annotation, such as 'str'.")
+            raise SettingError(
+                f"{place} '{name}' has no annotation, such as 'str'.",
+                code="parameter-without-annotation",
+            )
         hint = hints.get(name, Any)
         if hint is Task:
             self._task_params.append(name)
@@ -139,7 +149,8 @@ class FunctionTool:
             self._params[name] = TypeAdapter(hint)
         except PydanticUserError as error:
             raise SettingError(
-                f"{place} '{name}' is annotated {hint}, which cannot be read from JSON."
+                f"{place} '{name}' is annotated {hint}, which cannot be read from JSON.",
+                code="annotation-no-json",
             ) from error
 
     def _arguments(self, body: str) -> dict[str, Any]:
@@ -150,10 +161,14 @@ class FunctionTool:
         fields = self._named(read_json(body, f"{self.name} needs JSON, {self._usage()}"))
         if not isinstance(fields, dict):
             raise ToolError(
-                f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}"
+                f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}",
+                code="arguments-no-object",
             )
         if unknown := next((name for name in fields if name not in self._params), None):
-            raise ToolError(f"{self.name} has no parameter '{unknown}'; it takes {self._usage()}")
+            raise ToolError(
+                f"{self.name} has no parameter '{unknown}'; it takes {self._usage()}",
+                code="argument-unknown",
+            )
         arguments: dict[str, Any] = {}
         for name, adapter in self._params.items():
             if name in fields:
@@ -161,9 +176,15 @@ class FunctionTool:
                     arguments[name] = adapter.validate_python(fields[name])
                 except ValidationError as error:
                     reason = error.errors(include_url=False)[0]["msg"]
-                    raise ToolError(f"{self.name}: '{name}' does not fit: {reason}") from None
+                    raise ToolError(
+                        f"{self.name}: '{name}' does not fit: {reason}",
+                        code="argument-does-not-fit",
+                    ) from None
             elif name in self._required:
-                raise ToolError(f"{self.name}: '{name}' is missing; it takes {self._usage()}")
+                raise ToolError(
+                    f"{self.name}: '{name}' is missing; it takes {self._usage()}",
+                    code="argument-missing",
+                )
         return arguments
 
     def _named(self, fields: Any) -> Any:
@@ -194,7 +215,8 @@ class FunctionTool:
             found, definitions = TypeAdapter.json_schemas(inputs)
         except PydanticUserError as error:
             raise SettingError(
-                f"{self._place}: its parameters have no JSON schema: {error.message}"
+                f"{self._place}: its parameters have no JSON schema: {error.message}",
+                code="parameters-no-schema",
             ) from error
         docstring = inspect.getdoc(self._func) or ""
         properties = {}

@@ -104,14 +104,16 @@ class Toolbox:
         if settings.replay and not has_store:
             raise SettingError(
                 "tools.replay answers from tools.cache_path alone: name the file, and leave"
-                " tools.cache on."
+                " tools.cache on.",
+                code="replay-without-cache",
             )
         self._entries: dict[str, _Entry] = {}
         for tool in tools:
             if tool.name in self._entries:
                 raise SettingError(
                     f"two tools are named '{tool.name}'; a name is the agent's tag and must be"
-                    " unique."
+                    " unique.",
+                    code="tools-same-name",
                 )
             self._entries[tool.name] = _Entry(tool)
         self._settings = settings
@@ -249,7 +251,8 @@ class Toolbox:
                 return self._observation(text)
             if self._settings.replay:
                 raise ToolUnavailable(
-                    f"replay: '{self._store.path}' holds no result of this call of '{entry.name}'"
+                    f"replay: '{self._store.path}' holds no result of this call of '{entry.name}'",
+                    code="replay-lacks-result",
                 )
         return await self._execute(entry, body, task)
 

@@ -33,6 +33,12 @@ class Attempt:
     """Of its environment, at the end; None without one."""
     question: str | None = None
     """With the environment's first observation; None for the task's own."""
+    refused: str | None = None
+    """The reply that holds neither a call nor an answer, as it was sent; None for none."""
+    num_requests: int = 0
+    """Replies of a server."""
+    num_tokens: tuple[int, int] = (0, 0)
+    """Of its requests and of its replies, as the server counts them; 0 where it does not."""
 
 
 class Agent(Protocol):

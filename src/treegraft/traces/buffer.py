@@ -133,7 +133,8 @@ class TraceBuffer:
             if self._encoder is None and name is None:
                 raise DataError(
                     f"buffer '{self.path}' is empty and names no encoder; build it with: treegraft"
-                    " buffer build RECIPE"
+                    " buffer build RECIPE",
+                    code="buffer-without-encoder",
                 )
             ours = self._encoder = self._encoder or build_encoder(str(name))
             probe = _encode(ours, [_PROBE])[0].astype("<f4").tobytes()
@@ -153,7 +154,8 @@ class TraceBuffer:
             raise DataError(
                 f"buffer '{self.path}' was built with the encoder '{theirs}' ({dim} dimensions),"
                 f" but '{wanted}'{dims} is asked for; take \"{theirs}\" (the setting"
-                " buffer.encoder, or --encoder), or build the buffer again"
+                " buffer.encoder, or --encoder), or build the buffer again",
+                code="buffer-other-encoder",
             )
         return theirs, dim, vector
 
@@ -241,7 +243,7 @@ class TraceBuffer:
         the file, marked, so that `roll_back` can restore them."""
         if capacity < 0:
             raise SettingError(
-                f"capacity is {capacity}; expected the number of traces to keep, 0 or more"
+                f"capacity is {capacity}; expected 0 traces or more", code="capacity-negative"
             )
         with self._writing:
             self._catch_up(self._table)
@@ -301,7 +303,7 @@ class TraceBuffer:
             min_similarity: lowest cosine of a result, -1..1.
         """
         if isinstance(keys, str):
-            raise SettingError("search(keys=...) got one text; expected a list of keys")
+            raise SettingError("search(keys=): got one text, expected a list", code="keys-one-text")
         if not len(keys) or not len(self):
             return [[] for _ in keys]
         filters = (allow_terminal, exclude_tasks, sources, min_similarity)
@@ -318,7 +320,9 @@ class TraceBuffer:
     ) -> list[list[tuple[Trace, float]]]:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
         if k < 1:
-            raise SettingError(f"search(k={k}): expected the number of traces to find, 1 or more")
+            raise SettingError(
+                f"search(k={k}): expected 1 trace or more to find", code="k-too-small"
+            )
         tasks = _tasks(exclude_tasks, len(vectors))
         # Taken once: another thread may put other rows in their place.
         table = self._table
@@ -497,8 +501,15 @@ class TraceBuffer:
             self._file.back_up(partial)
             os.replace(partial, target)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            # On a full disk their room is needed.
+            for leftover in target.parent.glob(f"{partial.name}*"):
+                leftover.unlink()
             raise
+
+    def fold(self) -> None:
+        """Makes the file whole without another beside it, so that it can be renamed. Raises
+        DataError: that failed, as on a full disk."""
+        self._file.fold()
 
     def in_memory(self) -> TraceBuffer:
         """Returns a copy that lives in this process alone, as of `copy_to`."""
@@ -534,8 +545,8 @@ class TraceBuffer:
                     raise DataError(
                         f"buffer '{self.path}': the encoder '{self.encoder_name}' gives other"
                         f" vectors than when the buffer was built ({encoder.dim} dimensions, cosine"
-                        f" {cosine:.3f} for the same text); use the model of that time, or build it"
-                        " again"
+                        f" {cosine:.3f} for one text); use the model of then, or build it again",
+                        code="encoder-changed",
                     )
                 self._is_checked = True
             return encoder
@@ -555,7 +566,8 @@ def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
     if vectors.shape != shape or not np.allclose(lengths, 1.0, atol=1e-3):
         raise DataError(
             f"the encoder '{encoder.name}' gave an array of shape {vectors.shape} for {len(texts)}"
-            f" texts; expected {shape}, every vector finite and of length 1"
+            f" texts; expected {shape}, every vector finite and of length 1",
+            code="vectors-invalid",
         )
     return vectors
 
@@ -564,7 +576,7 @@ def _tasks(exclude_tasks: Sequence[str | None] | None, num: int) -> Sequence[str
     tasks = exclude_tasks if exclude_tasks is not None else [None] * num
     if len(tasks) != num:
         raise SettingError(
-            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one for each key,"
-            " None where no task is excluded"
+            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one each, or None",
+            code="exclude-tasks-unequal",
         )
     return tasks

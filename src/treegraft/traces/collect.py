@@ -25,6 +25,10 @@ from treegraft.traces.keys import says_something, split_steps
 
 OUTAGES = 32
 """Attempts in a row that could not reach the agent, after which the build ends."""
+LEAST_TO_JUDGE, MOST_REFUSED_FRAC = 32, 0.5
+"""Attempts from which the build ends if more than this share ended at a refused reply."""
+NUM_EXAMPLES = 3
+"""Refused replies that are shown."""
 
 
 @dataclass(slots=True)
@@ -74,6 +78,16 @@ class BuildReport(StoredCounts):
     num_scored: int = 0
     num_calls: int = 0
     """Tool calls of all attempts, kept or not."""
+    num_requests: int = 0
+    """Replies of a server."""
+    num_read: int = 0
+    """Tokens of the requests, as the server counts them; 0 where it does not."""
+    num_written: int = 0
+    """Tokens of the replies."""
+    num_refused: int = 0
+    """Attempts that ended at a reply with neither a call nor an answer."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """The first such reply for each of NUM_EXAMPLES reasons."""
     cpu_s: float = 0.0
     """CPU seconds of all threads of this process since the first attempt."""
 
@@ -81,6 +95,15 @@ class BuildReport(StoredCounts):
     def mean_reward(self) -> float | None:
         """Over all scored attempts, kept or not; None before the first."""
         return self.reward_sum / self.num_scored if self.num_scored else None
+
+    def cost(self, settings: BuildSettings) -> float:
+        """Returns what the replies so far cost, in the currency of the prices."""
+        return priced(settings, self.num_read, self.num_written)
+
+
+def priced(settings: BuildSettings, num_read: float, num_written: float) -> float:
+    """Returns the price of tokens that a server reads and writes."""
+    return (num_read * settings.price_read + num_written * settings.price_written) / 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,19 +164,44 @@ class _Builder:
         return made, await self.of.scorer(tree)
 
     def count_failures(self, attempts: Sequence[Attempt]) -> None:
-        """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
+        """Raises EngineError once OUTAGES attempts in a row did not reach the agent, or most
+        replies are refused."""
         self.report.num_attempts += len(attempts)
         for attempt in attempts:
             self.report.num_calls += sum(len(step.calls) for step in attempt.contents)
             if attempt.error is not None:
                 self.report.failures[attempt.error] += 1
+            self._count_replies(attempt)
             self.num_outages = self.num_outages + 1 if attempt.is_outage else 0
             if self.num_outages >= OUTAGES:
                 raise EngineError(
                     f"agent '{self.of.agent.source}' was not reached {self.num_outages} times in a"
                     f" row; the last: {attempt.error}. Earlier traces are kept; mend the cause and"
-                    " run the same command again to go on."
+                    " run the same command again to go on.",
+                    code="agent-out-of-reach",
                 )
+
+        report = self.report
+        most = MOST_REFUSED_FRAC * report.num_attempts
+        if report.num_attempts >= LEAST_TO_JUDGE and report.num_refused > most:
+            raise EngineError(
+                f"agent '{self.of.agent.source}': {report.num_refused} of"
+                f" {report.num_attempts} attempts ended at a reply with neither a call nor an"
+                " answer, more than half, so that no more are asked for. Look at the refused"
+                " replies above; name a model that calls tools, or explain the task in"
+                " format.system_prompt. Earlier traces are kept, and the same command goes on.",
+                code="expert-refused",
+            )
+
+    def _count_replies(self, attempt: Attempt) -> None:
+        report = self.report
+        report.num_requests += attempt.num_requests
+        report.num_read += attempt.num_tokens[0]
+        report.num_written += attempt.num_tokens[1]
+        if attempt.refused is not None:
+            report.num_refused += 1
+            if len(report.refused) < NUM_EXAMPLES:
+                report.refused.setdefault(attempt.error or "", attempt.refused)
 
     def best(
         self, task: Task, attempts: Sequence[Attempt], tree: Tree | None
@@ -229,7 +277,8 @@ async def build_traces(
             made.
         seed: breaks ties between trajectories of equal reward.
         report: filled in as the work goes on, so that it is there after a Ctrl-C; None makes one.
-        on_progress: called with (tasks done, tasks in all, report) after each task.
+        on_progress: called with (tasks done, tasks in all, report) before the first and after each
+            task.
 
     Raises:
         EngineError: OUTAGES attempts in a row could not reach the agent. Earlier traces are in the
@@ -252,6 +301,8 @@ async def build_traces(
     # way.
     with ThreadPoolExecutor(1, thread_name_prefix="buffer") as thread:
         try:
+            if on_progress is not None:
+                on_progress(0, len(todo), report)
             for position in range(len(todo) + window):
                 if position < len(todo):
                     task = todo[position]

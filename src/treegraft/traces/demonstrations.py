@@ -4,8 +4,6 @@ file, all of them or the best rewarded."""
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -15,13 +13,13 @@ from pathlib import Path
 from treegraft.assemble import Parts, TrainingParts
 from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import DataError
-from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.policy.learn.lessons import Lesson, LessonBook
-from treegraft.policy.learn.sft import demonstration_tree
+from treegraft.policy.learn.sft import demonstration_tree, few_unfit
 from treegraft.settings.config import Config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.imports import Columns, ImportReport, check_paths, read_file
 from treegraft.traces.keys import OTHER_TASKS, read_trajectory
 from treegraft.traces.rollout_buffer import OWN, BufferOrigin, place_of_own
 from treegraft.traces.run_buffer import RunBuffer
@@ -79,7 +77,7 @@ def read_demonstrations(
     if _is_buffer(path):
         found = list(_of_buffer(path, tasks, has_environment, reasons))
     else:
-        found = _of_file(path)
+        found = _of_file(path, reasons)
     num_found = len(found) + reasons.total()
     best = max((one.reward for one in found if one.reward is not None), default=None)
     kept = _best(found, path, settings, reasons)
@@ -92,7 +90,8 @@ def read_demonstrations(
             advice = f"The best reward is {best:g}: lower warmup.min_reward"
         counted = f"none of its {num_found} trajectories can be imitated ({left_out}). {advice}."
         raise DataError(
-            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}"
+            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}",
+            code="no-demonstration",
         )
     return Chosen([(one.task, one.steps) for one in kept], left_out)
 
@@ -109,7 +108,8 @@ def _best(
         if one.reward is None:
             raise DataError(
                 f"warmup.traces '{path}', {one.task.id}: got no reward, which warmup.min_reward and"
-                ' warmup.num_best need; add a number "reward" to each line.'
+                ' warmup.num_best need; add a number "reward" to each line.',
+                code="demonstration-without-reward",
             )
         if least is None or one.reward >= least:
             rated.append((one.reward, one))
@@ -131,11 +131,15 @@ def _best(
 
 
 def _is_buffer(path: Path) -> bool:
-    if not path.is_file():
+    if not path.exists():
         raise DataError(
-            f"warmup.traces: there is no file '{path}'; expected JSONL of questions and steps, a"
-            ' Step-Trace Buffer, "buffer" for that of [buffer], or "expert"'
+            f"warmup.traces: there is no file '{path}'; expected JSONL of trajectories, a run"
+            ' folder, a Step-Trace Buffer, "buffer" for that of [buffer], or "expert"',
+            code="demonstrations-missing",
         )
+    if path.is_dir():
+        check_paths([path])
+        return False
     with path.open("rb") as file:
         return file.read(len(SQLITE)) == SQLITE
 
@@ -187,7 +191,8 @@ def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Pa
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise DataError(
             f"loss.lesson_coef: the buffer '{buffer.path}' has no success at the training tasks"
-            f" ({left_out or 'none that this format can say'}); name another buffer."
+            f" ({left_out or 'none that this format can say'}); name another buffer.",
+            code="no-lesson",
         )
     return book
 
@@ -222,29 +227,22 @@ def _of_traces(
             yield Stored(*found, traces[0].reward)
 
 
-# ---------------------------------------------------------------------- JSONL
+# ---------------------------------------------------------------------- files
 
 
-def _of_file(path: Path) -> list[Stored]:
-    """{"question", "reward", "steps": [{"thought", "calls": [{"name", "body"}], "observations":
-    [text], "answer"}]} a line; the reward may be left out."""
+def _of_file(path: Path, reasons: Counter[str]) -> list[Stored]:
+    """What `buffer import` reads, with the rows' own questions; a reward may be left out."""
+    report = ImportReport()
     found: list[Stored] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            question = text_of(row["question"], "question")
-            steps = read_steps(row["steps"])
-            reward = None if row.get("reward") is None else float(row["reward"])
-            if reward is not None and not math.isfinite(reward):
-                raise ValueError(f"reward is {reward}, expected a finite number")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a"
-                " list of steps, each with thought, calls, observations or answer. Correct"
-                " the line or leave it out."
-            ) from error
-        task = Task(id=f"line {number}", question=question, reference=())
-        found.append(Stored(task, steps, reward))
-    if not found:
-        raise DataError(f"warmup.traces '{path}': the file has no rows")
+    for one in read_file(path, Columns(), report):
+        if all(one.is_kept):
+            task = Task(id=f"line {one.line}", question=one.question, reference=())
+            found.append(Stored(task, one.contents, one.reward))
+        else:
+            reasons["with a step of another agent's, or one that leads nowhere"] += 1
+    if problems := [f"line {one.line}: {one.reason}" for one in report.problems]:
+        num_rows = len(found) + reasons.total() + len(problems)
+        reasons[few_unfit(path, problems, num_rows, "cannot be read")] += len(problems)
+    if not found and not reasons:
+        raise DataError(f"warmup.traces '{path}': the file has no rows", code="no-rows-in-file")
     return found

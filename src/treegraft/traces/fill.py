@@ -13,11 +13,12 @@ from treegraft.assemble import assemble, training_limits
 from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import about
 from treegraft.core.given import giving
-from treegraft.core.interfaces import Display, TaskSource, Tool
+from treegraft.core.interfaces import Display, Format, TaskSource, Tool
 from treegraft.core.interrupt import Ended, run_to_end
-from treegraft.core.types import Tree
+from treegraft.core.types import Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.rollout.formats.build import build_format
+from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.formats.tags import TagsFormat
@@ -25,13 +26,13 @@ from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.rewards import RewardScorer, build_rewards, check_rewards
+from treegraft.tasks.rewards import build_rewards, build_scorer, check_rewards
 from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces
+from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces, priced
 from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 
@@ -45,9 +46,12 @@ class BufferBuild:
         objects: Python objects in place of settings, as of `train`.
         """
         config, self._given = with_objects(config, objects, replaces=True)
-        self._config, self._settings, self._out = config, config.buffer.build, out
-        self.source = self._settings.source or self._settings.agent
+        self._config, self._out = config, out
+        self.settings = config.buffer.build
+        """What was asked for."""
+        self.source = self.settings.source or self.settings.agent
         """The agent's name in the buffer."""
+        self._endpoint: EndpointAgent | None = None
         self.report = BuildReport()
         """The counts so far, also where the work broke off."""
         self.stopped_by: int | None = None
@@ -57,6 +61,29 @@ class BufferBuild:
     def is_stopped(self) -> bool:
         """Whether a signal ended it."""
         return self.stopped_by is not None
+
+    @property
+    def tools_refused(self) -> str:
+        """Why a server was asked in tags although the recipe's agent writes chat turns; "" where
+        it was not."""
+        return self._endpoint.refusal if self._endpoint else ""
+
+    def _expected(self, tasks: Sequence[Task]) -> str:
+        """What a server will be asked for."""
+        num = self.settings.num_samples
+        assert self._endpoint is not None
+        most = self._endpoint.estimate(tasks, num, self._config.tools.max_output_chars)
+        tokens = self._tokens(most.num_read, most.num_written)
+        return (
+            f"{len(tasks)} tasks x {num} attempts: at most {most.num_requests:,} requests, {tokens}"
+            " if each attempt goes up to its limits"
+        )
+
+    def _tokens(self, num_read: float, num_written: float) -> str:
+        """Tokens in all, and what they cost where prices are known."""
+        cost = priced(self.settings, num_read, num_written)
+        price = f", at a cost of {cost:,.2f}" if cost else ""
+        return f"{num_read:,.0f} tokens read and {num_written:,.0f} written{price}"
 
     def run(self, *, display: Display) -> None:
         """Fills the buffer, up to its end or a Ctrl-C.
@@ -69,17 +96,24 @@ class BufferBuild:
             self._run(display)
 
     def _run(self, display: Display) -> None:
-        config, settings = self._config, self._settings
+        config, settings = self._config, self.settings
         tasks = build_tasks(config.tasks, config.run.seed)
 
         def show(done: int, total: int, report: BuildReport) -> None:
             failed = f"{sum(report.failures.values())} of {report.num_attempts} attempts failed"
-            display.phase("buffer", done, total, f"{report.num_new} traces, {failed}")
+            details = [f"{report.num_new} traces", failed]
+            if report.num_read:
+                share = total / max(1, done)
+                details.append(self._tokens(report.num_read * share, report.num_written * share))
+            display.phase("buffer", done, total, ", ".join(details))
 
         async def work() -> None:
             hold = self._checkpoint if settings.agent_kind == "checkpoint" else self._stranger
             async with hold(tasks) as asked:
                 self.source = asked.agent.source
+                if isinstance(asked.agent, EndpointAgent):
+                    self._endpoint = asked.agent
+                    display.note(self._expected(tasks.train_tasks()[: settings.num_tasks]))
                 try:
                     # After the agent is there: one that cannot be had leaves no empty file behind.
                     with TraceBuffer(self._out, config.buffer.encoder) as buffer:
@@ -105,7 +139,7 @@ class BufferBuild:
     @asynccontextmanager
     async def _stranger(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
         """Holds the scripted expert or an agent behind a server; no weights are loaded."""
-        config, settings = self._config, self._settings
+        config, settings = self._config, self.settings
         kind = open_environments(config.environment)
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
@@ -113,6 +147,7 @@ class BufferBuild:
         environments = None if kind is None else Environments(kind, config.environment)
         toolbox = Toolbox(tools, config.tools, environments)
         try:
+            format = build_format(config.format, tokenizer, tools)
             agent: Agent
             if settings.agent_kind == "expert":
                 agent = ScriptedAgent(
@@ -122,29 +157,22 @@ class BufferBuild:
                     environments=toolbox if environments else None,
                 )
             else:
-                agent = self._endpoint_agent(tokenizer, toolbox, tools)
-            format = build_format(config.format, tokenizer, tools)
+                agent = self._endpoint_agent(tokenizer, toolbox, tools, format)
             rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
             check_rewards(rewards, tasks.train_tasks())
-            scorer = RewardScorer(
-                rewards,
-                written_text=format.written_text,
-                deadline_s=config.reward.deadline_s,
-                success_reward=config.environment.success_reward,
-            )
             yield ScoredAgent(
                 agent=agent,
                 format=format,
-                scorer=scorer,
+                scorer=build_scorer(config, rewards, format.written_text),
                 max_graft_tokens=config.rollout.max_completion_tokens,
             )
         finally:
             await toolbox.close()
 
     def _endpoint_agent(
-        self, tokenizer: Any, toolbox: Toolbox, tools: Sequence[Tool]
+        self, tokenizer: Any, toolbox: Toolbox, tools: Sequence[Tool], format: Format
     ) -> EndpointAgent:
-        config, own, words = self._config, self._settings, self._config.format
+        config, own, words = self._config, self.settings, self._config.format
         key = api_key_from(own.api_key_env)
         # A server that generates for minutes still has to name its models at once.
         timeout_s = min(10.0, own.timeout_s)
@@ -163,19 +191,25 @@ class BufferBuild:
             timeout_s=own.timeout_s,
             max_retries=own.max_retries,
         )
-        # Whatever markup the recipe's own agent writes, an agent behind a server is asked for tags:
-        # its server sees to its template.
+        # A chat recipe asks as its own agent is asked: the server's template describes the tools.
+        # Otherwise, and where the server takes no tools, a stranger is asked for tags.
         tags = TagsFormat(
             tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
         )
         return EndpointAgent(
-            settings, tags, toolbox, seed=config.run.seed, source=own.source or model
+            settings,
+            tags,
+            toolbox,
+            seed=config.run.seed,
+            source=own.source or model,
+            chat=format if isinstance(format, ChatFormat) else None,
+            tools=tools,
         )
 
     @asynccontextmanager
     async def _checkpoint(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
         """Holds a model of this process, whose attempts at a task are independent starts."""
-        own, config = self._settings, self._config
+        own, config = self.settings, self._config
         place: Path | str = own.agent
         # Anything else is a name on a hub, whose model takes its settings from the recipe alone.
         if own.agent.startswith("pypi:") or Path(own.agent).expanduser().exists():

@@ -1,10 +1,14 @@
-"""Trajectories from files as traces: chat messages, text in tags, rows of steps, recorded trees.
-One bad line spoils no other.
+"""Trajectories from files: chat messages, conversations as ShareGPT has them, text in tags, rows of
+steps, recorded trees. One bad line spoils no other.
 
-    {"messages": [{"role": "user", "content": "r2 of e9 ?"}, {"role": "assistant", "content": "",
-    "tool_calls": [...]}, ...]} {"question": "r2 of e9 ?", "text": "<search> e9 r2 </search><result>
-    r2 of e9 is e41 </result><answer> e41 </answer>"} {"question": "r2 of e9 ?", "steps": [{"calls":
-    [{"name": "search", "body": "e9 r2"}], "observations": ["r2 of e9 is e41"]}]}
+    {"messages": [{"role": "user", "content": "r2 of e9 ?"},
+                  {"role": "assistant", "content": "", "tool_calls": [...]}, ...]}
+    {"conversations": [{"from": "human", "value": "r2 of e9 ?"},
+                       {"from": "gpt", "value": "<search> e9 r2 </search><result> ..."}]}
+    {"question": "r2 of e9 ?",
+     "text": "<search> e9 r2 </search><result> r2 of e9 is e41 </result><answer> e41 </answer>"}
+    {"question": "r2 of e9 ?", "steps": [{"calls": [{"name": "search", "body": "e9 r2"}],
+                                          "observations": ["r2 of e9 is e41"]}]}
 
 A row may have a reward and a task id. Of a run folder its trees are read, and of each path the
 steps that the policy sampled.
@@ -15,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -42,6 +47,7 @@ from treegraft.traces.keys import says_something, split_steps
 
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Raised by reading a row of another shape."""
+_OPENING = re.compile(r"\s*<[a-z_]+>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +72,16 @@ class ImportReport(StoredCounts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Imported:
+class Read:
     """One trajectory of a file."""
 
+    line: int
     question: str
     contents: tuple[StepContent, ...]
     is_kept: tuple[bool, ...]
     """Per step: whether it becomes a trace."""
-    reward: float
+    reward: float | None
+    """None where the row has none."""
     task_id: str
     name: str
     """Unique within the source."""
@@ -111,23 +119,27 @@ def import_files(
         DataError: a path with nothing there to read.
     """
     check_paths(paths)
-    report = ImportReport()
+    report, columns = ImportReport(), columns or Columns()
     for path in paths:
         name = source or path.resolve().name.removesuffix(".jsonl")
-        kept = _best(_read(path, columns or Columns(), report), num_best, min_reward, seed, report)
-        report.store(buffer, [trace for found in kept for trace in _traces(found, name)])
+        rated = _rated(read_file(path, columns, report), columns.default_reward)
+        kept = _best(rated, num_best, min_reward, seed, report)
+        report.store(buffer, [trace for one in kept for trace in _traces(*one, name)])
     return report
 
 
 def check_lines(path: Path) -> None:
     """Raises DataError for a file with a line that is not a trajectory, or without any."""
     report = ImportReport()
-    num = sum(1 for _ in _read(path, Columns(), report))
+    num = sum(1 for _ in read_file(path, Columns(), report))
     if report.problems:
         more = f" There are {others} more." if (others := len(report.problems) - 1) else ""
-        raise DataError(f"{report.problems[0]}. Correct the line or leave it out.{more}")
+        raise DataError(
+            f"{report.problems[0]}. Correct the line or leave it out.{more}",
+            code="import-line-invalid",
+        )
     if not num:
-        raise DataError(f"'{path}' is empty; expected JSONL of trajectories.")
+        raise DataError(f"'{path}' is empty; expected JSONL of trajectories.", code="import-empty")
 
 
 def check_paths(paths: Sequence[Path]) -> None:
@@ -136,12 +148,14 @@ def check_paths(paths: Sequence[Path]) -> None:
         if not path.exists():
             raise DataError(
                 f"'{path}': there is no such file or folder; expected JSONL of trajectories, or a"
-                " run folder"
+                " run folder",
+                code="import-missing",
             )
         if path.is_dir() and not _tree_files(path):
             raise DataError(
                 f"folder '{path}' holds no trees/update-*.jsonl; expected the folder of a run that"
-                " recorded its trees"
+                " recorded its trees",
+                code="import-folder-invalid",
             )
 
 
@@ -149,7 +163,9 @@ def _tree_files(path: Path) -> list[Path]:
     return sorted((path / "trees" if (path / "trees").is_dir() else path).glob("update-*.jsonl"))
 
 
-def _read(path: Path, columns: Columns, report: ImportReport) -> Iterator[_Imported]:
+def read_file(path: Path, columns: Columns, report: ImportReport) -> Iterator[Read]:
+    """Yields the trajectories of a file or run folder; lines that are none are the report's
+    problems."""
     for file in _tree_files(path) if path.is_dir() else [path]:
         # As bytes, so that one line that is not UTF-8 is a problem of that line alone.
         with file.open("rb") as lines:
@@ -157,7 +173,7 @@ def _read(path: Path, columns: Columns, report: ImportReport) -> Iterator[_Impor
                 if not line.strip():
                     continue
                 try:
-                    yield from _read_row(line.decode().strip(), f"{file.stem}:{number}", columns)
+                    yield from _read_row(line.decode().strip(), file.stem, number, columns)
                 except _BAD_ROW as error:
                     report.problems.append(Problem(file, number, _reason(error)))
 
@@ -170,35 +186,36 @@ def _reason(error: Exception) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Imported]:
-    row = json.loads(line)
+def _read_row(line: str, stem: str, number: int, columns: Columns) -> Iterator[Read]:
+    row, name = json.loads(line), f"{stem}:{number}"
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, expected an object")
     if "group_id" in row and "leaves" in row:
         for path in tree_from_json(line).trajectories():
             if path.status is not Status.FAILED:
-                yield _of_path(path, name)
+                yield _of_path(path, number, name)
         return
-    if "messages" in row:
-        question, contents = read_messages(row["messages"])
+    if "messages" in row or "conversations" in row:
+        turns = row["messages"] if "messages" in row else _messages(row["conversations"])
+        question, contents = read_messages(turns)
     elif "steps" in row:
         question, contents = row["question"], read_steps(row["steps"])
     elif "text" in row or "output" in row:
         text = text_of(row["text"] if "text" in row else row["output"], "text")
         question, contents = row["question"], read_trajectory(text)
     else:
-        raise ValueError("neither messages, steps, text nor output")
-    reward = row.get(columns.reward)
-    reward = columns.default_reward if reward is None else float(reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}")
+        raise ValueError("neither messages, conversations, steps, text nor output")
+    reward = None if row.get(columns.reward) is None else float(row[columns.reward])
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}, expected a finite number")
     task_id = row.get(columns.task_id)
     if not text_of(question, "question").strip():
         raise ValueError("an empty question")
-    for number, content in enumerate(contents, start=1):
+    for place, content in enumerate(contents, start=1):
         if not says_something(content):
-            raise ValueError(f"step {number} says nothing")
-    yield _Imported(
+            raise ValueError(f"step {place} says nothing")
+    yield Read(
+        line=number,
         question=question,
         contents=contents,
         is_kept=(True,) * len(contents),
@@ -208,9 +225,10 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Imported]:
     )
 
 
-def _of_path(path: Trajectory, name: str) -> _Imported:
+def _of_path(path: Trajectory, number: int, name: str) -> Read:
     steps = path.steps[1:]
-    return _Imported(
+    return Read(
+        line=number,
         question=path.task.question,
         contents=tuple(step.content for step in steps),
         # A grafted step is another agent's; a step cut off before its call's result or its answer
@@ -225,22 +243,31 @@ def _of_path(path: Trajectory, name: str) -> _Imported:
     )
 
 
+def _rated(found: Iterator[Read], default: float) -> Iterator[tuple[float, Read]]:
+    for one in found:
+        yield (default if one.reward is None else one.reward), one
+
+
 def _best(
-    found: Iterator[_Imported], num_best: int, min_reward: float, seed: int, report: ImportReport
-) -> list[_Imported]:
+    found: Iterator[tuple[float, Read]],
+    num_best: int,
+    min_reward: float,
+    seed: int,
+    report: ImportReport,
+) -> list[tuple[float, Read]]:
     """Returns the trajectories to keep, in the order of the file."""
-    kept: dict[str, list[tuple[tuple[float, int], int, _Imported]]] = {}
-    free: list[tuple[int, _Imported]] = []
-    for number, one in enumerate(found):
+    kept: dict[str, list[tuple[tuple[float, int], int, tuple[float, Read]]]] = {}
+    free: list[tuple[int, tuple[float, Read]]] = []
+    for number, (reward, one) in enumerate(found):
         report.num_trajectories += 1
-        if one.reward <= min_reward:
+        if reward <= min_reward:
             report.num_too_low += 1
         elif not one.task_id:
-            free.append((number, one))
+            free.append((number, (reward, one)))
         else:
             group = kept.setdefault(one.task_id, [])
-            rank = (-one.reward, keyed_int(seed, "tie", one.task_id, one.name))
-            group.append((rank, number, one))
+            rank = (-reward, keyed_int(seed, "tie", one.task_id, one.name))
+            group.append((rank, number, (reward, one)))
             # Sorted as they come, so that a long run's trees are never all in memory.
             group.sort(key=lambda item: item[0])
             report.num_surplus += len(group) > num_best
@@ -249,7 +276,7 @@ def _best(
     return [one for _, one in sorted(chosen, key=lambda item: item[0])]
 
 
-def _traces(found: _Imported, source: str) -> Iterator[Trace]:
+def _traces(reward: float, found: Read, source: str) -> Iterator[Trace]:
     # Files of one name in two folders have lines of one number; their contents tell their
     # trajectories apart.
     contents = repr((found.question, found.contents)).encode("utf-8", "replace")
@@ -258,7 +285,7 @@ def _traces(found: _Imported, source: str) -> Iterator[Trace]:
         found.task_id,
         found.question,
         found.contents,
-        reward=found.reward,
+        reward=reward,
         source=source,
         trajectory=f"{found.name}:{digest}",
     )
@@ -267,6 +294,23 @@ def _traces(found: _Imported, source: str) -> Iterator[Trace]:
 
 
 # ---------------------------------------------------------------------- shapes of rows
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+"""Of ShareGPT; "system", "tool" and the roles of chat messages are themselves."""
+
+
+def _messages(turns: Any) -> list[dict[str, Any]]:
+    """The turns of a conversation as ShareGPT has them, as chat messages."""
+    found: list[dict[str, Any]] = []
+    for turn in turns:
+        message = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+        if turn["from"] == "function_call":
+            calls = json.loads(turn["value"])
+            called = [{"function": one} for one in (calls if isinstance(calls, list) else [calls])]
+            message |= {"content": "", "tool_calls": called}
+        found.append(message)
+    return found
 
 
 def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
@@ -349,7 +393,7 @@ def _final_step(message: Mapping[str, Any], text: str) -> StepContent | None:
     """A last message without tags after its thought is the answer; None for one with tags or
     without text."""
     before, _, answer = text.rpartition("</think>")
-    if "</" in answer or not answer.strip():
+    if "</" in answer or _OPENING.match(answer) or not answer.strip():
         return None
     found = boxed(answer)
     return StepContent(
@@ -413,5 +457,6 @@ def read_trace(line: str, number: int, defaults: Trace) -> Trace:
     except _BAD_ROW as error:
         raise DataError(
             f"stdin, line {number}: {_reason(error)}; expected JSON of a trace with at least a key"
-            " and a value"
+            " and a value",
+            code="trace-line-invalid",
         ) from error

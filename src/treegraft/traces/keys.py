@@ -145,5 +145,6 @@ def check_trace(trace: Trace, number: int) -> None:
             raise DataError(
                 f"trace {number} (source '{trace.source}', task '{trace.task_id}', position"
                 f" {trace.position}): {problem}; expected a key, a value, a finite reward and a"
-                " position of 0 or more. Leave such steps out"
+                " position of 0 or more. Leave such steps out",
+                code="trace-invalid",
             )

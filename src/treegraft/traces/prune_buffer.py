@@ -141,7 +141,10 @@ class BufferPruning:
         with TraceBuffer.open_as_built(choice.buffer) as buffer:
             stored = list(buffer.trajectories())
             if not stored:
-                raise DataError(f"buffer '{choice.buffer}' is empty; there is nothing to prune.")
+                raise DataError(
+                    f"buffer '{choice.buffer}' is empty; there is nothing to prune.",
+                    code="buffer-empty",
+                )
             async with assemble_judge(config, place) as (setup, model):
                 # Here, since it loads torch.
                 from treegraft.policy.learn.likelihood import Likelihood
@@ -165,6 +168,7 @@ class BufferPruning:
                 with TraceBuffer(self._partial, buffer.load_encoder()) as new:
                     todo = [one for one in wanted if _Settled(one).place not in done]
                     await self._prune(todo, new, reader, score, head, display)
+                    new.fold()
         os.replace(self._partial, choice.out)
 
     def _begun(self, head: Mapping[str, Any]) -> set[Place]:
@@ -342,7 +346,8 @@ class _Reader:
                 f"command line: BUFFER has no trajectory that can be pruned: {counts}; expected"
                 " successes at the training tasks of the recipe, so name the recipe that it was"
                 " built with, and the same run.seed and [tasks]. Its first trajectory is of task"
-                f" '{first.task_id}', '{first.key:.100}'."
+                f" '{first.task_id}', '{first.key:.100}'.",
+                code="nothing-to-prune",
             )
         return found
 
@@ -384,7 +389,8 @@ class _Reader:
             raise DataError(
                 f"command line: --model has no token for a word of the buffer, in task"
                 f" '{one.task.id}'; expected a model whose vocabulary has the words of the traces,"
-                " such as a warm-up by the same recipe."
+                " such as a warm-up by the same recipe.",
+                code="word-without-token",
             )
         if self._max_tokens is not None and len(prompt) + len(ids) > self._max_tokens:
             one.reason = "too long for the model"
@@ -477,9 +483,11 @@ def _refuse_paths(source: Path, out: Path) -> None:
     if not source.expanduser().is_file():
         raise DataError(
             f"command line: BUFFER: there is no file '{source}'; expected a Step-Trace Buffer."
-            f" Build one with: treegraft buffer build RECIPE {source}"
+            f" Build one with: treegraft buffer build RECIPE {source}",
+            code="buffer-missing",
         )
     if out.exists():
         raise DataError(
-            f"command line: OUT: '{out}' exists already; name another file, or remove it."
+            f"command line: OUT: '{out}' exists already; name another file, or remove it.",
+            code="buffer-out-taken",
         )

@@ -127,7 +127,8 @@ class RolloutBuffer:
                 raise DataError(
                     'buffer.path is "expert", but these tasks have no scripted expert; make a'
                     " buffer with `treegraft buffer build` or `treegraft buffer import` and name"
-                    " its file"
+                    " its file",
+                    code="expert-missing",
                 )
             return encoder
         path = named_file(self._config)
@@ -135,7 +136,8 @@ class RolloutBuffer:
             raise DataError(
                 f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer, or .jsonl"
                 " of trajectories. Make a buffer with: treegraft buffer build RECIPE"
-                f" {path.with_suffix('.sqlite')}"
+                f" {path.with_suffix('.sqlite')}",
+                code="buffer-missing",
             )
         if self.origin == "import":
             with about("buffer.path"):
@@ -253,14 +255,16 @@ class RolloutBuffer:
         if not counts and self.origin != "self":
             raise DataError(
                 f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill"
-                " it with `treegraft buffer build` or `treegraft buffer import`."
+                " it with `treegraft buffer build` or `treegraft buffer import`.",
+                code="buffer-empty",
             )
         # The agent's own traces come with its first updates.
         known = {*counts, OWN} if settings.grow.num_best else {*counts}
         if missing := [name for name in settings.sources if name not in known]:
             raise DataError(
                 f"buffer.sources names {missing}, which the buffer '{buffer.path}' has nothing of;"
-                f" it has {sorted(counts)}."
+                f" it has {sorted(counts)}.",
+                code="buffer-sources-unknown",
             )
 
     def grow(self, trees: Sequence[Tree], update: int) -> list[tuple[Trace, ...]]:

@@ -45,7 +45,8 @@ def buffer_file(path: Path) -> Path:
     if found is None:
         raise DataError(
             f"'{path}' is a folder without a Step-Trace Buffer; expected the buffer's file, or the"
-            f" folder of a run that retrieves, such as one with {OWN_FILE}"
+            f" folder of a run that retrieves, such as one with {OWN_FILE}",
+            code="folder-without-buffer",
         )
     return found
 
@@ -111,7 +112,8 @@ class RunBuffer(RolloutBuffer):
             raise CheckpointError(
                 f"run folder '{self._run_dir}': its Step-Trace Buffer {OWN_FILE} is missing, which"
                 f" {start.checkpoint.name} was trained with."
-                f" {ways_out(self._run_dir, start.checkpoint)}"
+                f" {ways_out(self._run_dir, start.checkpoint)}",
+                code="run-buffer-missing",
             )
 
     def _refuse_changed(self, buffer: TraceBuffer, own: Path) -> None:
@@ -128,7 +130,8 @@ class RunBuffer(RolloutBuffer):
             f"run folder '{self._run_dir}': the Step-Trace Buffer '{buffer.path}' (traces, vectors"
             f" or evictions) has changed since {start.checkpoint.name} was written, so the resumed"
             " run would not equal an undisturbed one."
-            f" {ways_out(self._run_dir, start.checkpoint)}"
+            f" {ways_out(self._run_dir, start.checkpoint)}",
+            code="buffer-changed",
         )
 
     def checksums(self) -> dict[str, str]:
@@ -193,5 +196,6 @@ class RunBuffer(RolloutBuffer):
             raise CheckpointError(
                 f"buffer.path: the buffer '{buffer.path}' has changed since the run began"
                 f" (fingerprint {fingerprint}, expected {noted}); put the old file back, or start a"
-                " new run."
+                " new run.",
+                code="buffer-changed",
             )

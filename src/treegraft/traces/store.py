@@ -83,11 +83,13 @@ class TraceFile:
         if (is_frozen or not create) and not path.exists():
             raise DataError(
                 f"buffer '{path}': there is no such file; build one with: treegraft buffer build"
-                f" RECIPE {path}"
+                f" RECIPE {path}",
+                code="buffer-missing",
             )
         if path.is_dir():
             raise DataError(
-                f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer"
+                f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer",
+                code="buffer-is-folder",
             )
         self._lock = threading.RLock()
         try:
@@ -106,7 +108,8 @@ class TraceFile:
         except (OSError, sqlite3.Error) as error:
             raise DataError(
                 f"buffer '{path}' cannot be opened ({error}); expected a folder that can be"
-                " written to"
+                " written to",
+                code="buffer-not-opened",
             ) from error
         try:
             with self._translated_errors():
@@ -118,17 +121,14 @@ class TraceFile:
     def _prepare(self, create: bool) -> None:
         self._connection.execute("PRAGMA cache_size = -65536")
         is_new = not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
         if is_new and not create:
             raise DataError(
                 f"buffer '{self.path}' is an empty file; build one with: treegraft buffer build"
-                f" RECIPE {self.path}"
+                f" RECIPE {self.path}",
+                code="buffer-file-empty",
             )
-        if not is_new and application_id != APPLICATION_ID:
-            raise DataError(
-                f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name"
-                " another path"
-            )
+        if not is_new:
+            refuse_foreign(self._connection, self.path)
         # SQLite itself does not wait here for others who switch to the log at the same moment.
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while not self._is_frozen:
@@ -154,7 +154,8 @@ class TraceFile:
         if found != FORMAT:
             raise DataError(
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads"
-                f" {FORMAT}; build it again, or use the version that wrote it"
+                f" {FORMAT}; build it again, or use the version that wrote it",
+                code="buffer-version",
             )
 
     @contextmanager
@@ -162,11 +163,12 @@ class TraceFile:
         try:
             yield
         except sqlite3.ProgrammingError as error:
-            raise DataError(f"buffer '{self.path}' is closed") from error
+            raise DataError(f"buffer '{self.path}' is closed", code="buffer-closed") from error
         except sqlite3.OperationalError as error:
             raise DataError(
                 f"buffer '{self.path}': {error}; is the disk full, or does another process hold the"
-                " file?"
+                " file?",
+                code="buffer-busy",
             ) from error
         except sqlite3.DatabaseError as error:
             with suppress(OSError), self.path.open("rb") as file:
@@ -174,11 +176,13 @@ class TraceFile:
                 if not b"SQLite format 3\0".startswith(file.read(16)):
                     raise DataError(
                         f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
-                        " another path"
+                        " another path",
+                        code="buffer-foreign",
                     ) from error
             raise DataError(
                 f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a"
-                " copy, or build it again"
+                " copy, or build it again",
+                code="buffer-damaged",
             ) from error
 
     @contextmanager
@@ -275,13 +279,16 @@ class TraceFile:
     def damage(self, reason: str) -> DataError:
         """Returns the error of a damaged file."""
         return DataError(
-            f"buffer '{self.path}' is damaged ({reason}); restore a copy, or build it again"
+            f"buffer '{self.path}' is damaged ({reason}); restore a copy, or build it again",
+            code="buffer-damaged",
         )
 
     def back_up(self, path: Path) -> None:
-        """Copies the file without the marks of updates, also while others read and write it."""
-        with closing(sqlite3.connect(path)) as copy:
+        """Copies the file without the marks of updates, also while others read and write it; the
+        copy is whole in one file. Raises DataError: it is not, as on a full disk."""
+        with self._translated_errors(), closing(sqlite3.connect(path)) as copy:
             self._back_up(copy)
+            _fold(copy)
 
     def back_up_into(self, other: TraceFile) -> None:
         """Puts such a copy in the place of what another open buffer holds."""
@@ -323,6 +330,12 @@ class TraceFile:
                 for row in self._connection.execute(sql, (update,)):
                     digest.update(repr(row).encode("utf-8", "surrogatepass"))
 
+    def fold(self) -> None:
+        """Folds the write-ahead log into the file, which can then be renamed. Raises DataError:
+        that failed, as on a full disk."""
+        with self._lock, self._translated_errors():
+            _fold(self._connection)
+
     def close(self) -> None:
         """Folds the write-ahead log into the file and closes it. A second call does nothing."""
         with self._lock:
@@ -331,6 +344,38 @@ class TraceFile:
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
+
+
+def _fold(connection: sqlite3.Connection) -> None:
+    # A copy has the log of its source. Closing would leave it beside the file, under the old name,
+    # where the disk is full, and say nothing.
+    (mode,) = connection.execute("PRAGMA journal_mode = DELETE").fetchone()
+    if mode != "delete":
+        raise sqlite3.OperationalError("its write-ahead log could not be folded into it")
+
+
+def refuse_foreign(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises DataError for a database that is not a Step-Trace Buffer, also for one with views,
+    triggers or virtual tables, which run when they are read or written and which no buffer has."""
+    # What the file itself defines may not call functions with effects.
+    connection.execute("PRAGMA trusted_schema = OFF")
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    if application_id != APPLICATION_ID:
+        raise DataError(
+            f"'{path}' is an SQLite file of another program, not a Step-Trace Buffer; name another"
+            " path",
+            code="buffer-foreign",
+        )
+    found = connection.execute(
+        "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
+        " OR sql LIKE 'CREATE VIRTUAL%' OR sql LIKE '%GENERATED%' OR sql LIKE '% AS (%'"
+    ).fetchone()
+    if found is not None:
+        raise DataError(
+            f"buffer '{path}' holds the {found[0]} '{found[1]:.80}', which no Step-Trace Buffer"
+            " has; do not use this file",
+            code="buffer-schema-foreign",
+        )
 
 
 def pruning_rows(connection: sqlite3.Connection, *place: str) -> Iterator[tuple[str, ...]]:

@@ -7,6 +7,7 @@ import os
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
@@ -18,9 +19,9 @@ from urllib.parse import quote
 import numpy as np
 
 from treegraft.core.errors import DataError
-from treegraft.core.files import leads_outside, parse_json
-from treegraft.tools.search.encoders import Encoder, build_encoder
-from treegraft.traces.store import APPLICATION_ID, COLUMNS, content_from_json, pruning_rows
+from treegraft.core.files import parse_json, read_inside
+from treegraft.tools.search.encoders import BUILT_IN, Encoder, build_encoder, encoder_name
+from treegraft.traces.store import COLUMNS, content_from_json, pruning_rows, refuse_foreign
 
 PAGE = 50
 """Traces of one answer."""
@@ -32,16 +33,25 @@ _ORDERS = {
     "longest": "length(value) DESC, id",
 }
 _CHUNK = 4096
+_MAX_SOURCES = 1000
+_MAX_STEPS = 10_000
+"""Of a trajectory."""
+_MAX_BYTES = 16 << 20
+"""Of one text, and of the texts of one answer."""
+DEADLINE_S = 5.0
+"""For the questions of one answer to the file."""
 
 
 class BufferView:
     """The buffer of a run, where it lies in the run's folder or its path was given."""
 
-    def __init__(self, run_dir: Path, named: Path | None = None) -> None:
+    def __init__(self, run_dir: Path, named: Path | None = None, encoder: str = "") -> None:
         """Args:
         named: a buffer outside the run folder to show; None for the run's own.
+        encoder: the user's own word for it; without one only built-in encoders are loaded.
         """
         self._run_dir, self._named = run_dir, named
+        self._allowed = {*BUILT_IN, encoder_name(encoder)} if encoder else {*BUILT_IN}
         self._lock = threading.Lock()
         self._encoder: Encoder | None = None
 
@@ -49,8 +59,7 @@ class BufferView:
         """Returns the content of buffer.json; empty where the run had no buffer."""
         found, path = None, self._run_dir / "buffer.json"
         with suppress(OSError, ValueError):
-            if not leads_outside(path, self._run_dir):
-                found = parse_json(path.read_bytes())
+            found = parse_json(read_inside(path, self._run_dir))
         return found if isinstance(found, dict) else {}
 
     def path(self) -> Path | None:
@@ -67,20 +76,27 @@ class BufferView:
     def _open(self) -> Iterator[sqlite3.Connection]:
         path = self.path()
         if path is None:
-            raise DataError(f"this run has no Step-Trace Buffer in its folder{self._elsewhere()}")
+            raise DataError(
+                f"this run has no Step-Trace Buffer in its folder{self._elsewhere()}",
+                code="run-without-buffer",
+            )
         # A write-ahead log means that a run is at work; without one the file is whole, and may lie
         # on a read-only disk.
-        has_log = path.with_name(f"{path.name}-wal").exists()
+        log = path.with_name(f"{path.name}-wal")
+        has_log = log.is_file() and not log.is_symlink()
         address = f"file:{quote(str(path))}?mode=ro{'' if has_log else '&immutable=1'}"
         try:
             with closing(sqlite3.connect(address, uri=True, timeout=5.0)) as connection:
                 connection.row_factory = sqlite3.Row
-                (application,) = connection.execute("PRAGMA application_id").fetchone()
-                if application != APPLICATION_ID:
-                    raise DataError(f"'{path.name}' is not a Step-Trace Buffer")
+                end = time.monotonic() + DEADLINE_S
+                connection.set_progress_handler(lambda: time.monotonic() > end, 10_000)
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_BYTES)
+                refuse_foreign(connection, path)
                 yield connection
         except sqlite3.Error as error:
-            raise DataError(f"the buffer '{path.name}' cannot be read ({error})") from error
+            raise DataError(
+                f"the buffer '{path.name}' cannot be read ({error})", code="buffer-unreadable"
+            ) from error
 
     def _elsewhere(self) -> str:
         if not (named := self.note().get("path")):
@@ -107,7 +123,7 @@ class BufferView:
             ).fetchone()
             sources = connection.execute(
                 "SELECT source, count(*) AS num, avg(reward) AS reward FROM traces WHERE evicted_at"
-                " IS NULL GROUP BY source ORDER BY source"
+                f" IS NULL GROUP BY source ORDER BY source LIMIT {_MAX_SOURCES}"
             ).fetchall()
             (encoder,) = connection.execute(
                 "SELECT value FROM meta WHERE name = 'encoder'"
@@ -153,8 +169,8 @@ class BufferView:
                 f"SELECT hash, {COLUMNS} FROM traces WHERE {condition} ORDER BY"
                 f" {_ORDERS.get(order, 'id')} LIMIT ? OFFSET ?",
                 [*values, PAGE, offset],
-            ).fetchall()
-        return {"total": total, "offset": offset, "rows": [_shown(row) for row in rows]}
+            )
+            return {"total": total, "offset": offset, "rows": _all_shown(rows)}
 
     def nearest(
         self, key: str, *, source: str = "", allow_terminal: bool = True, k: int = 20
@@ -163,19 +179,20 @@ class BufferView:
         first: those that a retrieval would find.
 
         Raises:
-            DataError: there is no buffer.
+            DataError: there is no buffer, or its encoder is none that this viewer may load.
             ModelError: its encoder cannot be loaded here.
         """
         with self._open() as connection:
             (name,) = connection.execute("SELECT value FROM meta WHERE name = 'encoder'").fetchone()
             with self._lock:
                 if self._encoder is None or self._encoder.name != name:
-                    self._encoder = build_encoder(str(name))
+                    self._encoder = self._load(str(name))
                 wanted = self._encoder.encode([key])[0]
             cursor = connection.execute(
                 "SELECT v.id, v.vector FROM vectors v JOIN traces t ON t.id = v.id"
-                " WHERE t.evicted_at IS NULL AND ? IN ('', t.source) AND (? OR NOT t.terminal)",
-                [source, allow_terminal],
+                " WHERE t.evicted_at IS NULL AND ? IN ('', t.source) AND (? OR NOT t.terminal)"
+                " AND length(v.vector) = ?",
+                [source, allow_terminal, 4 * len(wanted)],
             )
             best: list[tuple[float, int]] = []
             # All vectors of a large buffer at once would not fit into the viewer's memory.
@@ -192,6 +209,18 @@ class BufferView:
                 ).fetchone()
                 found.append(_shown(row) | {"similarity": similarity})
         return {"total": len(found), "offset": 0, "rows": found}
+
+    def _load(self, name: str) -> Encoder:
+        # The name stands in a file that may come from elsewhere, and a folder of a model may hold
+        # code.
+        if name not in self._allowed:
+            raise DataError(
+                f"this buffer names the encoder '{name:.200}', which is loaded where you name it"
+                " yourself only: treegraft view RUN --encoder NAME. Words can be searched for"
+                " without it",
+                code="buffer-encoder-unnamed",
+            )
+        return build_encoder(name)
 
     def asked(self, question: str, hashes: Iterable[str]) -> dict[str, bool]:
         """Returns whether each of these traces was written on this question, for those that the
@@ -221,21 +250,35 @@ class BufferView:
                 [content_hash],
             ).fetchone()
             if row is None:
-                raise DataError(f"the buffer holds no trace '{content_hash}'")
+                raise DataError(f"the buffer holds no trace '{content_hash}'", code="trace-missing")
             prefixed = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
             steps = connection.execute(
                 f"SELECT t.hash, m.position AS place, {prefixed} FROM members m JOIN traces t ON"
                 " t.id = m.trace WHERE m.source = ? AND m.task_id = ? AND m.trajectory = ? ORDER"
-                " BY m.position, t.id",
+                f" BY m.position, t.id LIMIT {_MAX_STEPS}",
                 [row["source"], row["task_id"], row["trajectory"]],
-            ).fetchall()
+            )
+            shown = _all_shown(steps)
             place = (row["source"], row["task_id"], row["trajectory"])
             notes = [parse_json(note[-1]) for note in pruning_rows(connection, *place)]
         return _shown(row) | {
             "is_evicted": row["evicted_at"] is not None,
-            "steps": [_shown(step) for step in steps],
+            "steps": shown,
             "pruning": notes[0] if notes else None,
         }
+
+
+def _all_shown(rows: Iterable[sqlite3.Row]) -> list[dict[str, Any]]:
+    shown, left = list[dict[str, Any]](), _MAX_BYTES
+    for row in rows:
+        left -= len(row["key"]) + len(row["value"])
+        if left < 0:
+            raise DataError(
+                f"these traces have more than {_MAX_BYTES >> 20} MB of text",
+                code="buffer-traces-long",
+            )
+        shown.append(_shown(row))
+    return shown
 
 
 def _shown(row: sqlite3.Row) -> dict[str, Any]:

@@ -75,7 +75,9 @@ def write_bundle(
         SettingError: `out` exists, or `updates` cannot be read.
     """
     if out.exists():
-        raise SettingError(f"--bundle {out}: it exists already; expected a name that is free")
+        raise SettingError(
+            f"--bundle {out}: it exists already; expected a name that is free", code="bundle-exists"
+        )
     wanted = None if updates is None else _parse_updates(updates)
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Bundle(out)
@@ -103,7 +105,8 @@ def _parse_updates(text: str) -> Callable[[TreeFile], bool]:
         if match is None:
             raise SettingError(
                 f"--updates {text}: '{part.strip()}' is not a number of an update; expected numbers"
-                " and ranges, such as 1,5,10-20, or all, or none"
+                " and ranges, such as 1,5,10-20, or all, or none",
+                code="updates-invalid",
             )
         ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
     return lambda file: any(file.update in some for some in ranges)

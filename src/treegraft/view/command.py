@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import webbrowser
 from pathlib import Path
@@ -33,14 +34,18 @@ def view_text(
     if update is not None and evaluation is not None:
         raise SettingError(
             "--update and --eval: got both, expected at most one, since each chooses the trees to"
-            " show; give one of them"
+            " show; give one of them",
+            code="update-and-eval",
         )
     if leaf is not None and group is None:
-        raise SettingError(f"--leaf {leaf} needs --group, the tree of the leaf")
+        raise SettingError(
+            f"--leaf {leaf} needs --group, the tree of the leaf", code="leaf-without-group"
+        )
     runs = open_runs(paths)
     if len(runs) != 1:
         raise SettingError(
-            f"--text: got {len(runs)} runs, expected one. Compare runs with: treegraft compare"
+            f"--text: got {len(runs)} runs, expected one. Compare runs with: treegraft compare",
+            code="one-run-for-text",
         )
     (run,) = runs.values()
     file = pick_file(run, update, evaluation)
@@ -84,12 +89,21 @@ def _buffer_file(named: Path | None) -> Path | None:
         return None
     buffer = named.expanduser().resolve()
     if not buffer.is_file():
-        raise SettingError(f"--buffer {named}: there is no such file; expected a Step-Trace Buffer")
+        raise SettingError(
+            f"--buffer {named}: there is no such file; expected a Step-Trace Buffer",
+            code="buffer-option-missing",
+        )
     return buffer
 
 
 def view_pages(
-    paths: list[Path], host: str, port: int, *, opens_browser: bool, buffer: Path | None
+    paths: list[Path],
+    host: str,
+    port: int,
+    *,
+    opens_browser: bool,
+    buffer: Path | None,
+    encoder: str,
 ) -> None:
     """Serves the pages until Ctrl-C, and prints where.
 
@@ -101,16 +115,17 @@ def view_pages(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from treegraft.view.server import build_app
 
-    app = build_app(open_runs(paths), host=host, buffer=_buffer_file(buffer))
+    runs, token = open_runs(paths), secrets.token_urlsafe(16)
+    app = build_app(runs, host=host, buffer=_buffer_file(buffer), encoder=encoder, token=token)
     made = listen(host, port)
-    address = address_of(made)
+    address = f"{address_of(made)}{token}/"
 
     def on_ready() -> None:
         print(f"viewer at {address}  (Ctrl-C ends it)", flush=True)
         if not is_loopback(host):
             print(
-                f"warning: it listens on {host}; everyone who reaches this address can read these"
-                " runs",
+                f"warning: it listens on {host}; everyone who learns this address, which is sent"
+                " unencrypted, can read these runs",
                 file=sys.stderr,
                 flush=True,
             )

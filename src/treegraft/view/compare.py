@@ -44,7 +44,10 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[Row], list[str]]:
         run = RunReader(RunFolder.open(folder).path)
         lines, left_out = run.clean_metrics()
         if not lines:
-            raise DataError(f"run '{folder}' has no line of metrics yet; wait for its first")
+            raise DataError(
+                f"run '{folder}' has no line of metrics yet; wait for its first",
+                code="no-metrics-yet",
+            )
         runs.append(lines)
         notes += [f"{run.name}: {note}" for note in left_out]
     key = next(

@@ -16,7 +16,7 @@ from rich.console import Console
 from treegraft.core.text import plain
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Status, Step, Trajectory, Tree
 from treegraft.runs.transcript import transcript, unread
-from treegraft.view.branching import content_numbers
+from treegraft.view.branching import content_numbers, entropy_changes
 from treegraft.view.pages import summarise
 from treegraft.view.text import action, drawn, remarks
 
@@ -129,7 +129,7 @@ def _rows(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> Iter
 
     # No recursion: a path may have more steps than Python has room for calls.
     waiting: list[str | tuple[list[Step], bool]] = [([tree.root], False)]
-    num_left, is_cut = num_rows, False
+    num_left, is_cut, changes = num_rows, False, entropy_changes(tree, {})
     while waiting:
         if isinstance(item := waiting.pop(), str):
             yield item
@@ -143,7 +143,8 @@ def _rows(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> Iter
         if steps[0] is not tree.root:
             num_left -= 1
             own = [ends[one.id] for one in steps if one.id in ends]
-            yield _row(steps, own, num_letters, is_open=is_open)
+            notes = list(remarks(steps[0], changes.get(steps[0].id)))
+            yield _row(steps, notes, own, num_letters, is_open=is_open)
         groups: dict[tuple[object, ...], list[Step]] = {}
         for child in (child for one in steps for child in below.get(one.id, ())):
             groups.setdefault(look(child), []).append(child)
@@ -153,8 +154,15 @@ def _rows(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> Iter
         yield f'<div class="more">shortened: {num_rows} rows are shown; the viewer has all</div>'
 
 
-def _row(steps: Sequence[Step], ends: Sequence[Leaf], num_letters: int, *, is_open: bool) -> str:
-    step, notes = steps[0], list(remarks(steps[0]))
+def _row(
+    steps: Sequence[Step],
+    notes: Sequence[tuple[str, str]],
+    ends: Sequence[Leaf],
+    num_letters: int,
+    *,
+    is_open: bool,
+) -> str:
+    step = steps[0]
     number = step.id if len(step.id) < 14 else f"{step.id[:11]}…"
     cells = [_tag("id", number), _tag("said", action(step, 999))]
     if len(steps) > 1:

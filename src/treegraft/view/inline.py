@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import webbrowser
 from collections.abc import Sequence
@@ -30,9 +31,10 @@ class Viewer:
             SettingError: the port is not free.
         """
         is_notebook = Console().is_jupyter
-        app = build_app(open_runs(paths), is_framed=is_notebook)
+        token = secrets.token_urlsafe(16)
+        app = build_app(open_runs(paths), token=token, is_framed=is_notebook)
         listener, self._ended = listen("127.0.0.1", port), threading.Event()
-        self.url = address_of(listener)
+        self.url = f"{address_of(listener)}{token}/"
         self._thread = threading.Thread(
             target=lambda: serve(app, listener, grace_s=1, is_over=self._ended.is_set),
             name="treegraft-viewer",

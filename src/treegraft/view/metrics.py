@@ -18,7 +18,7 @@ from treegraft.core.files import parse_json
 
 MAX_COUNT = 10**12
 """Whole numbers beyond it, which no run has, are taken for damage."""
-MAX_LINES = 4000
+MAX_LINES = 1000
 """Lines of one answer; of more lines, every so-and-so-many-th is given."""
 AXES = {
     "tokens": "rollout/num_sampled_tokens",

@@ -10,15 +10,7 @@ from itertools import compress
 from statistics import fmean
 from typing import Any
 
-from treegraft.core.types import (
-    BranchCause,
-    GraftCause,
-    Leaf,
-    Step,
-    StoredCause,
-    Trajectory,
-    Tree,
-)
+from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, StoredCause, Trajectory, Tree
 from treegraft.runs.health import HealthWarning
 from treegraft.runs.tree_json import SAMPLED_COLUMNS, step_to_dict
 from treegraft.view.branching import content_numbers, entropy_changes

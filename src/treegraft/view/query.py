@@ -167,8 +167,9 @@ def grafts_of(run: RunReader, content_hash: str, *, cursor: str = "") -> dict[st
     names = [one.name for one in reversed(run.files())]
     place = names.index(cursor) if cursor in names else 0
     began, found = time.monotonic(), list[dict[str, Any]]()
-    for name in names[place:]:
-        if found and (time.monotonic() - began > BUDGET_S or len(found) >= MAX_FOUND):
+    for number_of_file, name in enumerate(names[place:]):
+        # One file at least, so that every answer comes further than the last.
+        if number_of_file and (time.monotonic() - began > BUDGET_S or len(found) >= MAX_FOUND):
             return {"grafts": found, "cursor": name}
         for number, line in run.raw_lines(name):
             if needle in line:  # parsing costs a hundred times as much

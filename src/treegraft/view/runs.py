@@ -7,6 +7,7 @@ The places of trees and the summaries of the last few files stay in memory.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import leads_outside, parse_json
+from treegraft.core.files import leads_outside, open_inside, parse_json, read_inside
 from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.metrics import meaning
@@ -89,13 +90,17 @@ class RunReader:
         """
         path = self._inside("config.json")
         try:
-            found = parse_json(path.read_bytes())
+            found = parse_json(read_inside(path, self.path))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"'{path}' cannot be read ({error}); expected the settings of a run"
+                f"'{path}' cannot be read ({error}); expected the settings of a run",
+                code="run-settings-unreadable",
             ) from error
         if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-            raise DataError(f"'{path}' does not hold the settings of a run: expected named tables")
+            raise DataError(
+                f"'{path}' does not hold the settings of a run: expected named tables",
+                code="run-settings-invalid",
+            )
         return found
 
     def setting(self, table: str, name: str) -> int | None:
@@ -107,7 +112,8 @@ class RunReader:
         path = self.path / name
         if leads_outside(path, self.path):
             raise DataError(
-                f"'{path}' is a link that leads out of the run folder; such files are not shown"
+                f"'{path}' is a link that leads out of the run folder; such files are not shown",
+                code="link-leads-out",
             )
         return path
 
@@ -210,16 +216,22 @@ class RunReader:
         """Returns the files of trees, updates and evaluations in order."""
         found = []
         folder = self.path / "trees"
-        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-            match = FILE_NAME.fullmatch(entry.stem)
-            if match is None or entry.suffix != ".jsonl" or leads_outside(entry, self.path):
+        if not folder.is_dir() or leads_outside(folder, self.path):
+            return []
+        for entry in os.scandir(folder):
+            stem, _, ending = entry.name.rpartition(".")
+            match = FILE_NAME.fullmatch(stem)
+            # Of ten thousand files only the links are followed.
+            if match is None or ending != "jsonl":
+                continue
+            if entry.is_symlink() and leads_outside(Path(entry.path), self.path):
                 continue
             try:
                 stat = entry.stat()
             except OSError:  # a resume has just cut it away, or a link points to itself
                 continue
             kind = "update" if match[1] == "update" else match[3] or "eval"
-            found.append(TreeFile(entry.stem, kind, int(match[2]), stat.st_size, stat.st_mtime_ns))
+            found.append(TreeFile(stem, kind, int(match[2]), stat.st_size, stat.st_mtime_ns))
         return sorted(found, key=lambda file: (file.update, file.kind != "update", file.name))
 
     def _path(self, name: str) -> Path:
@@ -232,7 +244,8 @@ class RunReader:
         ):
             raise DataError(
                 f"run '{self.name}' has no trees '{name:.80}'; expected a name such as"
-                " update-000001"
+                " update-000001",
+                code="trees-missing",
             )
         return path
 
@@ -270,14 +283,15 @@ class RunReader:
         if not 0 <= number < len(places):
             raise DataError(
                 f"'{name}' of run '{self.name}' holds {len(places)} trees; there is no number"
-                f" {number}, expected 0 to {len(places) - 1}"
+                f" {number}, expected 0 to {len(places) - 1}",
+                code="no-such-tree",
             )
         return places[number]
 
     def tree(self, name: str, number: int) -> Tree:
         """Returns one tree. Raises DataError: there is none, or it is damaged."""
         place = self._place(name, number)
-        with self._path(name).open("rb") as file:
+        with open_inside(self._path(name), self.path) as file:
             file.seek(place.begin)
             line = file.read(place.end - place.begin)
         return parse_tree(line, f"'{name}', line {number + 1}")
@@ -308,7 +322,7 @@ class RunReader:
         """Returns a summary of each tree of a file, in order."""
 
         def read(path: Path) -> list[dict[str, Any]]:
-            with path.open("rb") as file:
+            with open_inside(path, self.path) as file:
                 return [
                     summarise(parse_tree(line, f"'{name}', line {number + 1}"))
                     | {"file": name, "n": number}
@@ -319,17 +333,28 @@ class RunReader:
 
     def raw_lines(self, name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of a file with their numbers, from `first` on."""
-        with self._path(name).open("rb") as file:
+        with open_inside(self._path(name), self.path) as file:
             yield from islice(enumerate(file), first, None)
 
     def with_task(self, task_id: str) -> list[tuple[TreeFile, int]]:
         """Returns every tree of a task: its file and number, in order of updates."""
+        needle = json.dumps(task_id).encode()
         return [
             (file, number)
             for file in self.files()
+            if self._may_hold(file, needle)
             for number, place in enumerate(self._places_of(file.name))
             if place.task_id == task_id
         ]
+
+    def _may_hold(self, file: TreeFile, needle: bytes) -> bool:
+        """Whether a file's index, unread, may name a task; True where it has none that fits."""
+        index = self.path / "trees-index" / f"{file.name}.json"
+        try:
+            data = index.read_bytes()
+        except OSError:
+            return True
+        return needle in data or not data.startswith(b'{"size":%d,' % file.size)
 
 
 class RunSet(Mapping[str, RunReader]):
@@ -352,7 +377,8 @@ class RunSet(Mapping[str, RunReader]):
                 raise CheckpointError(
                     f"'{path}' is neither a run folder nor a folder with runs in it: no"
                     f" config.json was found there or up to {_DEEPEST} folders below; expected one"
-                    f" that `treegraft train` made, e.g. runs/NAME.{runs_beside(path)}"
+                    f" that `treegraft train` made, e.g. runs/NAME.{runs_beside(path)}",
+                    code="not-a-run",
                 )
         self._looked = time.monotonic()
 
@@ -413,7 +439,7 @@ def _is_run(path: Path) -> bool:
     if (path / "metrics.jsonl").exists() or (path / "trees").is_dir():
         return (path / "config.json").exists()
     try:
-        found = parse_json((path / "config.json").read_bytes())
+        found = parse_json(read_inside(path / "config.json", path))
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and isinstance(found.get("run"), dict)

@@ -6,6 +6,7 @@ and writes nothing.
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import math
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from treegraft.core.addresses import public
 from treegraft.core.errors import DataError, SettingError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
@@ -50,6 +53,10 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer."""
+MOST_PLAIN = 20_000
+"""Bytes from which an answer is compressed for browsers that take it so."""
 _MAX_DIGITS = 40
 """Characters of a number that are read: Python's own limit raises another error."""
 DAMAGE = (
@@ -106,6 +113,45 @@ class Guard:
             await self._app(scope, receive, send_guarded)
 
 
+class Entry:
+    """Lets in who knows the token: by the address `/TOKEN/...`, or by the cookie that the address
+    `/TOKEN/` leaves in a browser."""
+
+    def __init__(self, app: ASGIApp, token: str, *, is_framed: bool = False) -> None:
+        """Args: is_framed: shown in a frame, where browsers keep no cookie of ours: the token stays
+        in the address."""
+        self._app, self._token, self._is_framed = app, token.encode(), is_framed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        # Cookies of all ports of a machine are one: each server has a name of its own.
+        name = "treegraft-" + re.sub(r"\W", "-", request.headers.get("host", ""))
+        first, slash, rest = scope["path"].removeprefix("/").partition("/")
+        answer: ASGIApp
+        if slash and self._is_token(first):
+            answer, scope = self._app, {**scope, "path": f"/{rest}"}
+            if not rest and not self._is_framed:
+                answer = RedirectResponse("/", 303)
+                answer.set_cookie(name, self._token.decode(), httponly=True, samesite="strict")
+        elif self._is_token(request.cookies.get(name, "")) and _is_own_page(request):
+            answer = self._app
+        else:
+            error = "refused: open the address that the viewer printed at its start, token included"
+            answer = _json({"error": error}, 403)
+        await answer(scope, receive, send)
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token)
+
+
+def _is_own_page(request: Request) -> bool:
+    """Whether the user or a page of ours asks; another server of this machine is "same-site"."""
+    return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+
+
 def _finite(value: Any) -> Any:
     # JSON has no NaN and no infinity; a loss that diverged is shown as text.
     if isinstance(value, float):
@@ -128,7 +174,10 @@ def json_bytes(data: Any) -> bytes:
 
 
 def _json(data: Any, status: int = 200) -> Response:
-    return Response(json_bytes(data), status, media_type="application/json")
+    body = json_bytes(data)
+    if len(body) > MAX_ANSWER:
+        return _json({"error": f"the answer has more than {MAX_ANSWER >> 20} MB"}, 413)
+    return Response(body, status, media_type="application/json")
 
 
 @cache
@@ -156,7 +205,9 @@ def _number(request: Request, name: str) -> float | None:
     try:
         return float(text[:_MAX_DIGITS]) if text else None
     except ValueError as error:
-        raise SettingError(f"{name}: got '{text:.40}', expected a number") from error
+        raise SettingError(
+            f"{name}: got '{text:.40}', expected a number", code="no-number"
+        ) from error
 
 
 def _flag(request: Request, name: str) -> bool | None:
@@ -168,7 +219,10 @@ def _whole(request: Request, name: str) -> int | None:
     if value is None:
         return None
     if not 0 <= value <= MAX_COUNT:  # NaN neither
-        raise SettingError(f"{name}: got {value:g}, expected a whole number from 0 to {MAX_COUNT}")
+        raise SettingError(
+            f"{name}: got {value:g}, expected a whole number from 0 to {MAX_COUNT}",
+            code="number-out-of-range",
+        )
     return int(value)
 
 
@@ -185,10 +239,10 @@ class Api:
 
     # Plain functions, not coroutines: Starlette runs them in threads, since all of them read files.
 
-    def __init__(self, runs: RunSet, buffer: Path | None = None) -> None:
+    def __init__(self, runs: RunSet, buffer: Path | None = None, encoder: str = "") -> None:
         self._runs = runs
         # By run, once it is asked for: a folder may hold hundreds, and new ones appear.
-        self._buffers = cache(lambda name: BufferView(runs[name].path, buffer))
+        self._buffers = cache(lambda name: BufferView(runs[name].path, buffer, encoder))
 
     def _run(self, request: Request) -> RunReader:
         name = request.path_params["run"]
@@ -196,7 +250,8 @@ class Api:
             known = [*self._runs]
             more = f" and {len(known) - 20} more" if len(known) > 20 else ""
             raise DataError(
-                f"there is no run '{name:.80}'; expected one of {', '.join(known[:20])}{more}"
+                f"there is no run '{name:.80}'; expected one of {', '.join(known[:20])}{more}",
+                code="no-such-run",
             )
         return self._runs[name]
 
@@ -204,7 +259,9 @@ class Api:
         """The run, the file and the number of the tree that is asked for."""
         number = request.path_params["n"]
         if not re.fullmatch("[0-9]{1,12}", number):
-            raise DataError(f"there is no tree '{number:.40}'; expected its number, from 0")
+            raise DataError(
+                f"there is no tree '{number:.40}'; expected its number, from 0", code="no-such-tree"
+            )
         return self._run(request), request.path_params["file"], int(number)
 
     def runs(self, request: Request) -> Any:
@@ -227,7 +284,7 @@ class Api:
         return {
             "name": run.name,
             # Dotted names, as a recipe and the command line have them; former ones by their new.
-            "settings": flatten(config),
+            "settings": public(flatten(config)),
             "files": files,
             "has_texts": run.tokens.is_there,
             **run.state(),
@@ -401,6 +458,8 @@ def build_app(
     *,
     host: str = "127.0.0.1",
     buffer: Path | None = None,
+    encoder: str = "",
+    token: str | None = None,
     is_framed: bool = False,
 ) -> ASGIApp:
     """Returns the viewer as an ASGI application.
@@ -410,9 +469,11 @@ def build_app(
         host: where it listens, for the check of the Host header.
         buffer: a Step-Trace Buffer outside the run folders to show with them; None for the runs'
             own.
+        encoder: the one that may be loaded beside the built-in ones.
+        token: what a request has to know; None for a server that nothing but a test can reach.
         is_framed: whether pages of this machine may show it in a frame.
     """
-    api = Api(runs, buffer)
+    api = Api(runs, buffer, encoder)
     paths: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/api/runs", api.runs),
         ("/api/meanings", api.meanings),
@@ -431,4 +492,7 @@ def build_app(
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
     # A foreign name in the Host header is refused: a page on the internet could point a name of its
     # own here and read runs through it (DNS rebinding).
-    return Guard(OwnNames(Starlette(routes=routes), host), is_framed=is_framed)
+    app: ASGIApp = GZipMiddleware(Starlette(routes=routes), MOST_PLAIN, compresslevel=1)
+    if token is not None:
+        app = Entry(app, token, is_framed=is_framed)
+    return Guard(OwnNames(app, host), is_framed=is_framed)

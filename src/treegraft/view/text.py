@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -22,7 +23,8 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.runs.transcript import Decoder, transcript
-from treegraft.view.pages import best_leaf
+from treegraft.view.branching import entropy_changes
+from treegraft.view.pages import best_leaf, summarise
 from treegraft.view.runs import RunReader
 
 _STYLES = {
@@ -60,9 +62,14 @@ def pick_file(run: RunReader, update: int | None, evaluation: int | None) -> str
     if not wanted:
         kind = "update" if evaluation is None else "evaluation"
         if not files:
-            raise DataError(f"run '{run.name}' recorded no trees of any {kind} yet")
+            raise DataError(
+                f"run '{run.name}' recorded no trees of any {kind} yet", code="no-trees-yet"
+            )
         span = f"{files[0].update} to {files[-1].update}"
-        raise DataError(f"run '{run.name}' recorded no trees of {kind} {asked}; there are: {span}")
+        raise DataError(
+            f"run '{run.name}' recorded no trees of {kind} {asked}; there are: {span}",
+            code="update-without-trees",
+        )
     # Of one number there may be two evaluations, greedy and sampled; the greedy one comes first.
     return wanted[-1] if asked is None else wanted[0]
 
@@ -80,17 +87,27 @@ def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> Rend
     if leaf is not None and not 0 <= leaf < len(tree.leaves):
         raise DataError(
             f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1};"
-            f" there is no leaf {leaf}"
+            f" there is no leaf {leaf}",
+            code="no-such-leaf",
         )
-    return drawn(tree, leaf, run.tokens if run.tokens.is_there else None)
+    return drawn(tree, leaf, run.tokens if run.tokens.is_there else None, run.config())
 
 
-def drawn(tree: Tree, leaf: int | None = None, tokens: Decoder | None = None) -> RenderableType:
+def drawn(
+    tree: Tree,
+    leaf: int | None = None,
+    tokens: Decoder | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> RenderableType:
     """Returns a tree with the transcript of its best leaf, or that of `leaf` alone; without
-    `tokens` a text that the format could not read is shown by its length."""
+    `tokens` a text that the format could not read is shown by its length. `config` holds the run's
+    settings, see `entropy_changes`."""
     paths = tree.trajectories()
     chosen = leaf if leaf is not None else best_leaf(paths)
-    parts: list[RenderableType] = [] if leaf is not None else [_drawing(tree), Text("")]
+    parts: list[RenderableType] = []
+    if leaf is None:
+        changes = entropy_changes(tree, config or {})
+        parts = [Text(_summary(tree, changes)), _drawing(tree, changes), Text("")]
     if chosen is not None:
         which = "" if leaf is not None else ", the best by reward"
         title = f"leaf {chosen} (0 to {len(tree.leaves) - 1}){which}"
@@ -120,22 +137,44 @@ def _number(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
-def _drawing(tree: Tree) -> Drawing:
+def _summary(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> str:
+    """A tree in one line."""
+    row = summarise(tree)
+    parts = [
+        f"{row['num_leaves']} leaves, {row['num_correct']} correct, mean reward"
+        f" {_number(row['reward_mean'])}",
+        f"{row['num_branches']} branches, {row['num_grafts']} grafts",
+        f"{row['num_tokens']} tokens",
+    ]
+    if weighed := [step for step in tree.steps if step.decision is not None]:
+        opened = sum(bool(step.decision and step.decision.num_opened) for step in weighed)
+        parts.append(f"branched at {opened} of {len(weighed)} places that were weighed")
+        seen = [changes[step.id]["change"] for step in weighed if step.id in changes]
+        if seen:
+            parts.append(f"entropy {min(seen):+.3g} to {max(seen):+.3g} nats a token")
+    return "; ".join(parts)
+
+
+def _drawing(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> Drawing:
     leaves = {leaf.step_id: (number, leaf) for number, leaf in enumerate(tree.leaves)}
     root = Drawing(Text(plain(tree.task.question, 300), style="bold"))
     drawn = {tree.root.id: root}
     for step in tree.steps[1:]:
-        drawn[step.id] = drawn[str(step.parent)].add(_label(step, leaves.get(step.id)))
+        drawn[step.id] = drawn[str(step.parent)].add(
+            _label(step, leaves.get(step.id), changes.get(step.id))
+        )
     return root
 
 
-def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
+def _label(step: Step, leaf: tuple[int, Leaf] | None, change: Mapping[str, Any] | None) -> Text:
     author = step.origin.name.lower()
     text = Text(f"{step.id} ", style="dim")
     text.append(author, style=_STYLES[author])
     text.append(f" {len(step.token_ids)} tokens  {action(step, 60)}")
-    for remark, style in remarks(step):
-        text.append(f"  {remark}", style=style)
+    for remark, style in remarks(step, change):
+        # What was decided against is counted above the tree.
+        if style != "dim":
+            text.append(f"  {remark}", style=style)
     if leaf is not None:
         number, end = leaf
         style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"
@@ -155,26 +194,23 @@ def action(step: Step, limit: int) -> str:
     return plain(" ".join(text.split()), limit)
 
 
-def remarks(step: Step) -> Iterator[tuple[str, str]]:
-    """Yields why a step is there and what was decided beside it, each with its style."""
+def remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yields why a step is there and what was decided beside it, each with its style; `change` is
+    that of `entropy_changes`."""
     cause = step.cause
+    entropy = "" if change is None else f"entropy {change['change']:+.3g} nats a token, "
     if isinstance(cause, BranchCause):
-        numbers = f"entropy change {cause.entropy_change:+.4g}, p {cause.probability:.3f}"
         # Tree-GRPO's rule compares no entropies.
         is_drawn = cause.rule == "random"
-        why = "a further child of a finished step, drawn at random" if is_drawn else numbers
-        yield f"branch: {why}", "yellow"
+        why = "a further child of a finished step, drawn at random"
+        yield f"branch: {why if is_drawn else f'{entropy}p {cause.probability:.3f}'}", "yellow"
     if (decision := step.decision) is not None and decision.num_opened < max(
         1, decision.num_wanted
     ):
         why = "the budget was spent" if decision.num_wanted else "the rule said no"
         seen = decision.seen
         bar = "" if seen.bar is None else f", to exceed {seen.bar:.3f}"
-        yield (
-            f"no branch, {why}: entropy change {seen.entropy_change:+.4g}, p"
-            f" {seen.probability:.3f}{bar}",
-            "dim",
-        )
+        yield f"no branch, {why}: {entropy}p {seen.probability:.3f}{bar}", "dim"
     if isinstance(cause, GraftCause):
         yield f"graft from {plain(cause.source, 40)}, similarity {cause.similarity:.3f}", "magenta"
     if isinstance(cause, StoredCause):

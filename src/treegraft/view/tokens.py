@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from treegraft.core.files import leads_outside
+from treegraft.core.files import read_inside
 
 _UNKNOWN = "\ufffd"
 _LONGEST = 8
@@ -33,11 +33,10 @@ class TokenTexts:
             # Of our checkpoints, or of those that TRL's trainer saves.
             places = ("checkpoints/*/tokenizer.json", "checkpoint-*/tokenizer.json")
             for path in sorted(one for place in places for one in self._run_dir.glob(place)):
-                if leads_outside(path, self._run_dir):
-                    continue
                 # The library raises plain exceptions; another checkpoint may be whole.
                 with suppress(Exception):
-                    self._loaded = Tokenizer.from_file(str(path))
+                    found = read_inside(path, self._run_dir).decode()
+                    self._loaded = Tokenizer.from_str(found)
                     break
         return self._loaded
 

@@ -40,7 +40,8 @@ class Trained:
         except (ValueError, OSError) as error:
             raise CheckpointError(
                 f"checkpoint '{path}': its settings, treegraft/config.json, could not be read"
-                f" ({error})"
+                f" ({error})",
+                code="checkpoint-settings-unreadable",
             ) from error
         return cls(checkpoint, run_dir if has_run else None, config, state)
 

@@ -49,9 +49,11 @@ class ExtractPool(WorkerPool):
         try:
             answer = self.ask(request, settings.timeout_s)
         except TreegraftError as error:
-            raise ToolUnavailable(str(error)) from error
+            raise ToolUnavailable(str(error), code="extract-failed") from error
         if answer is None:
-            raise ToolError(f"{url} could not be read within {settings.timeout_s:g} s")
+            raise ToolError(
+                f"{url} could not be read within {settings.timeout_s:g} s", code="page-late"
+            )
         if "error" in answer:
-            raise ToolError(f"{url} could not be read: {answer['error']}")
+            raise ToolError(f"{url} could not be read: {answer['error']}", code="page-unreadable")
         return Found(answer["title"], tuple(answer["passages"]))

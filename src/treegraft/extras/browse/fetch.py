@@ -100,7 +100,8 @@ class Fetcher:
                 return await self._follow(_checked(url.strip()))
         except TimeoutError:
             raise NotFetched(
-                f"{_shown(url)} did not load within {self._settings.timeout_s:g} s"
+                f"{_shown(url)} did not load within {self._settings.timeout_s:g} s",
+                code="page-not-loaded",
             ) from None
 
     async def _follow(self, url: str) -> Page:
@@ -109,16 +110,18 @@ class Fetcher:
                 url, self._agent
             ):
                 raise NotFetched(
-                    f"{_shown(url)} must not be fetched by programs, says the site's robots.txt"
+                    f"{_shown(url)} must not be fetched by programs, says the site's robots.txt",
+                    code="robots-forbid",
                 )
             status, headers, body = await self._get(url, is_page=True)
             if status == 200:
                 return Page(url, *_content_type(headers), body)
             if "location" not in headers:
-                raise NotFetched(f"{_shown(url)} answered with status {status}")
+                raise NotFetched(f"{_shown(url)} answered with status {status}", code="page-status")
             url = _checked(urljoin(url, headers["location"]))
         raise NotFetched(
-            f"{_shown(url)} lies behind more than {self._settings.max_redirects} redirects"
+            f"{_shown(url)} lies behind more than {self._settings.max_redirects} redirects",
+            code="too-many-redirects",
         )
 
     async def _rules(self, url: str) -> Protego:
@@ -137,7 +140,8 @@ class Fetcher:
                 # asked again next time.
                 raise NotFetched(
                     f"{_shown(place)} answered with status {status}, so the site is left alone for"
-                    " now"
+                    " now",
+                    code="robots-status",
                 )
             # Any other status means that there are no rules (2.3.1.3), and so do too many
             # redirects (2.3.1.2).
@@ -177,12 +181,16 @@ class Fetcher:
                     body += chunk
                     if len(body) > max_bytes:
                         if is_page:
-                            raise NotFetched(f"{_shown(url)} is larger than {max_bytes:,} bytes")
+                            raise NotFetched(
+                                f"{_shown(url)} is larger than {max_bytes:,} bytes",
+                                code="page-too-large",
+                            )
                         break
                 return response.status_code, response.headers, bytes(body[:max_bytes])
         except (httpx.HTTPError, httpx.InvalidURL, zlib.error) as error:
             raise NotFetched(
-                f"{_shown(url)} cannot be fetched: {str(error) or type(error).__name__}"
+                f"{_shown(url)} cannot be fetched: {str(error) or type(error).__name__}",
+                code="page-not-fetched",
             ) from error
 
     async def _resolve(self, host: str, port: int) -> str:
@@ -192,7 +200,9 @@ class Fetcher:
                 host, port, type=socket.SOCK_STREAM
             )
         except (OSError, UnicodeError) as error:
-            raise NotFetched(f"there is no host '{_shown(host)}': {error}") from error
+            raise NotFetched(
+                f"there is no host '{_shown(host)}': {error}", code="no-such-host"
+            ) from error
         addresses = [str(entry[4][0]) for entry in found]
         # One private address among them is enough to refuse: which one is taken is the host's
         # choice.
@@ -200,7 +210,8 @@ class Fetcher:
             if not self._settings.allow_private and not is_public(address):
                 raise NotFetched(
                     f"'{_shown(host)}' is at {address}, which is no public address; such pages are"
-                    " not fetched"
+                    " not fetched",
+                    code="address-not-public",
                 )
         return addresses[0]
 
@@ -246,22 +257,30 @@ def _checked(url: str) -> str:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise NotFetched(f"'{_shown(url)}' is no web address: {error}") from error
+        raise NotFetched(
+            f"'{_shown(url)}' is no web address: {error}", code="no-web-address"
+        ) from error
     if parts.scheme not in ("http", "https") or not host:
         raise NotFetched(
-            f"'{_shown(url)}' is no web address; expected one that begins with http:// or https://"
+            f"'{_shown(url)}' is no web address; expected one that begins with http:// or https://",
+            code="no-web-address",
         )
     if parts.username is not None or parts.password is not None:
-        raise NotFetched("addresses with a user name or password are not fetched")
+        raise NotFetched(
+            "addresses with a user name or password are not fetched", code="address-with-password"
+        )
     # A line break would add a header to the request; half a surrogate pair cannot be sent.
     if re.search(r"[\x00-\x20\x7f\ud800-\udfff]", url):
         raise NotFetched(
-            f"'{_shown(url)}' is no web address: it holds spaces or control characters"
+            f"'{_shown(url)}' is no web address: it holds spaces or control characters",
+            code="no-web-address",
         )
     try:
         name = host if ":" in host else host.encode("idna").decode("ascii")
     except UnicodeError as error:
-        raise NotFetched(f"there is no host '{_shown(host)}': {error}") from error
+        raise NotFetched(
+            f"there is no host '{_shown(host)}': {error}", code="no-such-host"
+        ) from error
     return parts._replace(netloc=_netloc(name, port), path=parts.path or "/", fragment="").geturl()
 
 
@@ -279,16 +298,19 @@ def _refuse_by_headers(url: str, response: httpx.Response, max_bytes: int) -> No
     if response.status_code in _REDIRECTS:
         return
     if response.status_code != 200:
-        raise NotFetched(f"{_shown(url)} answered with status {response.status_code}")
+        raise NotFetched(
+            f"{_shown(url)} answered with status {response.status_code}", code="page-status"
+        )
     kind, _ = _content_type(response.headers)
     if kind and kind not in CONTENT_TYPES:
         raise NotFetched(
             f"{_shown(url)} is of type '{kind[:80]}', which cannot be read; expected a page, plain"
-            " text or a PDF"
+            " text or a PDF",
+            code="page-type",
         )
     length = response.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
-        raise NotFetched(f"{_shown(url)} is larger than {max_bytes:,} bytes")
+        raise NotFetched(f"{_shown(url)} is larger than {max_bytes:,} bytes", code="page-too-large")
 
 
 async def _decompressed(response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
@@ -296,7 +318,9 @@ async def _decompressed(response: httpx.Response, max_bytes: int) -> AsyncIterat
     large one."""
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
-        raise NotFetched(f"the page is packed as '{encoding[:40]}', which was not asked for")
+        raise NotFetched(
+            f"the page is packed as '{encoding[:40]}', which was not asked for", code="page-packed"
+        )
     # 47 bits: zlib tells gzip from deflate by the first bytes.
     unpack = None if encoding in ("", "identity") else zlib.decompressobj(wbits=47)
     async for chunk in response.aiter_raw():

@@ -78,7 +78,8 @@ def read_call(body: str) -> tuple[str, str]:
             url, query = fields["url"], fields.get("query") or ""
         except (ValueError, RecursionError, KeyError) as error:
             raise ToolError(
-                'browse needs an address, a space and a query, or JSON: {"url": ..., "query": ...}'
+                'browse needs an address, a space and a query, or JSON: {"url": ..., "query": ...}',
+                code="browse-arguments",
             ) from error
     else:
         url, *rest = re.split(r"[ \n]", text, maxsplit=1)
@@ -87,7 +88,8 @@ def read_call(body: str) -> tuple[str, str]:
     url = str(url).strip("<>\"'")
     if not url:
         raise ToolError(
-            "the address is empty; write an address, a space, and what you are looking for"
+            "the address is empty; write an address, a space, and what you are looking for",
+            code="address-empty",
         )
     # Agents leave the scheme out, as people do.
     if "://" not in url and re.match(r"[\w-]+(\.[\w-]+)+(/|$|:\d)", url):

@@ -202,7 +202,8 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
         has = f"it has {', '.join(sorted(columns))}" if columns else "it has no row"
         raise DataError(
             f"'{name}' has no column {' or '.join(wanted[0])}; {has}. Name the question's with"
-            f" tasks.dataset.question_column.{near}"
+            f" tasks.dataset.question_column.{near}",
+            code="column-missing",
         )
     _add_repeats(items, found)
     findings = [
@@ -397,7 +398,9 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
         if first <= row.number < first + num:
             shown.append({"row": row.number, "values": dict(row.values)})
     if not num_rows:
-        raise DataError(f"'{name}' has no rows; expected one object a line.")
+        raise DataError(
+            f"'{name}' has no rows; expected one object a line.", code="no-rows-in-file"
+        )
     columns = [_summary(name, list(kinds[name]), sorted(lengths[name])) for name in kinds]
     return FileView(name, num_rows, used[0], used[1], columns, shown, problems)
 

@@ -65,7 +65,8 @@ def push(
     except HFValidationError as error:
         raise SettingError(
             f"command line: '{repo_id}' is not a repository's name; expected NAME or OWNER/NAME of"
-            " letters, digits, '-', '_' and '.'"
+            " letters, digits, '-', '_' and '.'",
+            code="repository-name-invalid",
         ) from error
     found = Trained.of(run)
     token = _token(dry_run)
@@ -107,7 +108,7 @@ def _without_paths(path: Path) -> bytes | Path:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise errors.CheckpointError(
-            f"'{path}' is not JSON ({error}); the checkpoint is damaged"
+            f"'{path}' is not JSON ({error}); the checkpoint is damaged", code="checkpoint-no-json"
         ) from error
     noted = {k: v for k, v in data.items() if k.endswith("name_or_path") and isinstance(v, str)}
     changed = {key: public(value) for key, value in noted.items()}
@@ -118,7 +119,9 @@ def _read(card: Path) -> str:
     try:
         return card.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"model card '{card}' could not be read: {error}") from error
+        raise DataError(
+            f"model card '{card}' could not be read: {error}", code="card-unreadable"
+        ) from error
 
 
 def _token(is_dry: bool) -> str | None:
@@ -128,7 +131,8 @@ def _token(is_dry: bool) -> str | None:
     if token is None and not is_dry:
         raise SettingError(
             f"there is no token for {constants.ENDPOINT}; set HF_TOKEN, or log in with `hf auth"
-            " login`, with a token that may write"
+            " login`, with a token that may write",
+            code="token-missing",
         )
     return token
 
@@ -178,14 +182,15 @@ def _told(repo_id: str, endpoint: str) -> Iterator[None]:
             cause = cause.__cause__
         if isinstance(cause, OfflineModeIsEnabled):
             raise errors.HubError(
-                "the environment sets HF_HUB_OFFLINE; unset it to upload"
+                "the environment sets HF_HUB_OFFLINE; unset it to upload", code="hub-offline"
             ) from error
         if isinstance(cause, HfHubHTTPError):
-            raise errors.HubError(_refusal(cause, repo_id, endpoint)) from error
+            raise errors.HubError(_refusal(cause, repo_id, endpoint), code="hub-refused") from error
         first = plain(str(cause).partition("\n")[0], 300)
         raise errors.HubError(
             f"'{repo_id}' could not be uploaded to {endpoint} ({type(cause).__name__}: {first});"
-            " check the network and HF_ENDPOINT, and run the same command again"
+            " check the network and HF_ENDPOINT, and run the same command again",
+            code="hub-failed",
         ) from error
 
 

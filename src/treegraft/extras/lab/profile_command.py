@@ -45,7 +45,8 @@ def profile(
             raise SettingError(
                 f"command line: got {' '.join(overrides)} beside the run folder '{recipe}', whose"
                 " updates are measured already; leave the settings out, or measure anew: treegraft"
-                f" profile {Path(recipe) / 'config.json'} {' '.join(overrides)}"
+                f" profile {Path(recipe) / 'config.json'} {' '.join(overrides)}",
+                code="settings-beside-run",
             )
         print_spent(Path(recipe), json_file)
         return

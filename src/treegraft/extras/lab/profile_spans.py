@@ -67,7 +67,8 @@ def spent(folder: Path) -> Spent:
     if not updates:
         raise DataError(
             f"'{folder}': got no spans of an update, expected a run folder with spans-*.jsonl in"
-            " it. Record them with: treegraft train RECIPE track.spans=file (cluster likewise)."
+            " it. Record them with: treegraft train RECIPE track.spans=file (cluster likewise).",
+            code="no-spans",
         )
     wall_s = length(updates)
     parts = []
@@ -139,7 +140,8 @@ def _spans(path: Path) -> Iterator[tuple[str, str, Interval, bool]]:
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"'{path}', line {number}: got no span of OpenTelemetry ({error!r}). Remove"
-                    " the line."
+                    " the line.",
+                    code="span-invalid",
                 ) from error
 
 

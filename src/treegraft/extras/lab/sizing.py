@@ -27,13 +27,11 @@ from dataclasses import dataclass, replace
 
 from treegraft import Config, SettingError, load_config
 from treegraft.extras.lab.layout import Layout, ServerOptions
+from treegraft.extras.lab.memory import one_process
 from treegraft.extras.lab.roofline import CARDS, Card, decode_bytes, forward_flops, known_card
-from treegraft.extras.lab.text import ranges
+from treegraft.extras.lab.text import BYTES, PROMPT_TOKENS, gigabytes, ranges
 from treegraft.parts import Finding, Machine, ModelShape
 
-BYTES = {"float32": 4, "bfloat16": 2}
-PROMPT_TOKENS = 256
-"""Assumed length of a prompt where the context has no limit of its own."""
 RESERVED = 2e9
 """Of each card for the driver's context, kernels and fragments; a guess."""
 ROOMY_FLOATS = 3 * (1 << 27)
@@ -65,7 +63,8 @@ class Plan:
         if card.lower() not in known:
             raise SettingError(
                 f"--gpu: got '{card}', expected one of {', '.join(CARDS)}; for another card take"
-                " the nearest and give --gpu-memory"
+                " the nearest and give --gpu-memory",
+                code="unknown-card",
             )
         found = known[card.lower()]
         memory = found.memory if memory_gb is None else memory_gb * 1e9
@@ -298,14 +297,9 @@ def _fits(config: Config, shape: ModelShape, plan: Plan) -> bool:
     return not layout.problem(config) and min(frees) >= 0 and has_room
 
 
-def gigabytes(num_bytes: float) -> str:
-    """Returns a size for people: "512 MB", "2.1 GB"."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
-
-
-def memory(config: Config, machine: Machine) -> list[Finding] | None:
+def memory(config: Config, machine: Machine) -> list[Finding]:
     """Returns the section "memory" of `treegraft doctor` for the GPUs of --gpus, else for those of
-    this machine; None where one process needs one at most.
+    this machine; for one process where it needs one at most.
 
     Raises:
         SettingError: the card of --gpu is not known.
@@ -315,7 +309,7 @@ def memory(config: Config, machine: Machine) -> list[Finding] | None:
     else:
         plan = Plan.of(machine.num_gpus, machine.gpu, machine.gpu_memory)
     if plan is None:
-        return None
+        return one_process(config, machine)
     return list(sizing(config, machine.shape, replace(plan, num_starts=machine.num_starts)))
 
 

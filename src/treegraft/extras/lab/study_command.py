@@ -156,11 +156,15 @@ def _lines_of(plan: Plan, failed: Mapping[Key, Line], results: Path) -> list[Lin
 def _refuse_no_results(file: Path, *, with_table: bool) -> None:
     if not file.is_file():
         hint = errors.nearest(str(file), map(str, file.parent.glob("*.jsonl")))
-        raise DataError(f"'{file}' does not exist; expected a study's file of results.{hint}")
+        raise DataError(
+            f"'{file}' does not exist; expected a study's file of results.{hint}",
+            code="results-missing",
+        )
     if not with_table:
         raise SettingError(
             f"command line: '{file}': got a file of results; expected the file of a study (.toml)"
-            " to run, or --table to print the tables of these results."
+            " to run, or --table to print the tables of these results.",
+            code="results-not-study",
         )
 
 
@@ -213,13 +217,16 @@ def _print_tables(
     from treegraft.extras.lab.study.tables import Question, Runs, as_data
 
     if not lines:
-        raise DataError("no run is finished; expected at least one line of results.")
+        raise DataError(
+            "no run is finished; expected at least one line of results.", code="no-run-finished"
+        )
     study = None if plan is None else plan.study
     arms = list(dict.fromkeys(line["method"] for line in lines))
     if baseline is not None and baseline not in arms:
         raise SettingError(
             f"command line: --baseline '{baseline}': no run of this arm is there; there are"
-            f" {quoted(arms)}.{errors.nearest(baseline, arms)}"
+            f" {quoted(arms)}.{errors.nearest(baseline, arms)}",
+            code="unknown-arm",
         )
     question = Question(baseline=baseline or arms[0])
     if study is not None:

@@ -134,7 +134,7 @@ def replying(method: Callable[..., Awaitable[Any]]) -> Callable[..., Coroutine[A
 
 def error_reply(error: TreegraftError) -> str:
     """Returns an error of ours as a reply."""
-    return json.dumps({"error": type(error).__name__, "text": str(error)})
+    return json.dumps({"error": type(error).__name__, "code": error.code, "text": str(error)})
 
 
 def value_of(reply: str) -> Any:
@@ -147,7 +147,7 @@ def value_of(reply: str) -> Any:
     if "error" not in found:
         return found["value"]
     kind = getattr(errors, found["error"], TreegraftError)
-    raise kind(found["text"])
+    raise kind(found["text"], code=found["code"])
 
 
 def start(

@@ -11,8 +11,8 @@ import typer
 import treegraft
 from treegraft.extras.ray.job import Job
 from treegraft.extras.ray.placement import needs_of, place_of
-from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.ray import ADDRESS, connected
+from treegraft.extras.ray.settings import cluster_settings
 from treegraft.parts import commands
 
 

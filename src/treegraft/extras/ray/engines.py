@@ -106,7 +106,8 @@ class _Pieces:
 
         if not self._pieces:
             raise errors.EngineError(
-                "engine: it lacks the weights that every engine was to begin with"
+                "engine: it lacks the weights that every engine was to begin with",
+                code="first-weights-missing",
             )
         for piece in self._pieces:
             yield from load(ray.get(piece)).items()
@@ -178,12 +179,15 @@ class EngineActor(Actor):
         engine = self._opened()
         if self._edition != edition:
             raise errors.EngineError(
-                f"engine: it holds edition {self._edition}, expected {edition}"
+                f"engine: it holds edition {self._edition}, expected {edition}",
+                code="other-edition",
             )
         asking: Mapping[str, Sequence[Completion]] = await cast(Any, engine).canaries()
         found = next(iter(asking.values()), None)
         if found is None:
-            raise errors.EngineError("engine: its server did not answer")
+            raise errors.EngineError(
+                "engine: its server did not answer", code="server-silent-engine"
+            )
         return [asdict(one) for one in found]
 
     async def complete(self, request: str) -> AsyncIterator[str]:
@@ -249,7 +253,7 @@ class EngineActor(Actor):
 
     def _opened(self) -> interfaces.Engine:
         if self._engine is None:
-            raise errors.EngineError("engine: it is not open yet")
+            raise errors.EngineError("engine: it is not open yet", code="engine-not-open")
         return self._engine
 
 

@@ -52,7 +52,7 @@ class GrowerActor(Actor):
     ) -> None:
         """Takes over which engines answer, and by which weights."""
         if self._engine is None:
-            raise errors.EngineError("grower: it is not open yet")
+            raise errors.EngineError("grower: it is not open yet", code="grower-not-open")
         self._engine.take(edition, version, dict(zip(numbers, engines, strict=True)))
         self._route = route
         self._told.set()
@@ -81,7 +81,8 @@ class GrowerActor(Actor):
         except TimeoutError as error:
             raise errors.DeadlineExceeded(
                 f"grower {self.number}: it was not told of the latest weights within"
-                f" {START_S:.0f} s; see the warnings about it, and go on with --resume."
+                f" {START_S:.0f} s; see the warnings about it, and go on with --resume.",
+                code="grower-late",
             ) from error
 
     async def end(self) -> None:

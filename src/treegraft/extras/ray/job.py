@@ -20,9 +20,9 @@ from typing import Any
 
 from treegraft import Config
 from treegraft.extras.ray.actors import Place, value_of
-from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.rank import RankActor
 from treegraft.extras.ray.ray import ADDRESS, reachable
+from treegraft.extras.ray.settings import cluster_settings
 from treegraft.parts import errors, interrupt, plain
 
 GRACE_S = 20.0
@@ -101,7 +101,9 @@ class Job:
                     raise errors.RankError(
                         f"cluster: {ends.lost}, and the job was started again {num_restarts} times"
                         " already (cluster.max_restarts). Its last checkpoint is safe; once the"
-                        f" cause is removed, go on with: treegraft cluster --resume {self._run_dir}"
+                        " cause is removed, go on with: treegraft cluster --resume"
+                        f" {self._run_dir}",
+                        code="job-lost",
                     )
                 num_restarts += 1
                 self._say(
@@ -120,7 +122,8 @@ class Job:
         how = ends.lost or ("no end" if code is None else f"rank 0 ended with code {code}")
         raise errors.RankError(
             f"cluster: the job was asked to stop, but its ranks did not save ({how}). Its last"
-            f" checkpoint is safe; go on with: treegraft cluster --resume {self._run_dir}"
+            f" checkpoint is safe; go on with: treegraft cluster --resume {self._run_dir}",
+            code="ranks-not-saved",
         )
 
     # ------------------------------------------------------------------ room
@@ -146,7 +149,8 @@ class Job:
                 raise errors.RankError(
                     f"cluster: no room for {least} ranks within {ROOM_S:.0f} s; expected as many"
                     f" {name}s beside those of the other roles. Add machines, then go on with:"
-                    f" treegraft cluster --resume {self._run_dir}"
+                    f" treegraft cluster --resume {self._run_dir}",
+                    code="no-room-for-ranks",
                 )
             if time.monotonic() - told > PLACE_S:
                 told = time.monotonic()

@@ -15,9 +15,9 @@ from treegraft import Config
 from treegraft.extras.ray.actors import Place, start, value_of
 from treegraft.extras.ray.engines import EngineActor, completion_of
 from treegraft.extras.ray.growers import GrowerActor
-from treegraft.extras.ray.plugin import cluster_settings
 from treegraft.extras.ray.ray import connected
 from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
+from treegraft.extras.ray.settings import cluster_settings
 from treegraft.extras.ray.supervisor import Keeper, Member
 from treegraft.parts import Completion, files, interfaces, remote
 

@@ -1,55 +1,8 @@
-"""Settings of `treegraft cluster`: which Ray cluster, and what stands on it; and the command."""
+"""The placement on a Ray cluster, its command and its settings."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from treegraft.parts import Command, PlacementKind, Plugin, Settings, setting
-
-
-class ClusterSettings(Settings):
-    """How `treegraft cluster` spreads a run over machines; other commands take no notice."""
-
-    address: str = setting("local")
-    """The Ray cluster: "local" starts one on this machine for the run, "auto" takes the one that
-    this machine belongs to, "HOST:PORT" that of another machine's head node."""
-    learner_gpus: int = setting(0, ge=0)
-    """GPUs that learn, one rank on each; 0 learns on CPUs."""
-    learner_ranks: int | None = setting(None, ge=1)
-    """Processes that learn together, each on a machine with room for it; None takes one for each of
-    learner_gpus, and without GPUs learns in the command's own process."""
-    max_restarts: int = setting(3, ge=0)
-    """How often the learner's ranks start again from the last checkpoint after one of them was
-    lost; with learn.ranks = "auto" also fewer of them, where machines are gone."""
-    server_gpus: int = setting(0, ge=0)
-    """GPUs that sample, shared out equally among the engines; 0 samples on CPUs."""
-    engines: int | None = setting(None, ge=1)
-    """Engines, each with weights of its own; None takes one for each of server_gpus, or one."""
-    growers: int = setting(1, ge=1)
-    """Processes that grow trees: they write prompts, run tools and score, each with whole trees."""
-
-    @property
-    def num_ranks(self) -> int:
-        """The ranks that there are to be; 1 is the command's own process, unless it wants a GPU."""
-        return self.learner_ranks or max(1, self.learner_gpus)
-
-    @property
-    def num_engines(self) -> int:
-        """The engines that there are to be."""
-        return self.engines or max(1, self.server_gpus)
-
-
-def cluster_settings(config: Any) -> ClusterSettings:
-    """Returns the table [cluster] of a configuration."""
-    found: ClusterSettings = config.cluster
-    return found
-
-
-class _Tables(Settings):
-    cluster: ClusterSettings = setting(
-        ClusterSettings(), resumable=True, ignored_by_eval=True, only_for="cluster"
-    )
-
+from treegraft.parts import Command, PlacementKind, Plugin
 
 plugin = Plugin(
     name="ray",
@@ -62,5 +15,5 @@ plugin = Plugin(
             help="Train an agent with a recipe on a Ray cluster, as its table [cluster] says.",
         )
     },
-    settings={"": _Tables},
+    settings={"": "treegraft.extras.ray.settings:ClusterTables"},
 )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import Config, SettingError
-from treegraft.extras.ray.plugin import ClusterSettings, cluster_settings
+from treegraft.extras.ray.settings import ClusterSettings, cluster_settings
 from treegraft.parts import files, plain
 
 TESTED = (2, 60)
@@ -49,13 +49,15 @@ def refuse_without_ray() -> None:
     except importlib.metadata.PackageNotFoundError as error:
         raise SettingError(
             f"cluster: Ray is not installed in this environment; expected {expected}. Install it"
-            ' on every machine with pip install "treegraft[ray]", or use `treegraft train`.'
+            ' on every machine with pip install "treegraft[ray]", or use `treegraft train`.',
+            code="package-missing",
         ) from error
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers < TESTED or numbers[0] != TESTED[0]:
         raise SettingError(
             f"cluster: got Ray {version}, expected {expected}. Install that on every machine with"
-            ' pip install "treegraft[ray]".'
+            ' pip install "treegraft[ray]".',
+            code="ray-version",
         )
 
 
@@ -68,34 +70,40 @@ def refuse_unfit(config: Config) -> None:
     if config.engine.kind == "vllm" and config.engine.vllm.servers:
         raise SettingError(
             f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"
-            " start servers of their own; expected none. Leave it out, or use `treegraft train`."
+            " start servers of their own; expected none. Leave it out, or use `treegraft train`.",
+            code="servers-on-cluster",
         )
     if config.publish.kind == "adapter":
         raise SettingError(
             'publish.kind: got "adapter" on a cluster, where whole weights are published; expected'
-            ' "auto", "shared" or "disk".'
+            ' "auto", "shared" or "disk".',
+            code="adapter-on-cluster",
         )
     settings, learn = cluster_settings(config), config.learn
     if settings.server_gpus > settings.num_engines and settings.server_gpus % settings.num_engines:
         raise SettingError(
             f"cluster.engines: got {settings.engines} for cluster.server_gpus ="
-            f" {settings.server_gpus}, expected a divisor of it, so that each engine has as many."
+            f" {settings.server_gpus}, expected a divisor of it, so that each engine has as many.",
+            code="engines-invalid",
         )
     num_ranks = settings.num_ranks
     if settings.learner_gpus and num_ranks != settings.learner_gpus:
         raise SettingError(
             f"cluster.learner_ranks: got {num_ranks} beside cluster.learner_gpus ="
-            f" {settings.learner_gpus}, expected one rank on each GPU. Leave it out."
+            f" {settings.learner_gpus}, expected one rank on each GPU. Leave it out.",
+            code="learner-ranks-invalid",
         )
     if learn.ranks not in ("auto", num_ranks):
         raise SettingError(
             f"learn.ranks: got {learn.ranks}, but [cluster] asks for {num_ranks}; expected both to"
-            ' be equal. Leave it at "auto", or set cluster.learner_gpus or cluster.learner_ranks.'
+            ' be equal. Leave it at "auto", or set cluster.learner_gpus or cluster.learner_ranks.',
+            code="ranks-unequal",
         )
     if num_ranks % learn.replicate:
         raise SettingError(
             f"learn.replicate: got {learn.replicate} with {num_ranks} ranks; expected a divisor of"
-            " the number of ranks. Change it, or cluster.learner_gpus or cluster.learner_ranks."
+            " the number of ranks. Change it, or cluster.learner_gpus or cluster.learner_ranks.",
+            code="replicate-invalid",
         )
 
 
@@ -127,7 +135,8 @@ def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
         raise SettingError(
             f"cluster.address: no Ray cluster was reached at '{address}'"
             f" ({plain(str(error), 300)}); expected the head of one that runs, with the same token."
-            ' Start it with `ray start --head`, correct the address, or leave it at "local".'
+            ' Start it with `ray start --head`, correct the address, or leave it at "local".',
+            code="cluster-not-reached",
         ) from error
     try:
         check(config, needs)
@@ -147,12 +156,14 @@ def _local(needs: Mapping[str, float]) -> Iterator[None]:
 
     # Short: the path of a socket in it has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="tg-ray-"))
+    # Ray makes its own folder one that all users of this machine may write to; ours around it is
+    # for us alone.
     try:
         _join(
             num_cpus=int(max(os.cpu_count() or 1, needs.get("CPU", 0))),
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
+            _temp_dir=str(folder / "r"),
         )
         yield
     finally:
@@ -209,14 +220,16 @@ def check(config: Config, needs: Mapping[str, float]) -> None:
             except ray.exceptions.GetTimeoutError as error:
                 raise SettingError(
                     f"cluster: {where} has not answered within {LOOK_S:.0f} s; expected a node with"
-                    " room for one process. Remove it from the cluster, or see Ray's log there."
+                    " room for one process. Remove it from the cluster, or see Ray's log there.",
+                    code="node-silent",
                 ) from error
             except ray.exceptions.RayError as error:
                 if not is_there(node):
                     continue
                 raise SettingError(
                     f"cluster: {where} cannot run Treegraft ({plain(str(error), 300)}); expected"
-                    " the same Python environment as here. Install it there."
+                    " the same Python environment as here. Install it there.",
+                    code="node-unusable",
                 ) from error
             _refuse_other(where, seen, own, runs)
 
@@ -274,7 +287,8 @@ def _refuse_small(
         if has.get(name, 0.0) < least:
             raise SettingError(
                 f"cluster: the cluster at '{settings.address}' has {has.get(name, 0.0):g} {name}s,"
-                f" expected at least {least:g} for what [cluster] asks for. {advice[name]}."
+                f" expected at least {least:g} for what [cluster] asks for. {advice[name]}.",
+                code="cluster-too-small",
             )
 
 
@@ -284,15 +298,18 @@ def _refuse_other(where: str, seen: Mapping[str, str], own: Mapping[str, str], r
         if seen[name] != own[name]:
             raise SettingError(
                 f"cluster: {where} has {name} {seen[name]}, expected {own[name]} as here. Install"
-                " the same on every machine."
+                " the same on every machine.",
+                code="cluster-version-differs",
             )
     if seen["code"] != own["code"]:
         raise SettingError(
             f"cluster: the treegraft package of {where} differs from the one here (checksum"
-            f" {seen['code']}, expected {own['code']}). Install the same on every machine."
+            f" {seen['code']}, expected {own['code']}). Install the same on every machine.",
+            code="cluster-code-differs",
         )
     if seen["token"] != own["token"]:
         raise SettingError(
             f"cluster: {where} does not see the folder {runs} of this machine; expected run.dir on"
-            " a disk that all machines share, under the same path. Set run.dir to one."
+            " a disk that all machines share, under the same path. Set run.dir to one.",
+            code="cluster-folder-unseen",
         )

@@ -93,7 +93,8 @@ class ClusterEngine:
         except TimeoutError as error:
             raise errors.DeadlineExceeded(
                 f"engine: no completion for {key} within engine.deadline_s ="
-                f" {deadline_s} s; the last fault of an engine: {fault}"
+                f" {deadline_s} s; the last fault of an engine: {fault}",
+                code="engine-late",
             ) from error
 
     async def _choose(self, home: object) -> int:
@@ -151,7 +152,9 @@ class ClusterEngine:
                     on_probe(tuple(found["probe"]))
             raise Lost("it ended without a completion")
         except ray.exceptions.RayTaskError as error:
-            raise errors.EngineError(f"engine: a fault of its own: {error.cause!r}") from error
+            raise errors.EngineError(
+                f"engine: a fault of its own: {error.cause!r}", code="engine-failed"
+            ) from error
         except ray.exceptions.RayError as error:
             raise Lost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         except asyncio.CancelledError:
@@ -166,7 +169,9 @@ class ClusterEngine:
 
     async def publish(self, source: interfaces.WeightSource, version: int) -> None:
         """Raises EngineError: rank 0 alone publishes."""
-        raise errors.EngineError("engine: weights are published by rank 0")
+        raise errors.EngineError(
+            "engine: weights are published by rank 0", code="published-elsewhere"
+        )
 
     def take_metrics(self) -> dict[str, float]:
         """Returns how often engines were asked, and how often again, since the last call."""

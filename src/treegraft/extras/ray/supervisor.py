@@ -127,10 +127,13 @@ class Keeper:
         except TimeoutError as error:
             raise errors.EngineError(
                 f"cluster: {member} was not ready within {START_S:.0f} s; expected room for it on"
-                " one machine. See `ray status`, and Ray's logs there."
+                " one machine. See `ray status`, and Ray's logs there.",
+                code="actor-not-ready",
             ) from error
         except ray.exceptions.RayError as error:
-            raise errors.EngineError(f"cluster: {member} did not start: {_words(error)}") from error
+            raise errors.EngineError(
+                f"cluster: {member} did not start: {_words(error)}", code="actor-not-started"
+            ) from error
         self._go_live(member)
 
     async def close(self) -> None:
@@ -210,7 +213,7 @@ class Keeper:
             _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
         member.seen = seen
         if seen.get("is_broken"):
-            raise errors.EngineError("its engine has died")
+            raise errors.EngineError("its engine has died", code="engine-died")
         if not seen["is_open"]:
             self._lose(member, "it has been started anew")
             limit = (self.engine.max_context,) if member in self.growers else ()
@@ -233,7 +236,8 @@ class Keeper:
             held = value_of(await member.handle.publish.remote(due.header(), list(due.pieces)))
         if held and due.fingerprint and held != due.fingerprint:
             raise errors.EngineError(
-                f"its weights have checksum {held}, expected {due.fingerprint}"
+                f"its weights have checksum {held}, expected {due.fingerprint}",
+                code="weights-differ",
             )
         member.edition = due.edition
 
@@ -328,7 +332,9 @@ class Keeper:
         if self._answering() or time.monotonic() - self._last_live < deadline_s:
             return None
         reasons = "; ".join(f"{one}: {one.fault}" for one in self.engines)
-        return errors.EngineError(f"engine: none has answered for engine.deadline_s: {reasons}")
+        return errors.EngineError(
+            f"engine: none has answered for engine.deadline_s: {reasons}", code="no-engine-left"
+        )
 
     # ------------------------------------------------------------------ weights
 
@@ -357,7 +363,9 @@ class Keeper:
         self._tell()
         while not self._answering():
             if (death := self.death) is not None:
-                raise errors.EngineError(f"publish: no engine took version {version}. {death}")
+                raise errors.EngineError(
+                    f"publish: no engine took version {version}. {death}", code="publish-refused"
+                )
             await asyncio.sleep(WATCH_S)
 
     async def each(self, ask: Callable[[int], Awaitable[T]]) -> dict[str, T]:
@@ -423,7 +431,8 @@ class Keeper:
                 return found
             except ray.exceptions.RayTaskError as error:
                 raise errors.EngineError(
-                    f"rollout: tree {name} ended {member} with a fault: {_words(error)}"
+                    f"rollout: tree {name} ended {member} with a fault: {_words(error)}",
+                    code="tree-failed",
                 ) from error
             except ray.exceptions.RayError as error:
                 faults.append(f"{member}: {_words(error)}")
@@ -438,7 +447,8 @@ class Keeper:
         raise errors.EngineError(
             f"rollout: {MAX_DEATHS} growers have died while tree {name} grew in them"
             f" ({'; '.join(faults)}); expected none. A tool or reward of this task may take all"
-            " memory; correct it, and resume."
+            " memory; correct it, and resume.",
+            code="growers-died",
         )
 
     async def _free_grower(self) -> Member:
@@ -454,7 +464,8 @@ class Keeper:
             reasons = [str(one) + ": " + one.fault for one in self.growers if one.fault]
             raise errors.EngineError(
                 f"rollout: no grower and engine were there for engine.deadline_s ="
-                f" {deadline_s:g} s: {'; '.join(reasons) or 'no engine'}"
+                f" {deadline_s:g} s: {'; '.join(reasons) or 'no engine'}",
+                code="no-grower-left",
             ) from error
 
     # ------------------------------------------------------------------ what others see
@@ -511,7 +522,7 @@ async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError as error:
-        raise errors.DeadlineExceeded(f"{fault} within {limit_s:g} s") from error
+        raise errors.DeadlineExceeded(f"{fault} within {limit_s:g} s", code="actor-late") from error
 
 
 async def _awaited(answer: Any) -> Any:

@@ -150,7 +150,8 @@ class ReasoningGym(OpenTasks):
             raise SettingError(
                 f"the generator '{self._settings.generator}' has no more different questions than"
                 f" the {len(self._eval)} held-out ones; lower tasks.num_eval or widen"
-                " tasks.arithmetic.params"
+                " tasks.arithmetic.params",
+                code="questions-spent",
             )
         return tasks
 
@@ -259,19 +260,22 @@ def _check_generator(settings: ReasoningGymSettings) -> None:
         raise SettingError(
             f"tasks.arithmetic.generator is '{name}', which reasoning-gym does not"
             f" have.{errors.nearest(name, DATASETS)} It has {len(DATASETS)}, e.g. chain_sum,"
-            " basic_arithmetic, products"
+            " basic_arithmetic, products",
+            code="unknown-generator",
         )
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for param in settings.params:
         if param in ("seed", "size"):
             raise SettingError(
                 f"tasks.arithmetic.params sets '{param}'; use run.seed, tasks.num_train and"
-                " tasks.num_eval"
+                " tasks.num_eval",
+                code="generator-own-setting",
             )
         if param not in known:
             raise SettingError(
                 f"tasks.arithmetic.params has '{param}', which the generator '{name}' does not"
-                f" have.{errors.nearest(param, known)} It has {', '.join(sorted(known))}"
+                f" have.{errors.nearest(param, known)} It has {', '.join(sorted(known))}",
+                code="unknown-parameter",
             )
     try:
         with decimal.localcontext():
@@ -279,7 +283,8 @@ def _check_generator(settings: ReasoningGymSettings) -> None:
     # reasoning-gym checks by assert, and generators raise any exception.
     except Exception as error:
         raise SettingError(
-            f"the generator '{name}' refuses tasks.arithmetic.params {settings.params}: {error}"
+            f"the generator '{name}' refuses tasks.arithmetic.params {settings.params}: {error}",
+            code="generator-refuses",
         ) from error
 
 

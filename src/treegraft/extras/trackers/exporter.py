@@ -152,7 +152,8 @@ class Exporter:
         except OSError as error:
             raise SettingError(
                 f"{SETTING}: cannot listen on {place}: {error.strerror or error}; choose another"
-                " port (port 0 takes a free one)."
+                " port (port 0 takes a free one).",
+                code="port-unusable",
             ) from error
         self.address = f"http://{host}:{self._server.server_port}/metrics"
         self.place = f"metrics for Prometheus: {self.address}"

@@ -1,4 +1,5 @@
-"""What brings Weights & Biases, MLflow, trackio and answers to Prometheus, and their settings."""
+"""What brings TensorBoard, Weights & Biases, MLflow, trackio and answers to Prometheus, with their
+settings."""
 
 from __future__ import annotations
 
@@ -43,6 +44,11 @@ def _needs(config: Any) -> Iterator[tuple[str, str]]:
 plugin = Plugin(
     name="trackers",
     trackers={
+        "tensorboard": TrackerKind(
+            path="treegraft.extras.trackers.tensorboard:TensorBoardTracker",
+            module="tensorboard",
+            install="treegraft[trackers]",
+        ),
         "wandb": TrackerKind(
             path="treegraft.extras.trackers.wandb:WandbTracker",
             module="wandb",

@@ -22,7 +22,8 @@ def check_version(version: str) -> None:
     if version.split(".")[:2] != SUPPORTED.split("."):
         raise SettingError(
             f"treegraft.extras.trl: TRL {version} is installed, expected {SUPPORTED}.*: its"
-            " trainer's insides move between minor versions. Run: pip install 'treegraft[trl]'"
+            " trainer's insides move between minor versions. Run: pip install 'treegraft[trl]'",
+            code="trl-version",
         )
 
 
@@ -34,7 +35,8 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         raise SettingError(
             f"treegraft.extras.trl: {name} needs trl, which cannot be imported ({error}); run:"
-            " pip install 'treegraft[trl]'"
+            " pip install 'treegraft[trl]'",
+            code="package-missing",
         ) from error
     check_version(trl.__version__)
     if name == "grpo_config":

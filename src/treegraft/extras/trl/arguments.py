@@ -214,21 +214,26 @@ def check_recipe(config: Config) -> None:
     if config.engine.kind == "vllm":
         raise SettingError(
             "engine.kind: got 'vllm', expected 'native' inside TRL, which has a vLLM of its own and"
-            " gives it the weights: grpo_config(recipe, use_vllm=True)."
+            " gives it the weights: grpo_config(recipe, use_vllm=True).",
+            code="trl-engine",
         )
     if config.model.path == "tiny" or config.model.path.startswith("shape:"):
         raise SettingError(
             f"model.path: got '{config.model.path}', expected a hub id or a folder inside TRL,"
-            " which loads models from files; name a checkpoint of `treegraft sft` or `train`."
+            " which loads models from files; name a checkpoint of `treegraft sft` or `train`.",
+            code="trl-model-path",
         )
     if not config.run.num_updates:
-        raise SettingError("run.num_updates: got 0, expected 1 or more inside TRL.")
+        raise SettingError(
+            "run.num_updates: got 0, expected 1 or more inside TRL.", code="trl-no-updates"
+        )
     for name, field in type(config.loss).model_fields.items():
         value = getattr(config.loss, name)
         if name not in KNOWN_LOSS and value != field.get_default(call_default_factory=True):
             raise SettingError(
                 f"loss.{name}: got {value!r}, expected {field.default!r} inside TRL, whose loss"
-                " has no such factor."
+                " has no such factor.",
+                code="trl-setting",
             )
     _check_pairs(config)
 
@@ -249,7 +254,8 @@ def _check_pairs(config: Config) -> None:
         raise SettingError(
             f"loss.dual_clip: got {loss.dual_clip:g}, expected 1 + loss.clip_high ="
             f" {1 + loss.clip_high:g} or more inside TRL, whose delta also bounds positive"
-            " advantages."
+            " advantages.",
+            code="trl-dual-clip",
         )
 
 
@@ -263,19 +269,22 @@ def check_arguments(config: Config, args: GRPOConfig) -> None:
     if config.loss.engine_ratio_cap is not None and not args.use_vllm:
         raise SettingError(
             f"loss.engine_ratio_cap: got {config.loss.engine_ratio_cap:g}, expected none inside TRL"
-            " without use_vllm: it has this correction for vLLM's samples alone."
+            " without use_vllm: it has this correction for vLLM's samples alone.",
+            code="trl-ratio-cap",
         )
     if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
         raise SettingError(
             f"eval_strategy: got '{args.eval_strategy}', expected 'no': trees are for training;"
-            " measure a checkpoint with `treegraft eval`."
+            " measure a checkpoint with `treegraft eval`.",
+            code="trl-evaluates",
         )
     for name, (value, source) in derived(config, uses_vllm=args.use_vllm).items():
         got = getattr(args, name)
         if got != value and (got or value):
             raise SettingError(
                 f"{name}: got {got!r}, expected {value!r} by {source} of the recipe, which says it;"
-                " change it there, and make the arguments with grpo_config(recipe, ...)."
+                " change it there, and make the arguments with grpo_config(recipe, ...).",
+                code="trl-differs-from-recipe",
             )
     _check_batches(config, args)
 
@@ -285,7 +294,8 @@ def _check_batches(config: Config, args: GRPOConfig) -> None:
         raise SettingError(
             f"steps_per_generation: got {args.steps_per_generation}, expected"
             f" {args.gradient_accumulation_steps}, that of gradient_accumulation_steps: an"
-            " optimiser step has to hold all rows of its trees."
+            " optimiser step has to hold all rows of its trees.",
+            code="trl-steps",
         )
     leaves, num_processes = config.explore.num_leaves, args.world_size
     own = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -296,13 +306,15 @@ def _check_batches(config: Config, args: GRPOConfig) -> None:
     if own % leaves:
         raise SettingError(
             f"{sizes}: got {own} rows for each process, expected whole trees of"
-            f" {leaves} leaves (explore.num_leaves)."
+            f" {leaves} leaves (explore.num_leaves).",
+            code="trl-rows",
         )
     if own * num_processes != config.run.tasks_per_update * leaves:
         raise SettingError(
             f"{sizes}, on {num_processes} processes: got {own * num_processes // leaves} trees for"
             f" each step, expected {config.run.tasks_per_update} by run.tasks_per_update of the"
-            " recipe; whole trees have to lie on each process."
+            " recipe; whole trees have to lie on each process.",
+            code="trl-trees",
         )
     across = {
         "credit.advantage": config.credit.advantage.startswith("reinforce++"),
@@ -312,12 +324,14 @@ def _check_batches(config: Config, args: GRPOConfig) -> None:
         if compares and num_processes > 1:
             raise SettingError(
                 f"{name}: got {value_of(config, name)!r} on {num_processes} processes; expected"
-                " one: it compares all trees of an update, and each process has its own."
+                " one: it compares all trees of an update, and each process has its own.",
+                code="trl-one-process",
             )
 
 
 def _refuse_other(one: Only, value: Any) -> None:
     if value != one.value:
         raise SettingError(
-            f"{one.name}: got {value!r}, expected {one.value!r} inside TRL: {one.why}."
+            f"{one.name}: got {value!r}, expected {one.value!r} inside TRL: {one.why}.",
+            code="trl-setting",
         )

@@ -48,7 +48,8 @@ def imitated_texts(trees: Sequence[Tree], config: Config, sums: Tensor) -> list[
         if (imitated.temperatures != config.rollout.temperature).any():
             raise SettingError(
                 f"tree '{tree.group_id}': a graft has another temperature than rollout.temperature"
-                f" = {config.rollout.temperature:g}, the one that TRL scores all tokens at."
+                f" = {config.rollout.temperature:g}, the one that TRL scores all tokens at.",
+                code="trl-other-temperature",
             )
         leaf_weights = batch.lengths.new_tensor([path.leaf.weight for path in paths])
         factors = losses.contribution_weights(
@@ -74,7 +75,8 @@ def stored_texts(lessons: Sequence[Tree], config: Config, share: slice) -> list[
     if lessons and config.rollout.temperature != 1.0:
         raise SettingError(
             f"rollout.temperature: got {config.rollout.temperature:g}, expected 1 inside TRL beside"
-            " loss.lesson_coef: TRL scores all tokens at one temperature."
+            " loss.lesson_coef: TRL scores all tokens at one temperature.",
+            code="trl-temperature",
         )
     found = list[Text]()
     for lesson in lessons[share]:

@@ -29,7 +29,8 @@ def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
         if len(tree.leaves) > size:
             raise SettingError(
                 f"tree '{tree.group_id}' has {len(tree.leaves)} leaves, expected at most"
-                f" explore.num_leaves = {size}: TRL fixes the rows of a group. Raise it."
+                f" explore.num_leaves = {size}: TRL fixes the rows of a group. Raise it.",
+                code="trl-tree-too-wide",
             )
         counting = {row.leaf_id: row for row in leaf_rows([tree], plain)}
         leaves = [counting.get(leaf.step_id) for leaf in tree.leaves]
@@ -40,7 +41,8 @@ def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
             raise SettingError(
                 f"tree '{row.leaf.group_id}': a token was sampled at another temperature than"
                 f" rollout.temperature = {config.rollout.temperature:g}, the one that TRL scores"
-                " all tokens at."
+                " all tokens at.",
+                code="trl-other-temperature",
             )
     return rows
 

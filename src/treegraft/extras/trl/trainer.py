@@ -134,7 +134,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _open(self) -> None:
         engine = None
         if self._asks_vllm:
-            tokenizer = AutoTokenizer.from_pretrained(self.recipe.model.path)
+            tokenizer: Any = AutoTokenizer.from_pretrained(self.recipe.model.path)
             settings = self.recipe.engine
             engine = served.ServerEngine(
                 *(None, tokenizer),
@@ -174,7 +174,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if len(tasks) < needed:
             raise SettingError(
                 f"run.tasks_per_update: got {needed}, expected at most {len(tasks)}, the training"
-                " tasks of the recipe: TRL gives a step each task once."
+                " tasks of the recipe: TRL gives a step each task once.",
+                code="tasks-too-few-for-update",
             )
         return [{"prompt": task.question, "task": place} for place, task in enumerate(tasks)]
 
@@ -187,13 +188,15 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 raise SettingError(
                     f"loss.{name}: got {value:g} under FSDP or DeepSpeed ZeRO-3, expected 0:"
                     " processes have different numbers of texts to imitate, and all have to meet"
-                    " at each forward pass."
+                    " at each forward pass.",
+                    code="trl-sharded",
                 )
         if not self._asks_vllm:
             raise SettingError(
                 "FSDP or DeepSpeed ZeRO-3: got weights in shards, expected whole ones on each"
                 " process (DDP, ZeRO-1 or ZeRO-2): the native engine is given the trainer's"
-                " weights. TRL's vLLM takes shards: use_vllm=True."
+                " weights. TRL's vLLM takes shards: use_vllm=True.",
+                code="trl-sharded",
             )
 
     # ------------------------------------------------------------------ trees
@@ -383,11 +386,17 @@ def _refuse_others(others: Mapping[str, Any]) -> None:
     for name in others:
         if name in OF_RECIPE:
             raise SettingError(
-                f"{name}: expected none: {OF_RECIPE[name]} of the recipe says it; see docs/trl.md."
+                f"{name}: expected none: {OF_RECIPE[name]} of the recipe says it; see docs/trl.md.",
+                code="trl-recipe-says",
             )
         if name in REFUSED:
-            raise SettingError(f"{name}: expected none: {REFUSED[name]}.")
-        raise SettingError(f"{name}: TreeGRPOTrainer has no such argument; see docs/trl.md.")
+            raise SettingError(
+                f"{name}: expected none: {REFUSED[name]}.", code="trl-refused-argument"
+            )
+        raise SettingError(
+            f"{name}: TreeGRPOTrainer has no such argument; see docs/trl.md.",
+            code="unknown-argument",
+        )
 
 
 def _with_model(config: Config, model: Any) -> Config:
@@ -397,12 +406,16 @@ def _with_model(config: Config, model: Any) -> Config:
     if isinstance(model, str):
         return _changed(config, path=model)
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        raise SettingError("model: got a quantised one, expected float32 or bfloat16 weights.")
+        raise SettingError(
+            "model: got a quantised one, expected float32 or bfloat16 weights.",
+            code="trl-quantised",
+        )
     path, dtype = model.config.name_or_path, str(model.dtype).removeprefix("torch.")
     if not path:
         raise SettingError(
             "model: got one without files, expected one that was loaded from a hub id or a folder,"
-            " where the engine and the tokenizer come from; save it and load it from there."
+            " where the engine and the tokenizer come from; save it and load it from there.",
+            code="trl-model-without-files",
         )
     return _changed(config, path=path, dtype=dtype)
 
@@ -417,7 +430,8 @@ def _same_dtype(given: Mapping[str, Any], config: Config) -> str:
     if got != config.model.dtype:
         raise SettingError(
             f"model_init_kwargs: got dtype {got}, expected {config.model.dtype} by model.dtype of"
-            " the recipe, which says it; change it there."
+            " the recipe, which says it; change it there.",
+            code="trl-differs-from-recipe",
         )
     return got
 
@@ -434,7 +448,8 @@ def _same_tokenizer(given: Any, own: Any) -> Any:
     if not same:
         raise SettingError(
             "processing_class: got a tokenizer that differs from the model's, which the trees are"
-            " written with; expected that one, or none."
+            " written with; expected that one, or none.",
+            code="trl-other-tokenizer",
         )
     return given
 
@@ -446,7 +461,8 @@ def _lora(config: Config, given: Any) -> Any:
     if given is not None:
         raise SettingError(
             "peft_config: expected none: model.lora of the recipe says it; set model.lora.rank = 0"
-            " or leave it out."
+            " or leave it out.",
+            code="trl-recipe-says",
         )
     from peft import LoraConfig
 

@@ -61,12 +61,14 @@ class AskedServer:
         if model["logprobs_mode"] != MODE:
             raise SettingError(
                 f"{client.base_url} was started with --logprobs-mode {model['logprobs_mode']},"
-                f" expected {MODE}, those that tokens are drawn from. Restart it with that option."
+                f" expected {MODE}, those that tokens are drawn from. Restart it with that option.",
+                code="server-logprobs-mode",
             )
         if 0 <= (most := int(model["max_logprobs"])) < served.NUM_ASKED:
             raise SettingError(
                 f"{client.base_url} was started with --max-logprobs {most}, expected"
-                f" {served.NUM_ASKED} or more, of which entropies are made; -1 sets no limit."
+                f" {served.NUM_ASKED} or more, of which entropies are made; -1 sets no limit.",
+                code="server-logprobs-few",
             )
         # TRL's client waits for each reply in the thread that asks.
         self._threads = ThreadPoolExecutor(num_at_once, thread_name_prefix="treegraft-vllm")
@@ -84,10 +86,13 @@ class AskedServer:
             )
         # TRL's client raises plain exceptions.
         except Exception as error:
-            raise errors.EngineError(f"engine: {self._client.base_url}: {error}") from error
+            raise errors.EngineError(
+                f"engine: {self._client.base_url}: {error}", code="server-failed"
+            ) from error
         if found["logprobs"] is None:
             raise errors.EngineError(
-                f"engine: {self._client.base_url} replied without log-probabilities"
+                f"engine: {self._client.base_url} replied without log-probabilities",
+                code="reply-lacks-tokens",
             )
         pairs = zip(found["logprob_token_ids"][0], found["logprobs"][0], strict=True)
         rows = [dict(zip(ids, values, strict=True)) for ids, values in pairs]
@@ -124,7 +129,9 @@ class Colocated:
         try:
             return _reply(list(output.token_ids), rows)
         except (KeyError, ValueError) as error:
-            raise errors.EngineError("engine: vLLM replied without log-probabilities") from error
+            raise errors.EngineError(
+                "engine: vLLM replied without log-probabilities", code="reply-lacks-tokens"
+            ) from error
 
     def _run(self) -> None:
         if self._device.type == "cuda":

@@ -422,6 +422,7 @@ def cache_bytes(cache_gb: float | Literal["auto"], device: torch.device) -> floa
         raise EngineError(
             f"engine.native.cache_gb: got {cache_gb:g}, expected at most the memory that is free on"
             f" {device}, {free / 1e9:.1f} of {whole / 1e9:.1f} GB; lower it, or take"
-            ' engine.native.cache_gb="auto".'
+            ' engine.native.cache_gb="auto".',
+            code="gpu-memory-short",
         )
     return 1e9 * cache_gb

@@ -73,7 +73,8 @@ class NativeEngine:
         if forward is None:
             raise ModelError(
                 f"engine: the native engine cannot run this model: {problem}; choose another model"
-                " or another engine.kind"
+                " or another engine.kind",
+                code="model-not-served",
             )
         self._forward: Forward = forward
         self._head = OutputHead(model)
@@ -175,7 +176,8 @@ class NativeEngine:
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"engine: {failure} within engine.deadline_s = {self.settings.deadline_s} s;"
-                f" {reason}"
+                f" {reason}",
+                code="engine-late",
             ) from error
 
     def _submit(self, item: LiveRequest | Order) -> None:
@@ -188,21 +190,26 @@ class NativeEngine:
     def _check(self, request: Request) -> None:
         prefix_ids, sampling = request.prefix_ids, request.sampling
         if self.death is not None:
-            raise EngineError(f"engine: its thread has died: {self.death!r}") from self.death
+            raise EngineError(
+                f"engine: its thread has died: {self.death!r}", code="engine-died"
+            ) from self.death
         if not self._thread.is_alive():
-            raise EngineError("engine: it has been closed")
+            raise EngineError("engine: it has been closed", code="engine-closed")
         if not prefix_ids:
             raise EngineError(
-                "engine: the prefix is empty; at least one token is needed to continue from"
+                "engine: the prefix is empty; at least one token is needed to continue from",
+                code="prefix-empty",
             )
         if sampling.max_new_tokens < 1:
             raise EngineError(
-                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
+                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed",
+                code="no-new-tokens",
             )
         if self.max_context is not None and len(prefix_ids) + 1 > self.max_context:
             raise EngineError(
                 f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens"
+                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens",
+                code="path-too-long",
             )
 
     # ------------------------------------------------------------------ the thread
@@ -223,7 +230,8 @@ class NativeEngine:
         reason = EngineError(
             f"engine: its thread has died: {self.death!r}"
             if self.death
-            else "engine: closed while the request was under way"
+            else "engine: closed while the request was under way",
+            code="engine-died",
         )
         left: list[LiveRequest | Order | None] = [*self._running, *self._waiting, *self._orders]
         # Not by `empty`: another caller may take the last item between the look and the taking.
@@ -354,7 +362,8 @@ class NativeEngine:
         reason = EngineError(
             f"engine: the device has no memory left for a pass of {self._room} tokens"
             f" ({first_line(error)}); lower engine.native.cache_gb, learn.max_pack_tokens or"
-            " rollout.max_completion_tokens"
+            " rollout.max_completion_tokens",
+            code="device-memory-spent",
         )
         if not self._running:
             self._waiting.pop(0).settle(reason)
@@ -477,13 +486,15 @@ def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
     if own.keys() != set(source.names):
         odd = sorted(own.keys() ^ set(source.names))[:4]
         raise EngineError(
-            f"engine: published weights do not fit its model; names in only one of them: {odd}"
+            f"engine: published weights do not fit its model; names in only one of them: {odd}",
+            code="weights-mismatch",
         )
     for name, tensor in source:
         # copy_ alone would broadcast.
         if own[name].shape != tensor.shape:
             raise EngineError(
                 f"engine: published weights do not fit its model: '{name}' has shape"
-                f" {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+                f" {tuple(tensor.shape)}, expected {tuple(own[name].shape)}",
+                code="weights-mismatch",
             )
         own[name].copy_(tensor)

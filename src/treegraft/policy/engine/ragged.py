@@ -227,7 +227,8 @@ def usable_rows(model: Any) -> tuple[int, ...]:
                 usable.discard(bucket)
     if not usable:
         raise ModelError(
-            "engine: no number of rows gives repeatable matrix products on this machine"
+            "engine: no number of rows gives repeatable matrix products on this machine",
+            code="rows-not-repeatable",
         )
     head = model.get_output_embeddings()
     # Behind the head stands no activation.

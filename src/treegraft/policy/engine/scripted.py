@@ -99,7 +99,8 @@ class ScriptedEngine:
         if not self._list:
             raise EngineError(
                 f"scripted engine: request {len(self.calls)} came, but the list held"
-                f" {len(self.calls) - 1} replies; add one"
+                f" {len(self.calls) - 1} replies; add one",
+                code="replies-spent",
             )
         return self._list.pop(0)
 

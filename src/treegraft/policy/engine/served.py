@@ -119,7 +119,10 @@ class Draft:
             EngineError: a reply without tokens.
         """
         if not reply.token_ids:
-            raise EngineError("engine: a server replied without a token; expected at least one")
+            raise EngineError(
+                "engine: a server replied without a token; expected at least one",
+                code="reply-without-token",
+            )
         entropies = reply.entropies
         if entropies is None:
             self._kind, entropies = EntropyKind.SAMPLED, [-one for one in reply.logprobs]
@@ -224,7 +227,8 @@ class ServerEngine:
             raise DeadlineExceeded(
                 f"engine: no completion for {request.noise_key} within engine.deadline_s ="
                 f" {self._deadline_s} s; the servers are too slow for this many rows, or"
-                " have died"
+                " have died",
+                code="engine-late",
             ) from error
         return draft.completion(self.policy_version)
 
@@ -233,13 +237,17 @@ class ServerEngine:
             raise EngineError(
                 f"engine: got {request.sampling.filters}, which servers without Treegraft's plugin"
                 " apply in another order; expected none. Leave them out, or use the engine"
-                ' "vllm" with engine.vllm.entropies = "exact".'
+                ' "vllm" with engine.vllm.entropies = "exact".',
+                code="filters-invalid",
             )
         return Draft(self._stops, self.end_ids, request, self._limit(request), self._kind)
 
     async def _ask(self, draft: Draft) -> TokenReply:
         if self.server is None:
-            raise EngineError("engine: no server is set; expected one before the first request")
+            raise EngineError(
+                "engine: no server is set; expected one before the first request",
+                code="engine-without-server",
+            )
         async with self._places:
             return await self.server.generate(draft.next())
 
@@ -247,11 +255,13 @@ class ServerEngine:
         prefix_ids, sampling = request.prefix_ids, request.sampling
         if not prefix_ids:
             raise EngineError(
-                "engine: the prefix is empty; at least one token is needed to continue from"
+                "engine: the prefix is empty; at least one token is needed to continue from",
+                code="prefix-empty",
             )
         if sampling.max_new_tokens < 1:
             raise EngineError(
-                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
+                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed",
+                code="no-new-tokens",
             )
         if self.max_context is None:
             return sampling.max_new_tokens
@@ -259,7 +269,8 @@ class ServerEngine:
         if room < 1:
             raise EngineError(
                 f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens"
+                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens",
+                code="path-too-long",
             )
         return min(sampling.max_new_tokens, room)
 
@@ -279,7 +290,8 @@ class ServerEngine:
             except TimeoutError as error:
                 raise DeadlineExceeded(
                     f"engine: version {version} was not published within engine.deadline_s ="
-                    f" {self._deadline_s} s; {self._num_running} completions were still running"
+                    f" {self._deadline_s} s; {self._num_running} completions were still running",
+                    code="publish-late",
                 ) from error
             await self._take_over(source, version)
             self.policy_version = version

@@ -48,7 +48,8 @@ def compiled(name: str, definitions: Sequence[str]) -> Path:
     if compiler is None:
         raise KernelError(
             'no C compiler was found (looked for $CC, "cc", "gcc", "clang"); install one, e.g. the'
-            " package gcc"
+            " package gcc",
+            code="compiler-missing",
         )
     options = (*FLAGS, *definitions)
     # Of the compiler its size and date, not its version: an upgrade changes them, and no process
@@ -70,11 +71,14 @@ def compiled(name: str, definitions: Sequence[str]) -> Path:
                 command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise KernelError(f"{compiler} did not compile them: {error}") from error
+            raise KernelError(
+                f"{compiler} did not compile them: {error}", code="kernels-not-compiled"
+            ) from error
         if done.returncode:
             raise KernelError(
                 f"{compiler} did not compile them:"
-                f" {(done.stderr.strip().splitlines() or ['no message'])[0]}"
+                f" {(done.stderr.strip().splitlines() or ['no message'])[0]}",
+                code="kernels-not-compiled",
             )
         os.replace(made, target)
     return target
@@ -92,11 +96,14 @@ def _cache_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         state = folder.stat()
     except OSError as error:
-        raise KernelError(f"their folder {folder} cannot be used: {error}") from error
+        raise KernelError(
+            f"their folder {folder} cannot be used: {error}", code="kernel-folder-unusable"
+        ) from error
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise KernelError(
             f"others than you may write to {folder}, from which code would be loaded; run: chmod"
-            f" 700 {folder}"
+            f" 700 {folder}",
+            code="kernel-folder-open",
         )
     return folder
 

@@ -196,5 +196,6 @@ def _prove_noise(kernels: Kernels) -> None:
     ours, plain = kernels.gumbels(draws, 99), philox_gumbels(draws, 99)
     if not torch.allclose(ours, plain, rtol=1e-6, atol=1e-12):
         raise KernelError(
-            f"the noise differs from torch's by up to {float((ours - plain).abs().max()):.3g}"
+            f"the noise differs from torch's by up to {float((ours - plain).abs().max()):.3g}",
+            code="kernel-noise-differs",
         )

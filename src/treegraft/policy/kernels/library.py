@@ -31,7 +31,7 @@ def load_library(name: str, width: int, dtype: torch.dtype) -> tuple[ctypes.CDLL
     try:
         library = ctypes.CDLL(str(compiled(name, definitions)))
     except OSError as error:
-        raise KernelError(f"they cannot be loaded: {error}") from error
+        raise KernelError(f"they cannot be loaded: {error}", code="kernels-not-loaded") from error
     if shares_runtime(library):
         return library, torch.get_num_threads
     # On a processor that a kernel is not written for it is compiled without any threads.

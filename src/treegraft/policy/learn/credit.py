@@ -33,7 +33,8 @@ def find_credit_rule(config: Config) -> CreditRule | None:
     if not callable(rule):
         raise SettingError(
             f"credit.rule: '{name}' is a {type(rule).__name__}; expected a function that takes a"
-            " tree and returns it."
+            " tree and returns it.",
+            code="credit-rule-invalid",
         )
     return rule
 
@@ -100,7 +101,8 @@ def _own(path: str) -> OutcomeKind:
     if not callable(found):
         raise SettingError(
             f"credit.advantage: '{path}' is a {type(found).__name__}; expected a function of"
-            " trajectories and eps, or an OutcomeKind."
+            " trajectories and eps, or an OutcomeKind.",
+            code="credit-advantage-invalid",
         )
     return OutcomeKind(compare=found)
 
@@ -129,44 +131,54 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
     try:
         found = rule(tree)
     except Exception as error:
-        raise SettingError(f"{where}: it failed with {type(error).__name__}: {error}") from error
+        raise SettingError(
+            f"{where}: it failed with {type(error).__name__}: {error}", code="credit-raised"
+        ) from error
     if not isinstance(found, Tree):
         raise SettingError(
-            f"{where}: got a {type(found).__name__}, expected the tree, with other advantages."
+            f"{where}: got a {type(found).__name__}, expected the tree, with other advantages.",
+            code="credit-no-tree",
         )
     if _with_advantages(found, _none) != _with_advantages(tree, _none):
         raise SettingError(
             f"{where}: got a tree that differs in more than advantages; expected the tree it was"
             " given, where only Leaf.advantage, Step.advantage and Step.credit_factors are other"
-            " ones."
+            " ones.",
+            code="credit-other-tree",
         )
     try:
         found = _with_advantages(found, float)
     except (TypeError, ValueError) as error:
-        raise SettingError(f"{where}: an advantage is not a number: {error}") from error
+        raise SettingError(
+            f"{where}: an advantage is not a number: {error}", code="advantage-no-number"
+        ) from error
     # A NaN would reach every weight of the model with the next optimiser step.
     for leaf in found.leaves:
         counts = leaf.status.rule.in_group
         if counts and (leaf.advantage is None or not math.isfinite(leaf.advantage)):
             raise SettingError(
                 f"{where}: leaf '{leaf.step_id}' has advantage {leaf.advantage}; expected a finite"
-                " number."
+                " number.",
+                code="advantage-not-finite",
             )
         if not counts and leaf.advantage is not None:
             raise SettingError(
                 f"{where}: leaf '{leaf.step_id}' has failed and left the group; expected advantage"
-                " None."
+                " None.",
+                code="advantage-of-failed",
             )
     for step in found.steps:
         if step.advantage is not None and not math.isfinite(step.advantage):
             raise SettingError(
                 f"{where}: step '{step.id}' has advantage {step.advantage}; expected a finite"
-                " number or None."
+                " number or None.",
+                code="advantage-not-finite",
             )
         if not all(map(math.isfinite, step.credit_factors or ())):
             raise SettingError(
                 f"{where}: step '{step.id}' has credit_factors {step.credit_factors}; expected"
-                " finite numbers, one for each of its tokens, or None."
+                " finite numbers, one for each of its tokens, or None.",
+                code="credit-factors-invalid",
             )
     return found
 

@@ -166,16 +166,20 @@ def _built(
 def _refuse(model: Any, config: Config) -> None:
     """Refuses what one process can learn and several cannot."""
     if problem := head_problem(model):
-        raise ModelError(f"learner: this model cannot be trained here: {problem}")
+        raise ModelError(
+            f"learner: this model cannot be trained here: {problem}", code="model-not-trainable"
+        )
     problem = packing_problem(model, compile_kernels=config.learn.compile_kernels)
     if problem is not None:
         raise ModelError(
             f"model '{config.model.path}': its trees cannot be packed ({problem}), which several"
-            " ranks need; expected a model with plain attention. Train it with one rank."
+            " ranks need; expected a model with plain attention. Train it with one rank.",
+            code="trees-not-packed",
         )
     if any("default" not in module.lora_A for module in adapted_modules(model).values()):
         raise SettingError(
             f"model.lora.targets: got {config.model.lora.targets!r}, of which some are no linear"
             " layers; several ranks expect linear layers alone. Leave the others out, or train with"
-            " one rank."
+            " one rank.",
+            code="lora-targets-not-linear",
         )

@@ -154,8 +154,8 @@ class Learner:
         # gradient from the others, without an error.
         if any(hasattr(weight, "placements") for weight in scoring.parameters()):
             raise ModelError(
-                "learner: the model's weights are divided among processes already (DTensor);"
-                " expected a whole model. Leave the division to Treegraft: start it with torchrun."
+                "learner: got divided weights (DTensor), expected a whole model; torchrun divides",
+                code="weights-divided",
             )
         return scoring
 
@@ -572,4 +572,6 @@ class Learner:
         try:
             self.optimiser.load_state(state)
         except KeyError as error:
-            raise CheckpointError(f"the optimiser state does not fit the model: {error}") from error
+            raise CheckpointError(
+                f"the optimiser state does not fit the model: {error}", code="optimiser-mismatch"
+            ) from error

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from treegraft.algo.losses import SurrogateTerms, clipped_surrogate
-from treegraft.algo.objectives import (
-    capped_surrogate,
-    kept_gradient_surrogate,
-    sequence_surrogate,
-)
+from treegraft.algo.objectives import capped_surrogate, kept_gradient_surrogate, sequence_surrogate
+from treegraft.core.errors import SettingError
 from treegraft.core.plugin import loaded, offered
+from treegraft.core.text import describe
 from treegraft.settings.policy import LossSettings
 
 Objective = Callable[..., SurrogateTerms]
@@ -33,6 +32,8 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
     """
     known = {**OBJECTIVES, **offered("objectives")}
     objective: Objective = loaded(known.get(settings.objective, settings.objective))
+    if settings.objective not in known:
+        _try(objective, settings)
     factors = [
         loaded(found) for name, found in offered("factors").items() if getattr(settings, name, 0.0)
     ]
@@ -45,6 +46,24 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
         return objective(settings, logprobs, old, advantages, owners=owners, shaping=shaping)
 
     return surrogate
+
+
+def _try(objective: Objective, settings: LossSettings) -> None:
+    """Calls an objective of the user's own on two tokens of one trajectory."""
+    column, owners = torch.tensor([-1.0, -2.0]), torch.tensor([0, 0])
+    try:
+        found: Any = objective(
+            settings, column, column, -column, owners=owners, shaping=torch.ones(2)
+        )
+    except Exception as error:
+        found = describe(error)
+    if getattr(getattr(found, "losses", None), "shape", None) != column.shape:
+        raise SettingError(
+            f"loss.objective: got {found!r:.200} of '{settings.objective}', tried on two"
+            " tokens; expected treegraft.parts.losses.SurrogateTerms, whose columns have an entry"
+            " for each.",
+            code="objective-result",
+        )
 
 
 def _clip(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
@@ -79,9 +98,4 @@ def _gppo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Ten
     )
 
 
-OBJECTIVES: Mapping[str, Objective] = {
-    "clip": _clip,
-    "gspo": _gspo,
-    "cispo": _cispo,
-    "gppo": _gppo,
-}
+OBJECTIVES: Mapping[str, Objective] = {"clip": _clip, "gspo": _gspo, "cispo": _cispo, "gppo": _gppo}

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ import treegraft
 from treegraft.core.errors import RankError, SettingError
 from treegraft.core.files import code_checksum
 from treegraft.core.spans import carrier
+from treegraft.policy.learn.own_ranks import STORE
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, differences
 
@@ -116,8 +118,11 @@ class Ranks:
     result: Mapping[str, Any] | None = None
     """What rank 0 tells the others at the end; None where it has failed."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, started: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         """Joins the others.
+
+        Args:
+            started: the ranks from 1 on that this process has started; empty for none.
 
         Raises:
             RankError: a rank has not come, or runs other code or another torch.
@@ -131,8 +136,11 @@ class Ranks:
             # All on one machine: nothing has to listen on a network.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        meeting, self._started = "env://", started
+        if file := os.environ.get(STORE):
+            meeting = "file://{}?rank={RANK}&world_size={WORLD_SIZE}".format(file, **os.environ)
         self._store, self.rank, self.size = next(
-            _untyped.rendezvous("env://", timeout=timedelta(seconds=START_S))
+            _untyped.rendezvous(meeting, timeout=timedelta(seconds=START_S))
         )
         self._store.set_timeout(timedelta(seconds=START_S))
         self.device = torch.device("cuda" if is_cuda else "cpu")
@@ -173,19 +181,28 @@ class Ranks:
             problem = layout_problem(config, self.size) or _difference(config, hellos)
             self._store.set("verdict", problem)
             if problem:
-                raise SettingError(problem)
+                raise SettingError(problem, code="ranks-differ")
         elif self._awaited("verdict", 0):
             # Rank 0 says why.
             raise SystemExit(2)
         return [Peer(n, hello, self._store) for n, hello in enumerate(hellos) if n != self.rank]
 
     def _awaited(self, key: str, rank: int) -> str:
+        while self._started and rank and not self._store.check([key]):
+            if (status := self._started[rank - 1].poll()) is not None:
+                raise RankError(
+                    f"rank {rank} has ended with status {status} before it came; its own output"
+                    " says why.",
+                    code="rank-ended",
+                )
+            time.sleep(0.05)
         try:
             return bytes(self._store.get(key)).decode()
         except dist.DistStoreError as error:
             raise RankError(
                 f"rank {rank} has not come within {START_S:.0f} s; expected {self.size} ranks that"
-                " torchrun starts together. Its own output says what keeps it."
+                " torchrun starts together. Its own output says what keeps it.",
+                code="rank-not-come",
             ) from error
 
     # ------------------------------------------------------------------ orders
@@ -236,7 +253,9 @@ class Ranks:
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 if leader.has_ended and not self._store.check([key]):
-                    raise RankError(f"{leader.name} has ended without a last order")
+                    raise RankError(
+                        f"{leader.name} has ended without a last order", code="leader-gone"
+                    )
         text = torch.empty(int(self._store.get(key)), dtype=torch.uint8)
         dist.broadcast(text, 0)
         order: dict[str, Any] = json.loads(text.numpy().tobytes())
@@ -263,7 +282,8 @@ class Ranks:
             said = "; ".join(f"{peer.name} has ended: {peer.last_words}" for peer in ended)
             raise RankError(
                 f"{said}. Its part of the weights is lost. Go on from the last checkpoint with"
-                " --resume, also with another number of ranks."
+                " --resume, also with another number of ranks.",
+                code="rank-lost",
             )
 
     @contextlib.contextmanager
@@ -293,7 +313,8 @@ class Ranks:
                 )
                 raise RankError(
                     f"no answer from another rank within {DEADLINE_S:.0f} s: {at}. End the job and"
-                    " go on from the last checkpoint with --resume."
+                    " go on from the last checkpoint with --resume.",
+                    code="rank-silent",
                 ) from error
             raise
 

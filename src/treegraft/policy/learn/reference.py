@@ -70,5 +70,6 @@ class Reference:
         except KeyError as error:
             raise CheckpointError(
                 f"'{folder / STEM}.safetensors' is missing or lacks {error}; a run with"
-                " loss.kl_coef > 0 cannot be resumed without its reference"
+                " loss.kl_coef > 0 cannot be resumed without its reference",
+                code="reference-missing",
             ) from error

@@ -89,7 +89,8 @@ def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
         raise SettingError(
             f"leaf_rows: loss.graft_coef is {coef:g} and these trees have grafts to imitate, which"
             " rows cannot say; expected 0. Set it to 0, or learn from the trees with"
-            " Learner.learn."
+            " Learner.learn.",
+            code="grafts-in-rows",
         )
     paths = (path for tree in trees for path in tree.trajectories())
     groups = (tree.group_id for tree in trees for _ in tree.leaves)

@@ -29,7 +29,8 @@ def check_head(model: nn.Module) -> None:
     if not is_checked and (problem := head_problem(model)):
         raise ModelError(
             f"learner: this model cannot be trained here: {problem}; its head has a tail that is"
-            " not known yet"
+            " not known yet",
+            code="model-not-trainable",
         )
 
 

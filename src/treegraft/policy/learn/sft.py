@@ -27,6 +27,9 @@ from treegraft.settings.policy import WarmupSettings
 NUM_CHECKED = 1000
 """Traces of a file that are rendered before work starts, to find a misfit early; the others are
 when their turn comes."""
+MOST_UNFIT = 0.05
+"""Share of a file's rows that may be left out as unfit; with more, the file is another than was
+meant."""
 MAX_KEPT = 4096
 """Solutions of the expert that are kept: one that plays a game takes its time."""
 
@@ -51,19 +54,25 @@ class Demonstrations:
             stored: at least one, of a file or a buffer; None asks the expert.
 
         Raises:
-            DataError: the tasks have no expert, or the format cannot write a stored demonstration.
+            DataError: the tasks have no expert, or the format cannot write more than MOST_UNFIT of
+                the stored demonstrations.
         """
         self._source, self._format, self._settings, self._seed = source, format, settings, seed
         self._show = show
         self._solved: dict[str, Demonstration] = {}
         """By the whole task, the latest last; of environments, as they showed it."""
         self._stored = stored
+        self.left_out = ""
+        """How many of the stored ones that were looked at the format cannot write, and why."""
         self._orders: dict[int, list[int]] = {}
         """Of the stored demonstrations, by pass."""
         if stored is not None:
             # Spread over the whole file: a misfit often stands in its later part.
-            for number in range(0, len(stored), max(1, len(stored) // NUM_CHECKED)):
-                self._demonstrate(*stored[number], (0, 0))
+            spread = stored[:: max(1, len(stored) // NUM_CHECKED)]
+            unfit = [one for one in map(self._misfit, spread) if one]
+            if unfit:
+                reason = few_unfit(settings.traces, unfit, len(spread), "cannot be written")
+                self.left_out = f"{len(unfit)} of {len(spread)} {reason}"
         elif not self._made(0, 1):
             fault = (
                 "these tasks have no scripted expert; name a JSONL file of"
@@ -74,7 +83,7 @@ class Demonstrations:
                     "warmup_tasks() of the tasks returns none that expert() solves; return tasks"
                     " there that are neither trained nor evaluated on"
                 )
-            raise DataError(f'warmup.traces is "expert", but {fault}')
+            raise DataError(f'warmup.traces is "expert", but {fault}', code="expert-missing")
 
     async def prepare(self, step: int) -> None:
         """Makes the calls of a step's demonstrations in environments, where the tasks have one, so
@@ -122,7 +131,17 @@ class Demonstrations:
         else:
             places = range(step * size, (step + 1) * size)
             chosen = [self._stored[self._place(place)] for place in places]
+            # Those that were not looked at are left out when their turn comes.
+            chosen = [one for one in chosen if not self._misfit(one)] or chosen
         return [self._demonstrate(task, steps, (step, n)) for n, (task, steps) in enumerate(chosen)]
+
+    def _misfit(self, one: Demonstration) -> str:
+        """Which demonstration the format cannot write, and why; empty where it can."""
+        try:
+            demonstration_tree(self._format, *one)
+        except ValueError as error:
+            return f"{one[0].id}: {str(error).splitlines()[0]}"
+        return ""
 
     def _place(self, position: int) -> int:
         """The stored demonstration at a position of the passes over them, each shuffled by a key of
@@ -157,7 +176,8 @@ class Demonstrations:
         except ValueError as error:
             where = "expert, task" if self._stored is None else f"'{self._settings.traces}',"
             raise DataError(
-                f"warmup.traces {where} {task.id}: {error} Correct it or leave it out."
+                f"warmup.traces {where} {task.id}: {error} Correct it or leave it out.",
+                code="demonstration-invalid",
             ) from error
 
     def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
@@ -183,6 +203,27 @@ class Demonstrations:
             if early is not None and keyed_unit(self._seed, "decision", *key, count) >= goes_on:
                 return (*steps[:count], StepContent(thought=steps[-1].thought, answer=early))
         return steps
+
+
+def few_unfit(path: object, unfit: Sequence[str], num: int, what: str) -> str:
+    """Returns in words why rows were left out, with three examples.
+
+    Args:
+        unfit: a line for each row that was left out.
+        num: all rows.
+        what: the verb, such as "cannot be read".
+
+    Raises:
+        DataError: they are more than MOST_UNFIT of the rows.
+    """
+    reason = f"{what} ({'; '.join(unfit[:3])}{'; ...' if len(unfit) > 3 else ''})"
+    if len(unfit) > MOST_UNFIT * num:
+        raise DataError(
+            f"warmup.traces '{path}': {len(unfit)} of {num} rows {reason}; expected at most"
+            f" {MOST_UNFIT:.0%}. Correct them or leave them out.",
+            code="demonstrations-unfit",
+        )
+    return reason
 
 
 def demonstration_tree(

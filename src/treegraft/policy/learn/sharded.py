@@ -245,7 +245,8 @@ class ShardedLearner(Learner):
         except KeyError as error:
             raise CheckpointError(
                 f"checkpoint '{folder}': the optimiser's state lacks {error}; expected that of this"
-                " model, in the files of all ranks that wrote it. Take another checkpoint."
+                " model, in the files of all ranks that wrote it. Take another checkpoint.",
+                code="optimiser-mismatch",
             ) from error
 
 

@@ -1,10 +1,11 @@
-"""Whether torchrun has started several processes, and the connection between them."""
+"""Whether several ranks learn, started by torchrun or by this training, and the connection between
+them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from treegraft.core.errors import SettingError
@@ -14,21 +15,27 @@ if TYPE_CHECKING:
     from treegraft.policy.learn.ranks import Ranks
 
 
-def num_started(config: Config) -> int:
-    """Returns how many ranks torchrun has started, 1 without it.
+def is_started() -> bool:
+    """Returns whether this process is a rank already."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def num_ranks(config: Config) -> int:
+    """Returns how many ranks learn: those that there are, else those of the settings.
 
     Raises:
-        SettingError: learn.ranks is another number.
+        SettingError: there are others than learn.ranks.
     """
-    started = 1
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        started = int(os.environ["WORLD_SIZE"])
     wanted = config.learn.ranks
+    if not is_started():
+        return 1 if wanted == "auto" else wanted
+    started = int(os.environ["WORLD_SIZE"])
     if wanted not in ("auto", started):
         raise SettingError(
             f"learn.ranks: got {wanted}, but the number of processes is {started}; expected both to"
             f" be equal. Start with torchrun --nproc-per-node {wanted} -m treegraft train RECIPE,"
-            ' or leave it at "auto".'
+            " or without torchrun: treegraft train RECIPE starts them itself.",
+            code="ranks-unequal",
         )
     return started
 
@@ -36,24 +43,27 @@ def num_started(config: Config) -> int:
 @contextmanager
 def joined(config: Config) -> Iterator[Ranks | None]:
     """Holds the connection to the other ranks for the time of the block, at whose end rank 0 ends
-    them; None for one process.
+    them; None for one process. Without torchrun it starts those that learn.ranks asks for.
 
     Raises:
         RankError: a rank has not come, or an end was asked for because one has ended.
         SettingError: ranks are not alike, or their number is not that of the settings.
     """
-    if num_started(config) == 1:
+    size = num_ranks(config)
+    if size == 1:
         yield None
         return
     # torch.distributed is for several processes alone.
+    from treegraft.policy.learn.own_ranks import started
     from treegraft.policy.learn.ranks import Ranks
 
-    ranks = Ranks(config)
-    try:
-        yield ranks
-    except KeyboardInterrupt:
-        # torchrun ends all ranks once one of them has died, which may be the cause.
-        ranks.check()
-        raise
-    finally:
-        ranks.leave()
+    with nullcontext(()) if is_started() else started(config, size) as processes:
+        ranks = Ranks(config, processes)
+        try:
+            yield ranks
+        except KeyboardInterrupt:
+            # torchrun ends all ranks once one of them has died, which may be the cause.
+            ranks.check()
+            raise
+        finally:
+            ranks.leave()

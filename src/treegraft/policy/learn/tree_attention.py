@@ -175,7 +175,8 @@ class PackedPlan:
                 f"learner: a tree of {longest:,} tokens would take a dense attention mask on the"
                 f" GPU, expected at most {MASK_LIMIT:,}: {problem}. Set learn.max_pack_tokens to"
                 f" {MASK_LIMIT} or less (trees are then split by leaves) and keep single paths"
-                " below it."
+                " below it.",
+                code="tree-too-long",
             )
         return None
 

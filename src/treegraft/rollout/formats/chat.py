@@ -75,7 +75,7 @@ class ChatFormat(MarkedFormat):
         self._signatures = {tool.name: signature_of(tool) for tool in tools}
         self._template = ChatTemplate(
             tokenizer,
-            [_schema(tool) for tool in tools],
+            [tool_schema(tool) for tool in tools],
             end_ids=self._end_ids,
             system_prompt=self._system_prompt,
             options=template_options,
@@ -116,6 +116,7 @@ class ChatFormat(MarkedFormat):
                     f" read back: {error} Name another one with format.chat_template, or set"
                     " format.kind = 'tags'.",
                     reason=f"the model's chat template writes what cannot be read back: {error}",
+                    code="template-not-read-back",
                 ) from error
 
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str:
@@ -176,11 +177,11 @@ class ChatFormat(MarkedFormat):
             if before.strip() and not self._dialect.keeps_thoughts:
                 raise Violation("text before a tool call, which the template would drop")
             return StepContent(thought=self._joined(thought, before), calls=self._read_calls(calls))
-        if not opening and self._signatures and _is_call(body):
+        if not opening and self._signatures and _begins_with_call(body):
             return StepContent(thought=thought, calls=self._read_calls(body))
         if not body.strip():
             raise Violation("ended without a tool call or an answer")
-        before, answer = self._answer(body)
+        before, answer = self.split_answer(body)
         self._joined("", answer)  # refuses marks in the answer
         return StepContent(thought=self._joined(thought, before), answer=answer)
 
@@ -207,7 +208,7 @@ class ChatFormat(MarkedFormat):
             rest = text.lstrip()[end:].lstrip()
             if not rest.startswith(closing):
                 raise Violation(f"no {closing} behind a tool call's JSON")
-            calls.append(self._read_call(found))
+            calls.append(self.read_call(found))
             rest = rest[len(closing) :].lstrip()
             if not rest:
                 return tuple(calls)
@@ -217,7 +218,11 @@ class ChatFormat(MarkedFormat):
                 raise Violation("a second tool call in one turn")
             text = rest[len(opening) :]
 
-    def _read_call(self, found: Any) -> ToolCall:
+    def read_call(self, found: Any) -> ToolCall:
+        """Returns the call of a JSON object, its body as its tool takes it.
+
+        Raises Violation for an object without a name and arguments.
+        """
         arguments = arguments_of(found) if isinstance(found, dict) else None
         name = found.get("name") if isinstance(found, dict) else None
         if arguments is None or not isinstance(name, str):
@@ -426,12 +431,17 @@ def _split_thought(text: str) -> tuple[str | None, str, bool]:
     return inner.strip(), body, bool(closing)
 
 
-def _is_call(body: str) -> bool:
+def _begins_with_call(body: str) -> bool:
     """Whether a turn whose calls have no marks begins with one."""
     try:
         found, _ = _DECODER.raw_decode(body.lstrip())
     except (ValueError, RecursionError):
         return False
+    return is_call(found)
+
+
+def is_call(found: Any) -> bool:
+    """Returns whether a JSON value has the shape of a tool call."""
     names = found.keys() if isinstance(found, dict) else ()
     return "name" in names and ("arguments" in names or "parameters" in names)
 
@@ -445,7 +455,8 @@ def _plain_text(text: str) -> str:
     return clean(text).encode("ascii", "replace").decode().translate(_PLAIN)
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def tool_schema(tool: Tool) -> dict[str, Any]:
+    """Returns the description of a tool as chat templates and OpenAI's requests take it."""
     function = {
         "name": tool.name,
         "description": tool.description,

@@ -168,19 +168,22 @@ class MarkedFormat(ABC):
         except Exception as error:  # a template is a program of the model's makers
             raise DataError(
                 f"task '{task.id}': the chat template cannot write its prompt: {error}. Change the"
-                " roles of its messages, or name another template with format.chat_template."
+                " roles of its messages, or name another template with format.chat_template.",
+                code="prompt-not-written",
             ) from error
         # The template writes special tokens of its own; one more than those is the question's.
         if self._specials.count(ids) > self._specials.count(harmless):
             raise DataError(
                 f"task '{task.id}': its question turns into a special token of the tokenizer;"
-                " rephrase it."
+                " rephrase it.",
+                code="question-special-token",
             )
         if self._max_context is not None and len(ids) > self._max_context:
             raise DataError(
                 f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is"
                 f" {self._max_context}; drop the task, shorten its question or"
-                " format.system_prompt, or take a model with a longer context."
+                " format.system_prompt, or take a model with a longer context.",
+                code="prompt-too-long",
             )
         return tuple(ids)
 
@@ -256,8 +259,16 @@ class MarkedFormat(ABC):
         answer = self._answer_rule.read(content.answer, task.reference)
         return None if answer is None else normal_answer(answer)
 
-    def _answer(self, body: str) -> tuple[str, str]:
-        """The text before the answer and the answer, in its last box if that is looked for."""
+    @property
+    def system_prompt(self) -> str:
+        """The system prompt, composed where none was given."""
+        return self._system_prompt
+
+    def split_answer(self, body: str) -> tuple[str, str]:
+        """Returns the text before the answer and the answer, in its last box if that is looked for.
+
+        Raises Violation for an answer without the box that is required.
+        """
         found = boxed(body)
         if found is None and self._require_boxed:
             raise Violation("an answer without \\boxed{}")

@@ -56,6 +56,7 @@ def use_template(name: str | None, tokenizer: Any) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
             f"format.chat_template: got '{name}', which cannot be read ({error}); expected a Jinja"
-            f" file, '{OWN}', or one of {', '.join(SHIPPED)}.{nearest(name, (OWN, *SHIPPED))}"
+            f" file, '{OWN}', or one of {', '.join(SHIPPED)}.{nearest(name, (OWN, *SHIPPED))}",
+            code="template-unreadable",
         ) from error
     tokenizer.chat_template = text

@@ -69,7 +69,8 @@ class TagsFormat(MarkedFormat):
             if is_own or not re.fullmatch(r"[a-z_]+", tool.name):
                 raise SettingError(
                     f"tool '{tool.name}' cannot be a tag; a name consists of lower-case letters and"
-                    f" underscores and is none of '{THINK}', '{ANSWER}', '{RESULT}', '{RETRIEVE}'."
+                    f" underscores and is none of '{THINK}', '{ANSWER}', '{RESULT}', '{RETRIEVE}'.",
+                    code="tool-name-no-tag",
                 )
         super().__init__(tokenizer, tools, **options)
         self._tool_names = tuple(tool.name for tool in tools)
@@ -131,7 +132,7 @@ class TagsFormat(MarkedFormat):
         if reading.name is None:
             return StepContent(thought=thought)
         if reading.name == ANSWER:
-            return StepContent(thought=thought, answer=self._answer(reading.body)[1])
+            return StepContent(thought=thought, answer=self.split_answer(reading.body)[1])
         return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
 
     def parse_text(self, text: str) -> ParsedStep:

@@ -60,8 +60,8 @@ class Dialect:
 class TemplateRefusal(SettingError):
     """A chat template that the chat format cannot use."""
 
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, reason: str, code: str) -> None:
+        super().__init__(message, code=code)
         self.reason = reason
         """What is wrong, without advice."""
 
@@ -99,6 +99,7 @@ class ChatTemplate:
                 " with format.chat_template, take an instruction-tuned model, or set format.kind ="
                 " 'tags'.",
                 reason="the model's tokenizer has no chat template",
+                code="template-missing",
             )
         self._source = str(tokenizer.chat_template)
         self.dialect = Dialect(tags_thoughts=require_think or THINK_CLOSING in self._source)
@@ -384,4 +385,5 @@ def _refusal(reason: str) -> TemplateRefusal:
         " Expected a template whose text only grows from turn to turn. Name another one with"
         " format.chat_template, or set format.kind = 'tags'.",
         reason=f"the model's chat template cannot be used, since {reason}",
+        code="template-invalid",
     )

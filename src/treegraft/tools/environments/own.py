@@ -46,7 +46,8 @@ class EnvironmentTool:
     async def __call__(self, body: str, task: Task) -> str:
         """Raises `ToolUnavailable`: only a session knows its environment."""
         raise ToolUnavailable(
-            f"'{self.name}' acts in an environment; it is called through a session of the toolbox"
+            f"'{self.name}' acts in an environment; it is called through a session of the toolbox",
+            code="tool-outside-session",
         )
 
     async def close(self) -> None:
@@ -89,7 +90,8 @@ class ClassEnvironments:
         if not callable(getattr(made, "reset", None)):
             raise SettingError(
                 f"environment.kind: '{name}' has no method reset; expected reset(**row), public"
-                " methods as tools, and get_reward()."
+                " methods as tools, and get_reward().",
+                code="environment-without-reset",
             )
         self.name = name
         self.made, self.options = maker or made, settings.options
@@ -104,14 +106,16 @@ class ClassEnvironments:
         if not self.methods:
             raise SettingError(
                 f"environment.kind: '{name}' has no public method beside"
-                f" {', '.join(sorted(NO_TOOLS))}, so no tools."
+                f" {', '.join(sorted(NO_TOOLS))}, so no tools.",
+                code="environment-without-tools",
             )
         if len(self.methods) < len(methods):
             all_names = [one.tool.name for one in methods]
             twice = next(one for one in all_names if all_names.count(one) > 1)
             raise SettingError(
                 f"environment.kind: two methods of '{name}' give a tool named '{twice}'; choose and"
-                ' rename with environment.tools, such as ["look", "go=moveTo"].'
+                ' rename with environment.tools, such as ["look", "go=moveTo"].',
+                code="tools-same-name",
             )
         self.has_reward = has_get_reward or any(one.may_reward for one in methods)
         self.tools: Sequence[Tool] = [
@@ -124,7 +128,8 @@ class ClassEnvironments:
         except TypeError as error:
             shown = json.dumps(settings.options, default=str)
             raise SettingError(
-                f"environment.options: '{name}' cannot be made with {shown}: {error}."
+                f"environment.options: '{name}' cannot be made with {shown}: {error}.",
+                code="environment-not-made",
             ) from error
         except ValueError:  # a class written in C has no signature
             pass
@@ -167,7 +172,8 @@ class ClassEnvironment:
         except TypeError as error:
             raise ToolUnavailable(
                 f"{error}, but task '{task.id}' has the columns {', '.join(row)} alone. Name it as"
-                " the data do, or give it a default"
+                " the data do, or give it a default",
+                code="environment-column-missing",
             ) from error
         first = await run_either(method, lambda: method(**given), self._run_plain)
         # Gymnasium's (observation, info).
@@ -179,7 +185,7 @@ class ClassEnvironment:
         `ToolError` for a body that does not fit and after the end, and any exception of the
         method."""
         if self._is_over:
-            raise ToolError(OVER)
+            raise ToolError(OVER, code="episode-over")
         own = self._kind.methods[name]
         method = getattr(self._object, own.name)
         result = await own.tool.run(method, body, task, self._run_plain)
@@ -209,7 +215,8 @@ class ClassEnvironment:
         if made is self._object or not isinstance(made, Environment):
             raise ToolUnavailable(
                 f"environment '{self._kind.name}': fork() returned {made!r:.80}, expected a further"
-                " environment"
+                " environment",
+                code="fork-invalid",
             )
         return ClassEnvironment(self._kind, made, self._rewards, is_over=self._is_over)
 
@@ -285,7 +292,8 @@ def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capab
     if declared not in (Capability.FORK, Capability.REPLAY, Capability.NONE):
         raise SettingError(
             f"environment.kind: '{name}' declares capability {declared!r}; expected 'fork',"
-            " 'replay' or 'none'."
+            " 'replay' or 'none'.",
+            code="capability-unknown",
         )
     return Capability(declared)
 
@@ -336,7 +344,8 @@ def _chosen(made: type, place: str, settings: EnvironmentSettings) -> list[_Meth
         if name not in functions:
             raise SettingError(
                 f"environment.tools: '{entry}' names no method of '{place}' that can be a tool; it"
-                f" has {', '.join(functions) or 'none'}.{nearest(name, functions)}"
+                f" has {', '.join(functions) or 'none'}.{nearest(name, functions)}",
+                code="environment-tool-unknown",
             )
         method = functions[name]
         # A foreign class that has no annotations cannot be given any.

@@ -77,7 +77,8 @@ async def show(
         if one.fault:
             raise DataError(
                 f"the demonstration of task '{one.task.id}' is not what its environment shows:"
-                f" {one.fault}. Correct expert(), or the environment where that is wrong."
+                f" {one.fault}. Correct expert(), or the environment where that is wrong.",
+                code="demonstration-untrue",
             )
     return [(one.task, one.contents) for one in found]
 

@@ -121,13 +121,16 @@ class Environments:
         try:
             if not run.done():
                 raise ToolUnavailable(
-                    f"no end within environment.deadline_s = {self.settings.deadline_s:g} s"
+                    f"no end within environment.deadline_s = {self.settings.deadline_s:g} s",
+                    code="environment-late",
                 )
             return run.result()
         except (Exception, asyncio.CancelledError) as error:
             self.counts.usage.num_failures += is_counted
             reason = str(error) if isinstance(error, ToolUnavailable) else describe(error)
-            raise ToolUnavailable(f"environment '{self.kind.name}': {method}: {reason}") from error
+            raise ToolUnavailable(
+                f"environment '{self.kind.name}': {method}: {reason}", code="environment-failed"
+            ) from error
 
 
 class TreeEnvironments:
@@ -309,7 +312,8 @@ class EnvironmentSession:
                     f"environment '{name}': replayed call {number} of {len(actions)},"
                     f" {action.call.name} {action.call.body!r:.80}, gave {again.begins!r}, but"
                     f" {action.begins!r} the first time; expected equal results of equal calls."
-                    " Make it repeatable, or give it fork()."
+                    " Make it repeatable, or give it fork().",
+                    code="replay-differs",
                 )
 
     async def _act(self, call: ToolCall, *, is_repeat: bool = False) -> Observation:
@@ -336,7 +340,7 @@ class EnvironmentSession:
                 f"environment '{self.tree.kind.name}': {call.name} did not end within"
                 " tools.deadline_s, so its state is not known"
             )
-            raise ToolUnavailable(self._broken)
+            raise ToolUnavailable(self._broken, code="environment-broken")
         digest = hashlib.sha256(outcomes[0].encode("utf-8", "surrogatepass")).hexdigest()
         self.history = (*self.history, _Action(call, digest, outcomes[0][:80]))
         return observation
@@ -358,7 +362,7 @@ class EnvironmentSession:
     async def _copy(self) -> LiveEnvironment:
         async with self._lock:
             if self._broken is not None:
-                raise ToolUnavailable(self._broken)
+                raise ToolUnavailable(self._broken, code="environment-broken")
             return await self.tree.fork(self.live)
 
     def _keep_points(self) -> None:
@@ -376,7 +380,7 @@ class EnvironmentSession:
             await asyncio.wait(self._copies)
         async with self._lock:
             if self._broken is not None:
-                raise ToolUnavailable(self._broken)
+                raise ToolUnavailable(self._broken, code="environment-broken")
             yield
 
     async def rehearse(
@@ -416,7 +420,8 @@ class EnvironmentSession:
             self.tree.run.counts.usage.num_failures += 1
             raise ToolUnavailable(
                 f"environment '{self.tree.kind.name}': get_reward returned {value!r:.80}, expected"
-                " a finite number or None"
+                " a finite number or None",
+                code="environment-reward-invalid",
             )
         return number
 
@@ -453,14 +458,15 @@ class _FreshPoint:
         session = EnvironmentSession(tree, live)
         try:
             if tree.refusal is not None:
-                raise ToolUnavailable(tree.refusal)
+                raise ToolUnavailable(tree.refusal, code="environment-refused")
             # All trajectories of a tree share one prompt, which holds the first observation.
             if first != tree.first:
                 tree.run.counts.usage.num_mismatches += 1
                 raise ToolUnavailable(
                     f"environment '{tree.kind.name}': reset gave {first!r:.80}, but"
                     f" {tree.first!r:.80} for the tree's first trajectory; expected a beginning"
-                    " that depends on the row alone."
+                    " that depends on the row alone.",
+                    code="beginning-differs",
                 )
             await session.repeat(self.history or ())
         except BaseException:

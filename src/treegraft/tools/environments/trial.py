@@ -65,13 +65,15 @@ async def try_environment(
             reward = await session.reward()
         except ToolUnavailable as error:
             raise SettingError(
-                f"environment.kind: tried on task '{task.id}', {part}: {error}. {advice}".strip()
+                f"environment.kind: tried on task '{task.id}', {part}: {error}. {advice}".strip(),
+                code="environment-trial-failed",
             ) from error
     if needs_reward and reward is None:
         raise SettingError(
             f"environment.kind: tried on task '{task.id}', '{kind.name}' gives no reward at the"
             " beginning: get_reward() returned None, and reward.funcs names nothing else. A"
-            " trajectory without a call would have none; return a number, or add a function."
+            " trajectory without a call would have none; return a number, or add a function.",
+            code="environment-no-first-reward",
         )
     first = "" if shown is task else shown.question[len(task.question) :].lstrip("\n")
     names = tuple(tool.name for tool in kind.tools)

@@ -165,7 +165,9 @@ class Sandbox:
                 messages.seek(0)
                 said = messages.read().decode(errors="replace").strip().splitlines()
                 raise ToolUnavailable(
-                    f"the sandbox did not start: {said[-1] if said else 'bubblewrap said nothing'}."
+                    "the sandbox did not start:"
+                    f" {said[-1] if said else 'bubblewrap said nothing'}.",
+                    code="sandbox-not-started",
                 )
         self._control.settimeout(WATCHDOG_S)
 
@@ -301,7 +303,9 @@ def _launch(
                     start_new_session=True,  # Ctrl-C is the caller's to handle
                 )
             except OSError as error:
-                raise ToolUnavailable(f"bubblewrap cannot be started: {error}") from error
+                raise ToolUnavailable(
+                    f"bubblewrap cannot be started: {error}", code="sandbox-not-started"
+                ) from error
         first_pid = _first_pid(info.fileno())
         if as_root and first_pid is not None:
             # Root's own id for building the sandbox, another for the code: root owns devices and

@@ -45,7 +45,9 @@ class BwrapTool(PooledPython[_Idle]):
             max_output_chars=MAX_OUTPUT_CHARS,
         )
         if (problem := find_problem()) is not None:
-            raise SettingError(f"tools.python.backend is 'bwrap', but {problem}")
+            raise SettingError(
+                f"tools.python.backend is 'bwrap', but {problem}", code="bwrap-unusable"
+            )
         super().__init__(settings.num_workers)
         self._start()
 
@@ -88,7 +90,8 @@ class BwrapTool(PooledPython[_Idle]):
                 "memory": too_large(self.limits.max_memory_mb),
                 "died": f"the code was stopped: its process died ({outcome.text})",
                 "error": outcome.printed + outcome.text,
-            }[outcome.kind]
+            }[outcome.kind],
+            code="code-failed",
         )
 
     def _end(self, workers: _Idle) -> None:

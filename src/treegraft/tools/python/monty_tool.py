@@ -85,7 +85,7 @@ class MontyTool(PooledPython[_Workers]):
         except Exception as error:
             folder.cleanup()
             text = f"the python tool cannot start its workers: {describe(error)}"
-            raise ToolUnavailable(text) from error
+            raise ToolUnavailable(text, code="sandbox-busy") from error
 
     def _end(self, workers: _Workers) -> None:
         pool, folder = workers
@@ -109,20 +109,22 @@ class MontyTool(PooledPython[_Workers]):
             shown = "" if value is None else show(value, self.max_output_chars)
         except MontyCrashedError as error:
             died = "the code was stopped: its worker process died"
-            raise ToolError(too_long(self.max_duration_s) if error.timed_out else died) from error
+            raise ToolError(
+                too_long(self.max_duration_s) if error.timed_out else died, code="code-died"
+            ) from error
         except (MontyRuntimeError, MontySyntaxError) as error:
             text = cut(error.display("type-msg"), self.max_output_chars)
             # In words of ours alone: Monty's numbers and the output so far are a matter of luck.
             if text.startswith("TimeoutError: feed time limit exceeded"):
-                raise ToolError(too_long(self.max_duration_s)) from error
+                raise ToolError(too_long(self.max_duration_s), code="code-failed") from error
             if text.startswith("MemoryError: ") and "memory limit" in text:
-                raise ToolError(too_large(self.max_memory_mb)) from error
-            raise ToolError(printed.text() + text) from error
+                raise ToolError(too_large(self.max_memory_mb), code="code-failed") from error
+            raise ToolError(printed.text() + text, code="code-failed") from error
         except RecursionError as error:
             text = "RecursionError: the value is nested too deeply to be shown"
-            raise ToolError(printed.text() + text) from error
+            raise ToolError(printed.text() + text, code="code-failed") from error
         except Exception as error:
-            raise ToolError(printed.text() + describe(error)) from error
+            raise ToolError(printed.text() + describe(error), code="code-failed") from error
         return (printed.text() + shown).rstrip("\n") or NO_OUTPUT
 
 

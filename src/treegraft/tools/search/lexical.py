@@ -59,7 +59,8 @@ class LexicalIndex:
         bm25 = _index(contents())
         if bm25 is None:
             raise DataError(
-                f"corpus '{corpus}': none of its {len(offsets)} rows contains a searchable word."
+                f"corpus '{corpus}': none of its {len(offsets)} rows contains a searchable word.",
+                code="corpus-without-words",
             )
         return cls(bm25, np.frombuffer(offsets, np.uint64))
 

@@ -5,43 +5,21 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.batches import Batcher
 from treegraft.core.errors import ToolError, about
-from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.interfaces import Capability, Passage, SearchBackend, Signature
 from treegraft.core.packages import require
 from treegraft.core.types import Task
-from treegraft.tools.search.corpus import Corpus, Passage, checksum, corpus_path, read_rows
+from treegraft.tools.search.corpus import Corpus, checksum, corpus_path, read_rows
 from treegraft.tools.search.home import SMALL_BYTES, find_or_make, index_home
 
 NO_MATCH = "No passage matches the query."
 """The tool's result when nothing was found."""
-
-
-class SearchBackend(Protocol):
-    """Where passages come from."""
-
-    is_remote: bool
-    """Whether a service elsewhere answers, so that calls are retried and their rate is limited."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Names everything but the query that results depend on."""
-        ...
-
-    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        """Returns for each query its best passages, best first, `top_k` at most.
-
-        Raises `ToolUnavailable` where the service behind it is down, and `ToolError` for a query
-        that it refuses.
-        """
-        ...
-
-    async def close(self) -> None: ...
 
 
 class PassageIndex(Protocol):
@@ -95,7 +73,7 @@ class SearchTool:
         """
         query = body.strip()
         if not query:
-            raise ToolError("the search query is empty")
+            raise ToolError("the search query is empty", code="query-empty")
         (found,) = await self.backend.search([query], self.top_k)
         # One line per passage, so that the agent can tell where the next begins.
         lines = [
@@ -111,7 +89,7 @@ class SearchTool:
 
 def open_corpus(
     corpus: str,
-    kind: Literal["bm25", "dense"] = "bm25",
+    kind: str = "bm25",
     *,
     encoder: str = "minilm",
     index_dir: str = "",

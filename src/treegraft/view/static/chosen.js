@@ -2,8 +2,9 @@
 
 import { css } from "./charts.js";
 
-const MOST = 6;
 const HUES = 8;
+// As many as there are colours.
+const MOST = HUES;
 let names = null;
 const slots = new Map();
 
@@ -11,7 +12,7 @@ const slots = new Map();
 export const joined = (names) => names.map((name) => name.replace(/[%,]/g, encodeURIComponent)).join(",");
 const split = (text) => text.split(",").map((name) => name.replace(/%25|%2C/g, decodeURIComponent));
 
-// The runs of an address; else those chosen before; else the newest few.
+// The runs of an address; else those chosen before; else the first, with which others are compared, and the newest few.
 export function chosenRuns(runs, query) {
   const known = (some) => some.filter((name) => runs.some((run) => run.name === name));
   if (query.runs !== undefined) names = known(split(query.runs));
@@ -19,8 +20,8 @@ export function chosenRuns(runs, query) {
     const readable = runs.filter((run) => !run.error);
     const written = readable.filter((run) => run.num_lines > 0);
     const whole = written.length ? written : readable;
-    const newest = [...whole].sort((a, b) => b.newest - a.newest).slice(0, MOST);
-    names = whole.filter((run) => newest.includes(run)).map((run) => run.name);
+    const newest = whole.slice(1).sort((a, b) => b.newest - a.newest).slice(0, MOST - 1);
+    names = whole.filter((run, n) => n === 0 || newest.includes(run)).map((run) => run.name);
   } else names = known(names);
   // A run keeps its colour as long as it is chosen.
   for (const name of [...slots.keys()]) if (!names.includes(name)) slots.delete(name);

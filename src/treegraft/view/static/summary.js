@@ -49,8 +49,8 @@ function compared(tree, name) {
   if (own === null) return "";
   const [before, after] = isJudged(tree) ? ["", " right"] : ["mean reward ", ""];
   if (others === null) return `; no comparison: every leaf has one (${before}${own.words}${after})`;
-  const verdict = own.value > others.value + 1e-9 ? "helped" : own.value < others.value - 1e-9 ? "did not help" : "no difference";
-  return `; ${verdict}: ${before}${own.words}${after} with one, ${others.words} without`;
+  // Numbers alone: of a few leaves they are no effect.
+  return `; ${before}${own.words}${after} with one, ${others.words} without`;
 }
 
 // Graft and branch at once: either may be what a difference comes from, so all four kinds of leaves are counted.

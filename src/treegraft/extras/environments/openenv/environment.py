@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from treegraft import SettingError, Task, ToolError, ToolUnavailable
-from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, interfaces
+from treegraft.parts import EnvironmentSettings, EnvironmentTool, Settings, addresses, interfaces
 
 MAX_MESSAGE = 2**24
 """Longest message from a server, in bytes."""
@@ -56,8 +56,9 @@ class OpenEnvEnvironments:
         self.options = settings.options_as(OpenEnvOptions)
         self.name = f"openenv at {self.options.url}"
         self.capability = settings.capability_without_fork("an OpenEnv server copies no sessions")
-        scheme = "wss" if self.options.url.startswith("https") else "ws"
-        self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
+        self._url = addresses.expanded(self.options.url, "environment.options").rstrip("/")
+        scheme = "wss" if self._url.startswith("https") else "ws"
+        self.ws_url = f"{scheme}://{self._url.split('://', 1)[-1]}/ws"
         self.calls: dict[str, tuple[str | None, interfaces.Signature]] = {}
         """The server's name of each tool of ours, None for the one action without a name, and its
         arguments."""
@@ -67,7 +68,8 @@ class OpenEnvEnvironments:
             if name in self.calls:
                 raise SettingError(
                     f"environment.options: two tools of the server are named '{name}' here; leave"
-                    " one out with tools."
+                    " one out with tools.",
+                    code="tools-same-name",
                 )
             self.calls[name] = (own_name, signature)
             self.tools.append(EnvironmentTool(name, description, self.capability, signature))
@@ -93,8 +95,9 @@ class OpenEnvEnvironments:
         try:
             import httpx
 
-            url = f"{self.options.url.rstrip('/')}/schema"
-            reply = httpx.get(url, timeout=self.options.timeout_s, trust_env=False)
+            reply = httpx.get(
+                f"{self._url}/schema", timeout=self.options.timeout_s, trust_env=False
+            )
             action = reply.raise_for_status().json()["action"]
             # Else the action is a call of a tool, and the server lists its tools on request.
             if action.get("title") not in _MCP_ACTIONS:
@@ -104,18 +107,22 @@ class OpenEnvEnvironments:
         except ImportError as error:
             raise SettingError(
                 "environment.kind: \"openenv\" needs the package 'websockets'; run: pip install"
-                " 'treegraft[environments]'"
+                " 'treegraft[environments]'",
+                code="package-missing",
             ) from error
         except Exception as error:  # none there, or of another kind
+            fault = addresses.redacted(str(error))
             raise SettingError(
                 f"environment.options: url is '{self.options.url}', where no OpenEnv server"
-                f" answers: {type(error).__name__}: {error}. Start it first, or correct the url."
+                f" answers: {type(error).__name__}: {fault}. Start it first, or correct the url.",
+                code="openenv-not-there",
             ) from error
         names = [str(one["name"]) for one in listed]
         if unknown := sorted(set(self.options.tools) - set(names)):
             raise SettingError(
                 f"environment.options: tools names {unknown}; the server offers"
-                f" {', '.join(names) or 'none'}."
+                f" {', '.join(names) or 'none'}.",
+                code="openenv-tool-unknown",
             )
         found: list[tuple[str | None, str, interfaces.Signature]] = []
         for name, one in zip(names, listed, strict=True):
@@ -166,7 +173,7 @@ class OpenEnvEnvironment:
         `ToolUnavailable` for a server that is gone.
         """
         if self._is_over:
-            raise ToolError(EnvironmentTool.over)
+            raise ToolError(EnvironmentTool.over, code="episode-over")
         own_name, signature = self._kind.calls[name]
         arguments = signature.arguments(body, name)
         action = (
@@ -188,7 +195,7 @@ class OpenEnvEnvironment:
 
     async def fork(self) -> OpenEnvEnvironment:
         """Raises `ToolUnavailable`: a server copies no sessions."""
-        raise ToolUnavailable("an OpenEnv server copies no sessions")
+        raise ToolUnavailable("an OpenEnv server copies no sessions", code="openenv-no-copies")
 
     async def close(self) -> None:
         """Ends the session."""
@@ -204,7 +211,9 @@ class OpenEnvEnvironment:
         try:
             return _data(await self._socket.recv())
         except ConnectionClosed as error:
-            raise ToolUnavailable(f"{self._kind.name}: the session has ended: {error}") from error
+            raise ToolUnavailable(
+                f"{self._kind.name}: the session has ended: {error}", code="openenv-session-ended"
+            ) from error
 
 
 def shown(observation: Mapping[str, Any]) -> str:
@@ -214,7 +223,10 @@ def shown(observation: Mapping[str, Any]) -> str:
     """
     if "tool_name" in observation and "result" in observation:
         if observation.get("error"):
-            raise ToolError(str(observation["error"].get("message") or observation["error"]))
+            raise ToolError(
+                str(observation["error"].get("message") or observation["error"]),
+                code="openenv-refused",
+            )
         result = observation["result"]
         if isinstance(result, Mapping):  # in the wrapping of MCP
             content = result.get("content")
@@ -247,12 +259,14 @@ def _data(message: str | bytes) -> dict[str, Any]:
             f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}"
             for one in data.get("errors") or ()
         ]
-        raise ToolError("; ".join([text, *faults]))
+        raise ToolError("; ".join([text, *faults]), code="openenv-refused")
     if data.get("code") == "CAPACITY_REACHED":
         text += (
             "; raise its max_concurrent_envs, or lower rollout.max_live_trees or explore.num_leaves"
         )
-    raise ToolUnavailable(f"the OpenEnv server says {data.get('code')}: {text}")
+    raise ToolUnavailable(
+        f"the OpenEnv server says {data.get('code')}: {text}", code="openenv-failed"
+    )
 
 
 def _signature(schema: Mapping[str, Any]) -> interfaces.Signature:

@@ -68,7 +68,9 @@ class Played:
             refusal = self._world.load(*game, False)
         if refusal:
             self.close()
-            raise ToolUnavailable(f"ScienceWorld has no {game}: {refusal}")
+            raise ToolUnavailable(
+                f"ScienceWorld has no {game}: {refusal}", code="scienceworld-game-missing"
+            )
 
     def begun(self) -> str:
         """Returns the task and what is seen first; takes no time in the world."""
@@ -90,7 +92,7 @@ class Played:
                 self.score = round(100 * self._world.getScore()) / 100
                 is_completed = bool(self._world.getCompleted())
         except JavaFault as error:
-            raise ToolError("the world cannot do that") from error
+            raise ToolError("the world cannot do that", code="world-refuses") from error
         if self.score < 0:
             self.end = FAILED
         elif is_completed:
@@ -166,7 +168,7 @@ class ScienceWorld:
 
     def _game(self) -> Played:
         if self._played is None:
-            raise ToolError("no game has begun; reset() begins one")
+            raise ToolError("no game has begun; reset() begins one", code="no-game")
         return self._played
 
 
@@ -183,7 +185,8 @@ def require(place: str) -> None:
     if missing := why_missing():
         raise SettingError(
             f"{place}: ScienceWorld needs {missing}; run: pip install 'treegraft[environments]',"
-            " and for Java, version 8 or newer, apt-get install default-jre-headless."
+            " and for Java, version 8 or newer, apt-get install default-jre-headless.",
+            code="package-missing",
         )
 
 

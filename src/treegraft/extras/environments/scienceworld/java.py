@@ -93,7 +93,8 @@ class Simulator:
                 raise
             raise ToolUnavailable(
                 f"the Java process of ScienceWorld did not start: {error}. Does"
-                f" `{java_path() or 'java'} -version` work? It needs version 8 or newer."
+                f" `{java_path() or 'java'} -version` work? It needs version 8 or newer.",
+                code="java-not-started",
             ) from error
         # Else it blocks once the pipe is full.
         self._drainer = threading.Thread(target=self._drain, daemon=True)
@@ -107,10 +108,12 @@ class Simulator:
         while told.count(b"\n") < 2:
             left = max(0.0, end - time.monotonic())
             if not select.select([descriptor], [], [], left)[0]:
-                raise ToolUnavailable(f"no answer within {START_DEADLINE_S:g} s")
+                raise ToolUnavailable(f"no answer within {START_DEADLINE_S:g} s", code="java-late")
             data = os.read(descriptor, 4096)
             if not data:
-                raise ToolUnavailable(f"it ended with status {self.process.wait()}")
+                raise ToolUnavailable(
+                    f"it ended with status {self.process.wait()}", code="java-ended"
+                )
             told += data
         port, token = told.decode().split("\n")[:2]
         return int(port), token.strip()
@@ -132,16 +135,18 @@ class Simulator:
 
         with self._lock:
             if not self.is_alive:
-                raise ToolUnavailable("the Java process of ScienceWorld has ended")
+                raise ToolUnavailable(
+                    "the Java process of ScienceWorld has ended", code="java-ended"
+                )
             try:
                 self._random.setSeed(seed >> 1)  # Java's numbers have a sign
                 yield
             except Py4JJavaError as error:
-                raise JavaFault(str(error.java_exception)) from error
+                raise JavaFault(str(error.java_exception), code="java-fault") from error
             except (Py4JError, OSError) as error:
                 self.close()
                 raise ToolUnavailable(
-                    f"the Java process of ScienceWorld does not answer: {error}"
+                    f"the Java process of ScienceWorld does not answer: {error}", code="java-silent"
                 ) from error
 
     def take(self) -> Any:

@@ -55,13 +55,15 @@ class ScienceWorldTasks:
             if name not in known:
                 raise SettingError(
                     f"tasks.scienceworld.games: got '{name}', expected names of"
-                    f" {', '.join(known)}.{errors.nearest(name, known)}"
+                    f" {', '.join(known)}.{errors.nearest(name, known)}",
+                    code="unknown-game",
                 )
             is_electrical = "power-component" in name or "conductivity" in name
             if is_electrical and "noElectricalAction" in settings.simplifications:
                 raise SettingError(
                     "tasks.scienceworld.simplifications: got 'noElectricalAction', but the game"
-                    f" '{name}' needs these actions; leave one of them out."
+                    f" '{name}' needs these actions; leave one of them out.",
+                    code="game-needs-electricity",
                 )
         self._settings, self._seed = settings, seed
         self._num_train, self._num_eval = num_train, num_eval
@@ -95,7 +97,10 @@ class ScienceWorldTasks:
         try:
             actions = _gold_path(game)
         except ToolUnavailable as error:
-            raise DataError(f"the gold path of task '{task.id}' cannot be had: {error}") from error
+            raise DataError(
+                f"the gold path of task '{task.id}' cannot be had: {error}",
+                code="gold-path-missing",
+            ) from error
         if actions is None:
             return None
         steps = [StepContent(calls=(ToolCall("act", action),)) for action in actions]
@@ -140,7 +145,9 @@ class ScienceWorldTasks:
         try:
             splits = splits_of(name, simplifications)
         except ToolUnavailable as error:
-            raise DataError(f"tasks.scienceworld: '{name}' cannot be had: {error}") from error
+            raise DataError(
+                f"tasks.scienceworld: '{name}' cannot be had: {error}", code="game-not-read"
+            ) from error
 
         def tasks(purpose: str, numbers: Iterable[int]) -> list[Task]:
             return [self._task(purpose, name, number, simplifications) for number in numbers]

@@ -124,7 +124,7 @@ class Sokoban:
         behind it is free. Squares are columns a, b, ... and rows 1, 2, ... from the top."""
         direction = direction.strip().lower()
         if direction not in DIRECTIONS:
-            raise ToolError(UNKNOWN)
+            raise ToolError(UNKNOWN, code="query-unknown")
         self.state = self.board.moved(self.state, direction)
         self.done = self.board.is_solved(self.state)
         told = self.board.told(self.state)

@@ -96,7 +96,8 @@ class Solver:
         if found is None:
             raise SettingError(
                 f"task '{task.id}': '{task.question:.80}' is not a board of Sokoban; name the"
-                " source that made it, or leave it out"
+                " source that made it, or leave it out",
+                code="foreign-question",
             )
         return cls(*found)
 
@@ -226,7 +227,8 @@ class SokobanTasks:
         raise SettingError(
             f"tasks.sokoban.moves: no board of size {self._settings.size} with {num_boxes} boxes"
             f" and {self._settings.num_walls} walls found whose shortest solution has {length}"
-            " moves; lower it, or raise tasks.sokoban.size"
+            " moves; lower it, or raise tasks.sokoban.size",
+            code="board-not-found",
         )
 
     def _layout(self, purpose: str, number: int, draw: int) -> Board | None:

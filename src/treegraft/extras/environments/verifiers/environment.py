@@ -77,7 +77,8 @@ class VerifiersEnvironments:
         self._tasks += itertools.islice(self._rest, max(0, index + 1 - len(self._tasks)))
         if not 0 <= index < len(self._tasks):
             raise ToolUnavailable(
-                f"{self.name} has {len(self._tasks)} tasks; got the index {index}"
+                f"{self.name} has {len(self._tasks)} tasks; got the index {index}",
+                code="verifiers-index",
             )
         return self._tasks[index]
 
@@ -106,7 +107,8 @@ class VerifiersEnvironment:
         if not isinstance(index, int):
             raise ToolUnavailable(
                 f"task '{task.id}' has no column {INDEX}; take the tasks of"
-                " treegraft.extras.environments.verifiers.tasks:VerifiersTasks"
+                " treegraft.extras.environments.verifiers.tasks:VerifiersTasks",
+                code="verifiers-without-index",
             )
         return await self._kind.there(self._begin(index)) or ""
 
@@ -121,7 +123,9 @@ class VerifiersEnvironment:
 
     async def fork(self) -> VerifiersEnvironment:
         """Raises `ToolUnavailable`: a running episode cannot be copied."""
-        raise ToolUnavailable("a running episode of verifiers cannot be copied")
+        raise ToolUnavailable(
+            "a running episode of verifiers cannot be copied", code="verifiers-no-copies"
+        )
 
     async def close(self) -> None:
         """Breaks the episode off where it still runs."""
@@ -140,7 +144,7 @@ class VerifiersEnvironment:
 
     async def _say(self, text: str) -> str:
         if self._run is None or self._run.done():
-            raise ToolError(EnvironmentTool.over)
+            raise ToolError(EnvironmentTool.over, code="episode-over")
         self._seat.replies.put_nowait(text)
         return await self._next() or f"[{EnvironmentTool.over}]"
 
@@ -214,7 +218,10 @@ class _Seat:
         return Segment(messages=[], root_reply=reply, terminated=reply is None)
 
     async def run(self, *_: Any, **__: Any) -> Any:
-        raise ToolUnavailable("this environment runs its agent on its own, which no seat can play")
+        raise ToolUnavailable(
+            "this environment runs its agent on its own, which no seat can play",
+            code="verifiers-own-agent",
+        )
 
 
 def load_environment(options: VerifiersOptions, place: str) -> Any:
@@ -227,7 +234,8 @@ def load_environment(options: VerifiersOptions, place: str) -> Any:
     except ImportError as error:
         raise SettingError(
             f"{place}: the package 'verifiers' (0.4 or newer) is not installed; run: pip install"
-            " 'treegraft[verifiers]'. It cannot share an environment with treegraft[mcp]."
+            " 'treegraft[verifiers]'. It cannot share an environment with treegraft[mcp].",
+            code="package-missing",
         ) from error
     try:
         config = resolve_env_config(
@@ -237,7 +245,8 @@ def load_environment(options: VerifiersOptions, place: str) -> Any:
     except Exception as error:  # a taskset's module may raise anything on import
         raise SettingError(
             f"{place}: taskset '{options.taskset}' cannot be loaded:"
-            f" {type(error).__name__}: {error}"
+            f" {type(error).__name__}: {error}",
+            code="verifiers-not-loaded",
         ) from error
 
 
@@ -259,7 +268,8 @@ def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
     except Exception as error:  # a taskset may fail as it likes
         raise DataError(
             f"{place}: the tasks of '{options.taskset}' cannot be read:"
-            f" {type(error).__name__}: {str(error).strip()}"
+            f" {type(error).__name__}: {str(error).strip()}",
+            code="verifiers-tasks-unreadable",
         ) from error
     return tasks
 
@@ -285,7 +295,9 @@ def _playable(env: Any, taskset: str) -> list[str]:
     elif scores or task_type.score is not Task.score or type(env).finalize is not Env.finalize:
         reason = "scores what verifiers itself has recorded, expected rewards that run() records"
     if reason is not None:
-        raise SettingError(f"environment.options: '{taskset}' {reason}.")
+        raise SettingError(
+            f"environment.options: '{taskset}' {reason}.", code="verifiers-taskset-invalid"
+        )
     return names
 
 

@@ -30,7 +30,8 @@ class VerifiersTasks(OpenTasks):
         if len(tasks) <= num_eval:
             raise DataError(
                 f"tasks.options: '{taskset}' has {len(tasks)} tasks; expected more than"
-                f" tasks.num_eval = {num_eval}."
+                f" tasks.num_eval = {num_eval}.",
+                code="tasks-too-few",
             )
         num = len(tasks) - num_eval
         self._train, self._eval = tasks[:num], tasks[num:]

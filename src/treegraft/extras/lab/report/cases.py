@@ -131,7 +131,8 @@ def compare(
         raise DataError(
             f"--cases: {names} have no judged question in common; expected evaluations on the same"
             f" held-out tasks. {' '.join(notes)} Runs with another tasks.* or run.seed may have"
-            " other questions."
+            " other questions.",
+            code="no-common-question",
         )
     counts = {kind: len(keys) for kind, keys in found.items()}
     return Cases(sides, counts, _in_turn(found, num), notes)
@@ -164,7 +165,8 @@ def _sides(
     if studies := [path for _, path in named if path.is_file()]:
         raise SettingError(
             f"--cases: '{studies[0]}' is a study, whose lines hold no trajectories; expected run"
-            ' folders, which `treegraft study` keeps with keep = "all"'
+            ' folders, which `treegraft study` keeps with keep = "all"',
+            code="cases-of-study",
         )
     # A run that is given twice counts once, as in the report.
     once = {path.resolve(): (label, path) for label, path in named}
@@ -178,7 +180,8 @@ def _sides(
         raise SettingError(
             f"--cases: got {len(chosen)} evaluations of {', '.join(dict.fromkeys(names))};"
             f" expected 2 to {MOST_SIDES}. Name two runs, or one with two evaluations; --at UPDATE"
-            " chooses them"
+            " chooses them",
+            code="cases-number",
         )
     return [
         Side(label, run, file, _verdicts(run, file))
@@ -208,7 +211,8 @@ def _kind(runs: Sequence[RunReader], kinds: Sequence[str]) -> str:
     raise DataError(
         f"--cases: the runs recorded no evaluation of one kind ({said}); expected"
         f" {' or '.join(kinds)} ones of all. eval.every, eval.at_end and track.record_trees have"
-        " them recorded"
+        " them recorded",
+        code="evaluations-differ",
     )
 
 
@@ -217,7 +221,8 @@ def _files(run: RunReader, kind: str, at: Sequence[int], num_runs: int) -> list[
     if missing := [update for update in at if update not in held]:
         raise DataError(
             f"--at {missing[0]}: run '{run.name}' has no {kind} evaluation there; there are:"
-            f" {', '.join(map(str, held))}"
+            f" {', '.join(map(str, held))}",
+            code="evaluation-missing",
         )
     ends = [max(held)] if num_runs > 1 else [min(held), max(held)]
     return [held[update] for update in dict.fromkeys(at or ends)]

@@ -73,13 +73,15 @@ def write_report(
     except ImportError as error:
         raise SettingError(
             f"reports need the package '{error.name}', which is not installed; run: pip install"
-            " 'treegraft[reports]'"
+            " 'treegraft[reports]'",
+            code="package-missing",
         ) from error
     for name in only:
         if name not in FIGURES:
             raise SettingError(
                 f"--only '{name}' is not a figure.{errors.nearest(name, FIGURES)} There are:"
-                f" {', '.join(FIGURES)}"
+                f" {', '.join(FIGURES)}",
+                code="unknown-figure",
             )
     place = _place(paths, out)
     records = read_records(paths)
@@ -87,14 +89,16 @@ def write_report(
         names = ", ".join(record.name for record in records[:3])
         raise DataError(
             f"nothing to report: {names} recorded no metrics yet; expected lines in metrics.jsonl."
-            " Wait for an update."
+            " Wait for an update.",
+            code="no-metrics-yet",
         )
     groups = group(records)
     labels = list(dict.fromkeys(one.label for one in groups))
     if baseline is not None and baseline not in labels:
         raise SettingError(
             f"--baseline '{baseline}' is not a group.{errors.nearest(baseline, labels)} There are:"
-            f" {quoted(labels)}"
+            f" {quoted(labels)}",
+            code="unknown-group",
         )
     trees = TreeReader((TreeMeans, PositionMeans))
     data = ReportData(groups, _accuracy(records), baseline, trees)
@@ -139,13 +143,15 @@ def _place(paths: Sequence[str], out: Path | None) -> Path:
         if out.exists() and not out.is_dir():
             raise SettingError(
                 f"--out {out}: there is a file of that name; expected a folder, or a name that is"
-                " free"
+                " free",
+                code="report-folder-taken",
             )
         return out
     places = [path for _, path in map(split_label, paths)]
     if all(path.is_file() for path in places):
         raise SettingError(
-            "a study has no folder of its own; say with --out DIR where the report goes"
+            "a study has no folder of its own; say with --out DIR where the report goes",
+            code="report-without-folder",
         )
     # A path that is not there is reported when it is read.
     return next((path for path in places if path.is_dir()), Path())

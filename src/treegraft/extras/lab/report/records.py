@@ -72,7 +72,8 @@ def read_records(paths: Sequence[str]) -> list[Record]:
         seen.add((path.resolve(), label))
         if any(path.resolve() == known for known, other in seen if other != label):
             raise DataError(
-                f"'{path}' is given with two labels; a run belongs to one. Give it once."
+                f"'{path}' is given with two labels; a run belongs to one. Give it once.",
+                code="two-labels",
             )
         found = list(read_study(path, label)) if path.is_file() else [read_run(path, label)]
         records += [record for record in found if record.run is not None or record not in records]
@@ -105,7 +106,8 @@ def read_run(path: Path, label: str | None = None) -> Record:
     if not path.is_dir():
         raise errors.CheckpointError(
             f"'{path}' is not there; expected a run folder, e.g. runs/NAME, or a study, e.g."
-            f" studies/methods.jsonl.{RunReader.beside(path)}"
+            f" studies/methods.jsonl.{RunReader.beside(path)}",
+            code="not-a-run",
         )
     run = RunReader(path)
     settings = recipe.flatten(run.config())
@@ -146,7 +148,8 @@ def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"'{path}' cannot be read as a study ({error}); expected .jsonl, one run a line"
+            f"'{path}' cannot be read as a study ({error}); expected .jsonl, one run a line",
+            code="study-unreadable",
         ) from error
     found: dict[tuple[Any, ...], Record] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -155,7 +158,8 @@ def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
             found[(record.world, record.label, record.seed)] = record
     if not found:
         raise DataError(
-            f"'{path}' holds no run; expected one a line, as `treegraft study` writes them"
+            f"'{path}' holds no run; expected one a line, as `treegraft study` writes them",
+            code="study-empty",
         )
     yield from found.values()
 
@@ -173,7 +177,8 @@ def _study_line(line: str, where: str, label: str | None) -> Record | None:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{where} is not a run ({type(error).__name__}: {error}); expected an object with"
-            ' method, seed and curve, a list of {"update": n, "accuracy": share}'
+            ' method, seed and curve, a list of {"update": n, "accuracy": share}',
+            code="study-line-invalid",
         ) from error
     measured = {key for point in curve for key in point if key.startswith("eval/")}
     costs = {key for point in curve for key in point} - {*_CURVE_ONLY, *measured}

@@ -174,14 +174,17 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
     if smoke:
         raise SettingError(
             f"{path}: --smoke: this study has no table [{SMOKE}]; expected what differs in its"
-            f" smoke test there, such as pairs = 2 and [{SMOKE}.settings.run]."
+            f" smoke test there, such as pairs = 2 and [{SMOKE}.settings.run].",
+            code="no-smoke-table",
         )
     return study
 
 
 def _checked(data: Mapping[str, Any], path: Path) -> StudyFile:
     if unknown := list(_unknown(data)):
-        raise SettingError("\n".join(f"{path}: {fault}" for fault in unknown))
+        raise SettingError(
+            "\n".join(f"{path}: {fault}" for fault in unknown), code="unknown-setting"
+        )
     try:
         study = StudyFile.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
@@ -189,9 +192,9 @@ def _checked(data: Mapping[str, Any], path: Path) -> StudyFile:
             f"{path}: '{'.'.join(map(str, one['loc']))}': got {shown(one['input'])}; {one['msg']}."
             for one in error.errors()
         ]
-        raise SettingError("\n".join(faults)) from error
+        raise SettingError("\n".join(faults), code="study-invalid") from error
     if faults := list(_names_wrong(study)):
-        raise SettingError("\n".join(f"{path}: {fault}" for fault in faults))
+        raise SettingError("\n".join(f"{path}: {fault}" for fault in faults), code="study-invalid")
     return study
 
 

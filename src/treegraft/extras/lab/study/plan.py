@@ -158,7 +158,8 @@ def make_plan(
     if pairs is not None and pairs > study.pairs:
         raise SettingError(
             f"command line: --pairs: got {pairs}; {path} has {counted(study.pairs, 'pair')},"
-            " expected at most as many."
+            " expected at most as many.",
+            code="pairs-too-many",
         )
     _refuse_unknown(only, study, path)
     planner = _Planner(study, path)
@@ -173,7 +174,8 @@ def make_plan(
     if not runs:
         raise SettingError(
             f"{path}: no run is left: --only {quoted(only)} names arms and worlds"
-            " that do not go together."
+            " that do not go together.",
+            code="no-run-left",
         )
     return Plan(path=path, study=study, runs=runs)
 
@@ -190,7 +192,8 @@ def _refuse_unknown(only: Sequence[str], study: StudyFile, path: Path) -> None:
         if name not in known:
             raise SettingError(
                 f"command line: --only '{name}': {path} has no arm or world of this name; it has"
-                f" {quoted(known)}.{errors.nearest(name, known)}"
+                f" {quoted(known)}.{errors.nearest(name, known)}",
+                code="unknown-arm",
             )
 
 
@@ -201,7 +204,13 @@ class _Loaded:
     config: Config
     told: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    reads_buffer: bool
+    idle: Mapping[str, Sequence[str]]
+    """Why settings have no effect, by their names."""
+
+    @property
+    def reads_buffer(self) -> bool:
+        """Whether a buffer has an effect."""
+        return "buffer.path" not in self.idle
 
     def told_of(self, beginnings: tuple[str, ...]) -> Mapping[str, Any]:
         """Of these, those whose names begin so."""
@@ -223,7 +232,7 @@ class _Planner:
             self._recipe = recipe.read_based(place if place.is_file() else Path(study.recipe))
             self._recipe.pop(SMOKE, None)
         except SettingError as error:
-            raise SettingError(f"{path}: 'recipe': {error}") from error
+            raise SettingError(f"{path}: 'recipe': {error}", code="study-recipe-invalid") from error
         kinds = (study.worlds, study.arms, study.buffers)
         tables = [one.settings for kind in kinds for one in kind.values()]
         self._differing = sorted(
@@ -276,7 +285,7 @@ class _Planner:
                 # What the recipe says there has been done by the study's warm-up.
                 tables.pop("warmup", None)
             loaded = self._load(recipe.merged(tables, self._arm(arm).settings), where)
-            self._refuse_idle(arm, loaded.config, where)
+            self._refuse_idle(arm, loaded, where)
             self._loaded["run", world, arm] = loaded
         return self._loaded["run", world, arm]
 
@@ -289,7 +298,7 @@ class _Planner:
         except SettingError as error:
             lines = (line.removeprefix("settings: ") for line in str(error).splitlines())
             raise SettingError(
-                "\n".join(f"{self._path}: {where}: {line}" for line in lines)
+                "\n".join(f"{self._path}: {where}: {line}" for line in lines), code="study-invalid"
             ) from error
         rows = [row for row in setting_rows(config) if row.name not in LABELS]
         # Without those at their default, so that settings of later versions change nothing; where
@@ -298,18 +307,17 @@ class _Planner:
         # As they are read back from a file of results.
         plain = {row.name: row.default for row in rows}
         defaults = json.loads(json.dumps(plain, default=str))
-        is_idle = any(row.idle for row in rows if row.name == "buffer.path")
-        return _Loaded(config, told, defaults, not is_idle)
+        return _Loaded(config, told, defaults, {row.name: row.idle for row in rows if row.idle})
 
-    def _refuse_idle(self, arm: str, config: Config, where: str) -> None:
+    def _refuse_idle(self, arm: str, loaded: _Loaded, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
-        rows = setting_rows(config)
         for name in recipe.flatten(self._study.arms[arm].settings):
             # Below a setting are the free keys of its table.
-            known = next((row for row in rows if f"{name}.".startswith(f"{row.name}.")), None)
-            for reason in known.idle if known is not None else ():
+            known = (one for one in loaded.idle if f"{name}.".startswith(f"{one}."))
+            for reason in (why for one in known for why in loaded.idle[one]):
                 raise SettingError(
-                    f"{self._path}: {where}: '{name}' would have no effect: {reason}."
+                    f"{self._path}: {where}: '{name}' would have no effect: {reason}.",
+                    code="override-idle",
                 )
 
     def _warmup(self, world: str, of_arm: str | None, pair: int) -> WarmupPlan | None:
@@ -325,7 +333,8 @@ class _Planner:
             if not loaded.config.warmup.num_steps:
                 raise SettingError(
                     f"{self._path}: warm-up '{name}': warmup.num_steps is 0; expected at least 1,"
-                    f" in the recipe or in [warmups.{name}.settings.warmup]."
+                    f" in the recipe or in [warmups.{name}.settings.warmup].",
+                    code="nothing-to-imitate",
                 )
             self._loaded["warmup", name] = loaded
         loaded, seed = self._loaded["warmup", name], study.first_warmup_seed + pair
@@ -361,7 +370,8 @@ class _Planner:
         if warmup is None:
             raise SettingError(
                 f"{self._path}: buffer '{name}' is pruned with the weights of a warm-up, and world"
-                f" '{world}' has none; name one there."
+                f" '{world}' has none; name one there.",
+                code="warmup-missing",
             )
         how = [own.margin, own.only_best]
         return replace(
@@ -380,6 +390,7 @@ def _of_defaults() -> list[Any]:
     return list(setting_rows(Config()))
 
 
+@functools.cache
 def _is_source(name: str) -> bool:
     return any(row.is_source for row in _of_defaults() if row.name == name)
 

@@ -42,7 +42,8 @@ def read_results(path: Path) -> list[Line]:
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise DataError(
                 f"'{path}', line {number}: not a run of a study ({error!r}); expected an object"
-                " with world, method, seed and curve. Remove the line, and the run is made again."
+                " with world, method, seed and curve. Remove the line, and the run is made again.",
+                code="study-line-invalid",
             ) from error
         found.append(line)
     return found
@@ -234,7 +235,8 @@ def curve(
     if not points:
         raise DataError(
             "the run has no evaluation; expected eval.at_end = true, or warmup.eval_every where it"
-            " imitates alone."
+            " imitates alone.",
+            code="no-evaluation",
         )
     return points
 

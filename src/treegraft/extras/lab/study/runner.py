@@ -56,7 +56,8 @@ def _held(file: Path, named: Path) -> Iterator[None]:
         lock = file.open("a")
     except OSError as error:
         raise errors.StorageError(
-            f"'{named}' cannot be worked in ({error.strerror}: '{error.filename}')."
+            f"'{named}' cannot be worked in ({error.strerror}: '{error.filename}').",
+            code="study-unwritable",
         ) from error
     with lock:
         try:
@@ -69,7 +70,8 @@ def _held(file: Path, named: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise errors.StorageError(
                 f"'{named}': another process is running a study in it; expected none. Wait for its"
-                " end, stop it with Ctrl-C, or name another folder with --out."
+                " end, stop it with Ctrl-C, or name another folder with --out.",
+                code="study-in-use",
             ) from error
         yield
 

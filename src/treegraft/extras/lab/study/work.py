@@ -103,7 +103,8 @@ def read_note(note: Path) -> Line:
     found = json.loads(note.read_bytes())
     if not isinstance(found, dict):
         raise DataError(
-            f"'{note}' is damaged; expected an object. Remove it, and it is made again."
+            f"'{note}' is damaged; expected an object. Remove it, and it is made again.",
+            code="study-note-damaged",
         )
     return found
 
@@ -164,6 +165,7 @@ def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
         raise interrupt.Ended(work.stopped_by)
     with TraceBuffer(partial, job.config.buffer.encoder) as buffer:
         num_stored = sum(1 for _ in buffer.trajectories())
+        buffer.fold()
     partial.replace(place)
     return {"trajectories": num_stored}
 
@@ -219,7 +221,8 @@ def _start(warmup: WarmupPlan, out: Path) -> Path:
     if found is None:
         raise errors.CheckpointError(
             f"'{out / warmup.folder}' has no checkpoint; expected one. Remove the folder and its"
-            " .json, and the warm-up is trained again."
+            " .json, and the warm-up is trained again.",
+            code="warmup-without-checkpoint",
         )
     return found
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 import treegraft
+from treegraft.core.addresses import expanded, redacted
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Tokenizer
@@ -29,7 +30,7 @@ from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.folder import held_folder
 from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
 from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
-from treegraft.policy.engine.vllm.server import Process, Server, free_port
+from treegraft.policy.engine.vllm.server import Process, Server
 from treegraft.policy.load import DTYPES
 from treegraft.policy.output_head import base_model, end_token_ids, max_context
 from treegraft.policy.shapes import PREFIX
@@ -42,7 +43,7 @@ _WEIGHTS = "treegraft-weights-"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM makes room for."""
 _OF_TORCHRUN = re.compile(
-    r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
+    r"TORCHELASTIC_|TREEGRAFT_RANK_STORE|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
 )
 """Variables by which a server would join the learner's ranks instead of its own processes."""
 
@@ -60,37 +61,30 @@ def build_engine(
         SettingError: an address that is none, no Python with vLLM, no place for weights.
     """
     settings, is_external = config.engine.vllm, config.publish.kind == "external"
-    http = httpx.AsyncClient(
-        timeout=None,
-        # Idle connections are closed before the server does so, which takes vLLM 5 s: a request
-        # sent at that moment would be lost.
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
-        trust_env=False,
-    )
     runs = Path(config.run.dir).expanduser().absolute()
-    urls = [_address(url) for url in settings.servers]
+    urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
     python = None if urls else find_python(settings)
     runs.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".servers-", dir=runs))
-    folders = [work]
+    folders, sockets = [work], list[Path]()
     try:
         named = base_model(model).named_parameters(remove_duplicate=settings.entropies == "exact")
         num_weights = sum(weight.numel() for _, weight in named)
         num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
         weights = _folder_for_weights(config, work, urls, num_bytes)
         folders.append(weights)
-        if python is None:
-            servers = [Server(url, http) for url in urls]
-        else:
+        processes: list[Process | None] = [None for _ in urls]
+        if python is not None:
             place = str(model_path)
             if needs_weights(config, model_path):
                 place = str(_saved(model, tokenizer, work / "model"))
             # Not in `work`: the path of a socket has at most 107 characters.
             folders.append(Path(tempfile.mkdtemp(prefix="treegraft-")))
-            servers = [
-                Server(f"http://127.0.0.1:{port}", http, process)
-                for port, process in _processes(config, python, place, folders)
-            ]
+            sockets = [folders[-1] / f"http-{number}" for number in range(settings.num_servers)]
+            urls = [f"http://server-{number}" for number in range(settings.num_servers)]
+            processes = [*_processes(config, python, place, folders, sockets)]
+        http = client(dict(zip(urls, sockets, strict=False)))
+        servers = [Server(url, http, one) for url, one in zip(urls, processes, strict=True)]
     except BaseException:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -110,10 +104,27 @@ def build_engine(
         max_context=max_context(model),
         weights=weights,
         folders=folders,
-        initial=ModelWeights(plain_weights(model)) if urls and not is_external else None,
+        initial=None if python or is_external else ModelWeights(plain_weights(model)),
         publishes_adapters=config.publish.kind == "adapter",
         is_external=is_external,
     )
+
+
+def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
+    """Returns the connection to servers.
+
+    Args:
+        sockets: by address, those of servers that listen at a file: the folder is ours alone, while
+            any user of this machine can reach a port.
+    """
+    # Idle connections are closed before the server does so, which takes vLLM 5 s: a request sent at
+    # that moment would be lost.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+    mounts = {
+        url: httpx.AsyncHTTPTransport(uds=str(path), limits=limits, trust_env=False)
+        for url, path in sockets.items()
+    }
+    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, mounts=mounts)
 
 
 def needs_weights(config: Config, model_path: Path | str) -> bool:
@@ -143,7 +154,8 @@ def find_python(settings: VllmSettings) -> str:
             raise SettingError(
                 "engine.vllm.python is not set, and there is no"
                 f" {' or '.join(map(str, found))}; expected the Python of an environment with"
-                f" vLLM. {how} as engine.vllm.python."
+                f" vLLM. {how} as engine.vllm.python.",
+                code="vllm-python-missing",
             )
     else:
         python = Path(settings.python).expanduser().absolute()
@@ -155,20 +167,23 @@ def find_python(settings: VllmSettings) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SettingError(
             f"engine.vllm.python: '{python}' does not run ({error}); expected the Python of an"
-            f" environment with vLLM. {how}."
+            f" environment with vLLM. {how}.",
+            code="vllm-python-broken",
         ) from error
     version = done.stdout.strip()
     if done.returncode or not version:
         raise SettingError(
             f"engine.vllm.python: the environment of '{python}' has no vLLM; expected"
-            f" {TESTED} or later. {how}."
+            f" {TESTED} or later. {how}.",
+            code="vllm-missing",
         )
     numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()]
     if numbers < [int(part) for part in TESTED.split(".")]:
         raise SettingError(
             f"engine.vllm.python: the environment of '{python}' has vLLM {version}; expected"
             f" {TESTED} or later, which takes token ids and reports the version of weights."
-            f" {how}."
+            f" {how}.",
+            code="vllm-too-old",
         )
     return str(python)
 
@@ -181,8 +196,9 @@ def _address(url: str) -> str:
         is_good = False
     if not is_good:
         raise SettingError(
-            f"engine.vllm.servers: '{url}' is not the address of a server; expected one such as"
-            " http://127.0.0.1:8000"
+            f"engine.vllm.servers: '{redacted(url)}' is not the address of a server; expected one"
+            " such as http://127.0.0.1:8000",
+            code="vllm-address-invalid",
         )
     return url.rstrip("/").removesuffix("/v1")
 
@@ -201,7 +217,8 @@ def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: 
             fault = "engine.vllm.servers names servers on other machines"
         raise SettingError(
             f'publish.kind: got "shared", but {fault}; expected servers that share memory with this'
-            ' process. Use "disk", with publish.folder on a disk that the servers see too.'
+            ' process. Use "disk", with publish.folder on a disk that the servers see too.',
+            code="shared-memory-unusable",
         )
     if settings.kind == "disk" or not (is_local and has_memory):
         parent = Path(settings.folder).expanduser().absolute() if settings.folder else work
@@ -211,7 +228,8 @@ def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: 
         except OSError as error:
             raise SettingError(
                 f"publish.folder: '{parent}' cannot be written to ({error.strerror}); expected a"
-                " folder for two copies of the weights, which the servers see too."
+                " folder for two copies of the weights, which the servers see too.",
+                code="publish-folder-unwritable",
             ) from error
     for left in SHARED_MEMORY.glob(f"{_WEIGHTS}*"):
         pid = left.name.removeprefix(_WEIGHTS).partition("-")[0]
@@ -239,39 +257,36 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
         raise ModelError(
             f"model '{inner.config.name_or_path}' could not be written to {folder} for the servers"
             f" ({storage_fault(error) or error}); expected room for one copy of its weights"
-            " in run.dir."
+            " in run.dir.",
+            code="model-not-copied",
         ) from error
     return folder
 
 
 def _processes(
-    config: Config, python: str, model: str, folders: Sequence[Path]
-) -> Iterator[tuple[int, Process]]:
-    """The servers to start, each with its port."""
-    settings, work, sockets = config.engine.vllm, folders[0], folders[-1]
+    config: Config, python: str, model: str, folders: Sequence[Path], sockets: Sequence[Path]
+) -> Iterator[Process]:
+    """The servers to start, each with the socket that it listens at."""
+    settings, work = config.engine.vllm, folders[0]
     # A link of its own: the folder that holds our package may hold others, which would shadow those
     # of the servers' environment.
     packages = work / "packages"
     packages.mkdir()
     (packages / "treegraft").symlink_to(Path(treegraft.__file__).parent)
-    for number in range(settings.num_servers):
-        port = free_port()
+    for number, path in enumerate(sockets):
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
-        yield (
-            port,
-            Process(
-                [*command, *options(config, port)],
-                environment=_environment(settings, number, packages, sockets),
-                log=work / f"server-{number}.log",
-                folders=folders,
-            ),
+        yield Process(
+            [*command, *options(config, path)],
+            environment=_environment(settings, number, packages, folders[-1]),
+            log=work / f"server-{number}.log",
+            folders=folders,
         )
 
 
-def options(config: Config, port: int) -> list[str]:
+def options(config: Config, path: Path) -> list[str]:
     """Returns the options of `vllm serve`, those of the recipe last, so that they win."""
     settings = config.engine.vllm
-    found = ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
+    found = ["--served-model-name", MODEL_NAME, "--uds", str(path)]
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
     found += ["--enable-scale-out", "--enable-prompt-tokens-details"]
     if settings.entropies == "top_k":
@@ -305,7 +320,7 @@ def _environment(
     kept |= {
         "PYTHONPATH": str(packages),
         "PYTHONDONTWRITEBYTECODE": "1",
-        # The routes for publishing; the server listens on loopback alone.
+        # The routes for publishing; the server listens at a file that nobody else reaches.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         # The other one passes logits processors by another interface, and none on a CPU.

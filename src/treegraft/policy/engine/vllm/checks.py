@@ -45,30 +45,35 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
             f"{name} has another version of Treegraft's plugin (version {found['plugin']}, draws"
             f" {found['draws'][:3]}...; expected version {PLUGIN_VERSION}, draws"
             f" {draws_of_sampling()[:3]}...), so it would draw other tokens. Start it with the"
-            " Treegraft of this run on its PYTHONPATH."
+            " Treegraft of this run on its PYTHONPATH.",
+            code="server-plugin-version",
         )
     for field in _MODEL:
         if found[field] != expected[field]:
             raise SettingError(
                 f"{name} has another model: its {field} is {found[field]}, expected"
-                f" {expected[field]}, that of model.path. Start it with the model of the recipe."
+                f" {expected[field]}, that of model.path. Start it with the model of the recipe.",
+                code="server-other-model",
             )
     check_size(name, found, expected)
     if not found["draws_here"]:
         raise SettingError(
             f"{name} runs without Treegraft's logits processor, so its draws would not follow the"
-            f" keys; expected --logits-processors {PLUGIN}:Draw. Restart it with that option."
+            f" keys; expected --logits-processors {PLUGIN}:Draw. Restart it with that option.",
+            code="server-without-draws",
         )
     if 0 <= found["max_logprobs"] < MIN_LOGPROBS:
         raise SettingError(
             f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
-            f" {MIN_LOGPROBS}: replies carry log-probability and entropy there. Raise it."
+            f" {MIN_LOGPROBS}: replies carry log-probability and entropy there. Raise it.",
+            code="server-logprobs-few",
         )
     if found["logprobs_mode"] != "processed_logits":
         raise SettingError(
             f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected"
             " processed_logits, in which replies carry exact entropies. Restart it with that"
-            " option."
+            " option.",
+            code="server-logprobs-mode",
         )
     return found
 
@@ -88,7 +93,8 @@ async def _identity(server: Server) -> dict[str, Any]:
         f"engine.vllm: {server} ({version}) does not know Treegraft's plugin ({fault}); expected"
         f" vLLM {TESTED} or later with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and"
         f" --worker-extension-cls {PLUGIN}.Extension: {_HOW}. Servers without it serve where the"
-        ' recipe sets engine.vllm.entropies = "top_k".'
+        ' recipe sets engine.vllm.entropies = "top_k".',
+        code="server-without-plugin",
     )
 
 

@@ -173,7 +173,8 @@ class VllmEngine(ServerEngine):
             raise EngineError(
                 f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
                 f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
-                " See docs/serving.md."
+                " See docs/serving.md.",
+                code="reply-lacks-tokens",
             ) from error
         return TokenReply(ids, [one for one, _ in pairs], [two for _, two in pairs])
 
@@ -221,7 +222,8 @@ class VllmEngine(ServerEngine):
                 f"engine: the weights could not be written to {path}"
                 f" ({storage_fault(error) or error}); expected room for two copies of the model,"
                 ' the former one and this. Free some, or set publish.kind = "disk" and'
-                " publish.folder."
+                " publish.folder.",
+                code="weights-not-written",
             ) from error
         # Servers report no checksum of an adapter: the canary is the proof.
         fingerprint = "" if is_adapter else source.fingerprint

@@ -134,7 +134,8 @@ class Fleet:
         reasons = "; ".join(f"{one.server}: {one.fault}" for one in self.members)
         return EngineError(
             f"engine: no server is left after engine.vllm.max_restarts ="
-            f" {self.settings.vllm.max_restarts}: {reasons}"
+            f" {self.settings.vllm.max_restarts}: {reasons}",
+            code="no-server-left",
         )
 
     async def ask(self, home: object, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +156,10 @@ class Fleet:
                 fault = str(error)
                 self.num_moved += 1
                 self.lost(member, fault)
-        raise EngineError(f"engine: a request failed {MAX_FAULTS} times; the last time: {fault}")
+        raise EngineError(
+            f"engine: a request failed {MAX_FAULTS} times; the last time: {fault}",
+            code="request-failed-often",
+        )
 
     async def ask_member(self, member: Member, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one server's reply by the weights that are due.
@@ -252,16 +256,20 @@ class Fleet:
         except TimeoutError as error:
             raise EngineError(
                 f"engine: {member.server} was not ready within engine.vllm.start_timeout_s ="
-                f" {timeout_s:g} s.{self._log_of(member)}"
+                f" {timeout_s:g} s.{self._log_of(member)}",
+                code="server-not-ready",
             ) from error
         except Unreachable as error:
-            raise EngineError(f"engine: {error}.{self._log_of(member)}") from error
+            raise EngineError(
+                f"engine: {error}.{self._log_of(member)}", code="server-failed"
+            ) from error
         except SettingError:
             raise
         except _UNREADABLE as error:
             raise EngineError(
                 f"engine.vllm: {member.server} is not a vLLM server, by its answers ({error!r});"
-                " expected one that docs/serving.md describes. Correct the address."
+                " expected one that docs/serving.md describes. Correct the address.",
+                code="not-a-vllm-server",
             ) from error
         self._go_live(member)
 
@@ -364,7 +372,8 @@ class Fleet:
                 # Nobody said that it is still to come.
                 raise EngineError(
                     f"engine.vllm.servers: {server} does not answer; expected a vLLM server there."
-                    " Start it, or correct the address."
+                    " Start it, or correct the address.",
+                    code="server-not-there",
                 )
             await asyncio.sleep(1.0)
         if self.is_plain:
@@ -396,7 +405,8 @@ class Fleet:
                 f"engine.vllm.servers: {server} belongs to another run (host {host}, process"
                 f" {pid}); expected a server that no other run publishes to, since both would"
                 f" sample from each other's weights. End that run (the server is then free after"
-                f" {held['for_s']:.0f} s at most), or use another server."
+                f" {held['for_s']:.0f} s at most), or use another server.",
+                code="server-of-other-run",
             )
 
     async def _watch(self) -> None:
@@ -480,7 +490,8 @@ class Fleet:
             reasons = "; ".join(f"{one.server}: {one.fault}" for one in self.members)
             raise EngineError(
                 f"engine: no server took the weights within engine.deadline_s = {deadline_s:g} s:"
-                f" {reasons}"
+                f" {reasons}",
+                code="publish-refused",
             ) from error
         return [one for one in seconds if one is not None]
 

@@ -73,7 +73,8 @@ def write_adapter(path: Path, source: WeightSource) -> WeightsFolder:
     if adapted is None:
         raise EngineError(
             'publish.kind: got "adapter", but these weights come without adapters of this process;'
-            ' expected model.lora.rank above 0 and one rank. Use "auto", which merges them.'
+            ' expected model.lora.rank above 0 and one rank. Use "auto", which merges them.',
+            code="adapter-missing",
         )
     # Embeddings are not trained, and peft would ask a hub whether they have changed.
     adapted.save_pretrained(path, save_embedding_layers=False)

@@ -50,18 +50,21 @@ async def check_plain(server: Server, expected: Mapping[str, Any]) -> dict[str, 
     except (EngineError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
             f"{name} does not say how it is configured ({error}); expected vLLM with"
-            " VLLM_SERVER_DEV_MODE=1. Start it with the options that docs/serving.md names."
+            " VLLM_SERVER_DEV_MODE=1. Start it with the options that docs/serving.md names.",
+            code="server-config-hidden",
         ) from error
     check_size(name, found, expected)
     if 0 <= found["max_logprobs"] < NUM_ASKED:
         raise SettingError(
             f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
-            f" {NUM_ASKED}, of which entropies are made. Raise it."
+            f" {NUM_ASKED}, of which entropies are made. Raise it.",
+            code="server-logprobs-few",
         )
     if found["logprobs_mode"] != _MODE:
         raise SettingError(
             f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected {_MODE},"
-            " those of the distribution that tokens are drawn from. Restart it with that option."
+            " those of the distribution that tokens are drawn from. Restart it with that option.",
+            code="server-logprobs-mode",
         )
     return found
 

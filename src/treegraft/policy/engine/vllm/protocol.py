@@ -65,12 +65,14 @@ def check_size(name: str, found: Mapping[str, Any], expected: Mapping[str, Any])
     if found["dtype"] != expected["dtype"]:
         raise SettingError(
             f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
-            f" Start it with --dtype {expected['dtype']}, or change model.dtype."
+            f" Start it with --dtype {expected['dtype']}, or change model.dtype.",
+            code="server-other-dtype",
         )
     wanted = expected["max_context"]
     if wanted is not None and found["max_context"] < wanted:
         raise SettingError(
             f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
             f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
-            " rollout.max_completion_tokens."
+            " rollout.max_completion_tokens.",
+            code="server-context-short",
         )

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from treegraft.core.addresses import redacted
 from treegraft.core.errors import EngineError
 from treegraft.core.spans import trace_headers
 
@@ -77,7 +77,9 @@ class Process:
                     start_new_session=True,  # Ctrl-C is ours to handle
                 )
         except OSError as error:
-            raise EngineError(f"engine: '{self._command[0]}' did not start: {error}") from error
+            raise EngineError(
+                f"engine: '{self._command[0]}' did not start: {error}", code="server-not-started"
+            ) from error
 
     @property
     def exit_status(self) -> int | None:
@@ -124,7 +126,7 @@ class Server:
         self._http = http
 
     def __str__(self) -> str:
-        return self.url
+        return redacted(self.url)
 
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None
@@ -153,7 +155,10 @@ class Server:
         if response.status_code >= 500:
             raise Unreachable(f"{self} answered {path} with {response.status_code}: {said}")
         if response.status_code != 200:
-            raise EngineError(f"engine: {self} refused {path} ({response.status_code}): {said}")
+            raise EngineError(
+                f"engine: {self} refused {path} ({response.status_code}): {said}",
+                code="server-refused",
+            )
         return response
 
     async def is_healthy(self) -> bool:
@@ -191,10 +196,3 @@ class Server:
         names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
         lines = (line for line in response.text.splitlines() if line.startswith(names))
         return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def free_port() -> int:
-    """Returns a port of this machine's loopback that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

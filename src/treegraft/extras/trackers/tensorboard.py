@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from treegraft.runs.tracked import Tracked
+from treegraft.parts import Tracked
 
 
 class TensorBoardTracker:

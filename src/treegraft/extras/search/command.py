@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
-from treegraft.cli.commands import Overrides, command_without, settings_alone
-from treegraft.core.errors import SettingError
-from treegraft.core.listener import address_of, listen
-from treegraft.core.listener import serve as answer
+from treegraft import SettingError
+from treegraft.parts import commands, listener, open_corpus
 
 serve_app = typer.Typer(
-    name="serve", help="Run servers for agents.", no_args_is_help=True, rich_markup_mode=None
+    name="serve",
+    help="Run servers for agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
@@ -26,12 +28,12 @@ def serve() -> None:
     """Serve a corpus to agents."""
 
 
-@serve_app.command(cls=command_without(_BEFORE))
+@serve_app.command(cls=commands.command_without(_BEFORE))
 def search(
     corpus: Annotated[
         str, typer.Argument(metavar="CORPUS", help='JSONL file of {"id", "contents"} rows.')
     ],
-    overrides: Overrides = None,
+    overrides: commands.Overrides = None,
     host: Annotated[
         str,
         typer.Option(help="Address to listen on; the default is reachable from this machine only."),
@@ -45,25 +47,26 @@ def search(
     Search by words (tools.search.kind=bm25) or by meaning (dense), with tools.search.top_k, encoder
     and index_dir as in a recipe. Use it in a recipe with tools.search.kind=http tools.search.url=http://127.0.0.1:8000/retrieve
     """
-    from treegraft.tools.search.serve import search_app
-    from treegraft.tools.search.tool import open_corpus
+    from treegraft.extras.search.serve import search_app
 
     base = {"tools": {"use": ["search"], "search": {"kind": "bm25", "corpus": corpus}}}
-    own = settings_alone(overrides or [], "serve search", _SETTINGS, base).tools.search
+    own = commands.settings_alone(overrides or [], "serve search", _SETTINGS, base).tools.search
     if own.kind not in ("bm25", "dense"):
         raise SettingError(
             f"command line: tools.search.kind: got '{own.kind}', expected bm25 or dense, which"
-            " search a corpus."
+            " search a corpus.",
+            code="search-kind-invalid",
         )
     # Making an index takes long, and says how far it is.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     # Before the index is made, which takes long: a port in use is found at once.
-    listener = listen(host, port)
+    socket = listener.listen(host, port)
     try:
         backend = open_corpus(corpus, own.kind, encoder=own.encoder, index_dir=own.index_dir)
     except BaseException:
-        listener.close()
+        socket.close()
         raise
-    url = f"{address_of(listener)}retrieve"
+    url = f"{listener.address_of(socket)}retrieve"
     print(f"{len(backend):,} passages of {corpus} at {url} (Ctrl-C ends)", flush=True)
-    answer(search_app(backend, default_top_k=own.top_k, host=host), listener, grace_s=5)
+    app = search_app(backend, default_top_k=own.top_k, host=host)
+    listener.serve(app, socket, grace_s=5)

@@ -18,16 +18,12 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Capability, Signature
-from treegraft.core.packages import require
-from treegraft.core.text import describe, plain
-from treegraft.core.types import Task
-from treegraft.settings.tools import McpSettings
+from treegraft import SettingError, Task, ToolError, ToolUnavailable
+from treegraft.extras.mcp.plugin import McpSettings
+from treegraft.parts import EnvironmentTool, addresses, interfaces, packages, plain
 
 if TYPE_CHECKING:
-    from treegraft.tools.mcp_bounds import Pipes
-from treegraft.tools.function import tag_of
+    from treegraft.extras.mcp.bounds import Pipes
 
 CLOSE_S = 10.0
 """Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a
@@ -46,17 +42,19 @@ class McpTool:
         """Takes name, description and arguments from `described`, the SDK's record of the tool."""
         self.own_name = str(described.name)
         """The server's name of it."""
-        self.name = tag_of(self.own_name)
+        self.name = EnvironmentTool.tag_of(self.own_name)
         words = described.description or described.title or f"The tool {self.own_name}."
         self.description = " ".join(words.split())
         chosen, hints = server.settings.capability, described.annotations
         # A tool that writes has a state, and no server can copy it for a branch.
         only_reads = chosen == "auto" and hints is not None and hints.read_only_hint
         self.capability = (
-            Capability.STATELESS if only_reads or chosen == "stateless" else Capability.NONE
+            interfaces.Capability.STATELESS
+            if only_reads or chosen == "stateless"
+            else interfaces.Capability.NONE
         )
         self.cacheable = server.settings.cacheable
-        self.signature = Signature.of_schema(described.input_schema)
+        self.signature = interfaces.Signature.of_schema(described.input_schema)
         self._server = server
 
     async def __call__(self, body: str, task: Task) -> str:
@@ -83,7 +81,7 @@ class McpServer:
         Raises `SettingError` where the SDK is missing, an environment variable is not set, or the
         server gives no tools in time.
         """
-        require("tools.mcp", "mcp")
+        packages.require("tools.mcp", "mcp")
         # What the SDK logs of a bad answer, with tracebacks, is the call's error already.
         for name in ("mcp", "client"):
             if (log := logging.getLogger(name)).level == logging.NOTSET:
@@ -108,11 +106,12 @@ class McpServer:
         try:
             described = self._listed.result(settings.start_timeout_s)
         except Exception as error:
-            reason = f"it could not be started or reached: {error}{self._last_words()}"
+            said = addresses.redacted(str(error))
+            reason = f"it could not be started or reached: {said}{self._last_words()}"
             if isinstance(error, TimeoutError):
                 reason = f"no list of tools within start_timeout_s = {settings.start_timeout_s:g} s"
             self.close()
-            raise SettingError(f"{self._place}: {reason}") from error
+            raise SettingError(f"{self._place}: {reason}", code="mcp-not-started") from error
         self.tools = [McpTool(self, one) for one in described]
         """Its tools, in its order."""
 
@@ -127,7 +126,9 @@ class McpServer:
         """Returns the texts of a result. Raises as `McpTool` does."""
         if self._is_closing or not self._thread.is_alive():
             raise ToolUnavailable(
-                f"the MCP server '{self.settings.name}' has ended: {self._error or 'it was closed'}"
+                f"the MCP server '{self.settings.name}' has ended:"
+                f" {self._error or 'it was closed'}",
+                code="mcp-ended",
             )
         call = self._call(name, dict(arguments))
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
@@ -140,30 +141,36 @@ class McpServer:
         await self._connected.wait()
         client = self._client
         if client is None:
-            raise ToolUnavailable(f"the MCP server '{self.settings.name}' has ended: {self._error}")
+            raise ToolUnavailable(
+                f"the MCP server '{self.settings.name}' has ended: {self._error}", code="mcp-ended"
+            )
         try:
             result = await client.call_tool(name, arguments)
         except MCPError as error:
             # So the SDK names an event beyond its bound; the connection is sound.
             if error.code != CONNECTION_CLOSED or "byte limit" in error.message:
                 text = re.sub(r"\s*\[type=.*|(?<=\n)\s+", "", error.message, flags=re.DOTALL)
-                raise ToolError(text or "the call failed") from None
+                raise ToolError(text or "the call failed", code="mcp-refused") from None
             self._lose(client, error.message)
         except ValueError as error:  # a result of unknown form
-            from treegraft.tools.mcp_bounds import reason_of
+            from treegraft.extras.mcp.bounds import reason_of
 
             raise ToolError(
-                f"the server answered in an unknown shape: {reason_of(error)}"
+                f"the server answered in an unknown shape: {reason_of(error)}",
+                code="mcp-answer-invalid",
             ) from None
         except Exception as error:  # any error of the transport once the other end is gone
-            self._lose(client, describe(error))
+            self._lose(client, _said(error))
         else:
             text = _text_of(result)
             if result.is_error:
-                raise ToolError(text or "the call failed")
+                raise ToolError(text or "the call failed", code="mcp-refused")
             return text
         # Not made again: the server may have acted on it before it ended.
-        raise ToolError(f"the server of {tag_of(name)} ended during the call")
+        raise ToolError(
+            f"the server of {EnvironmentTool.tag_of(name)} ended during the call",
+            code="mcp-ended-in-call",
+        )
 
     def _lose(self, client: Any, reason: str) -> None:
         """Gives up a connection that ended by itself; the supervisor opens another."""
@@ -180,10 +187,12 @@ class McpServer:
             self._loop.run_until_complete(self._supervise())
         except (Exception, asyncio.CancelledError) as error:
             # Reported to the constructor if it still waits for the list, else to later calls.
-            self._error = describe(error)
+            self._error = _said(error)
         finally:
             if not self._listed.done():
-                self._listed.set_exception(ToolUnavailable(self._error or "it ended at once"))
+                self._listed.set_exception(
+                    ToolUnavailable(self._error or "it ended at once", code="mcp-ended")
+                )
             calls = asyncio.all_tasks(self._loop)
             for call in calls:
                 call.cancel()
@@ -202,7 +211,7 @@ class McpServer:
                 cause: BaseException = error
                 while isinstance(cause, BaseExceptionGroup) and cause.exceptions:
                     cause = cause.exceptions[0]  # the SDK's tasks wrap it in groups
-                self._error = describe(cause)
+                self._error = _said(cause)
                 if not self._listed.done():
                     raise
             if self._is_closing:
@@ -246,7 +255,7 @@ class McpServer:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        from treegraft.tools.mcp_bounds import BoundedTransport
+        from treegraft.extras.mcp.bounds import BoundedTransport
 
         max_bytes = self.settings.max_answer_mb * 2**20
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
@@ -257,7 +266,9 @@ class McpServer:
             httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport)
         )
         return streamable_http_client(
-            self.settings.url, http_client=http, max_sse_event_size=max_bytes
+            addresses.expanded(self.settings.url, "tools.mcp"),
+            http_client=http,
+            max_sse_event_size=max_bytes,
         )
 
     def _last_words(self) -> str:
@@ -299,7 +310,8 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list
             if unknown := sorted(set(one.tools) - set(offered)):
                 raise SettingError(
                     f"tools.mcp: server '{one.name}' has no tool {unknown}; it offers"
-                    f" {', '.join(offered) or 'none'}."
+                    f" {', '.join(offered) or 'none'}.",
+                    code="mcp-tool-unknown",
                 )
             for own_name, tool in offered.items():
                 if one.tools and own_name not in one.tools:
@@ -308,11 +320,16 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list
                     other = f"'{tools[tool.name].own_name}'" if tool.name in tools else "a tool"
                     raise SettingError(
                         f"tools.mcp: '{own_name}' of server '{one.name}' is named '{tool.name}'"
-                        f" here, as is {other} already; leave one of them out with `tools`."
+                        f" here, as is {other} already; leave one of them out with `tools`.",
+                        code="tools-same-name",
                     )
                 tools[tool.name] = tool
         started.pop_all()
     return list(tools.values())
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _text_of(result: Any) -> str:
@@ -336,7 +353,7 @@ def _text_of(result: Any) -> str:
 def _pipes_of(settings: McpSettings, env: Mapping[str, str]) -> Pipes | None:
     if not settings.command:
         return None
-    from treegraft.tools.mcp_bounds import Pipes
+    from treegraft.extras.mcp.bounds import Pipes
 
     command = [os.path.expandvars(word) for word in settings.command]
     return Pipes(command, env, settings.max_answer_mb * 2**20)
@@ -347,5 +364,6 @@ def _variable(name: str, settings: McpSettings) -> str:
         return value
     raise SettingError(
         f"tools.mcp: server '{settings.name}' asks for the environment variable {name}, which is"
-        " not set."
+        " not set.",
+        code="key-unset",
     )

@@ -23,7 +23,7 @@ from anyio.abc import ByteReceiveStream, Process
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 
-from treegraft.core.text import describe, plain
+from treegraft.parts import plain
 
 KEPT_BYTES = 4096
 """What is kept of a server's standard error, and of a line to find out whose answer it was."""
@@ -145,7 +145,7 @@ def reason_of(error: Exception) -> str:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"][-3:]))
         return plain(f"{place}: {first['msg']}" if place else first["msg"], 200)
-    return plain(describe(error).split("\n")[0], 200)
+    return plain(f"{type(error).__name__}: {error}".split("\n")[0], 200)
 
 
 def _id_of(found: bytes) -> int | str:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.tools.search.corpus import Passage
-from treegraft.tools.search.service import Service, is_http
+from treegraft import SettingError, ToolError, ToolUnavailable
+from treegraft.extras.search.service import Service, is_http
+from treegraft.parts import addresses, interfaces, interrupt
 
 
 def retrieve_url(url: str) -> str:
@@ -28,8 +28,9 @@ def retrieve_url(url: str) -> str:
     url = url.strip()
     if not is_http(url):
         raise SettingError(
-            f"tools.search.url: got {url!r}, expected the address of a retrieval server, such as"
-            " http://127.0.0.1:8000/retrieve."
+            f"tools.search.url: got {addresses.redacted(url)!r}, expected the address of a"
+            " retrieval server, such as http://127.0.0.1:8000/retrieve.",
+            code="address-invalid",
         )
     parts = urlsplit(url)
     return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/retrieve"
@@ -40,7 +41,8 @@ class RemoteSearch(Service):
 
     def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
         """Raises `SettingError` where `url` is not an http address."""
-        self.url = retrieve_url(url)
+        self._address = retrieve_url(addresses.expanded(url, "tools.search.url"))
+        self.url = addresses.redacted(self._address)
         super().__init__(
             f"the retrieval server {self.url}",
             timeout_s=timeout_s,
@@ -59,7 +61,6 @@ class RemoteSearch(Service):
         Raises:
             SettingError: it cannot be reached or does not keep to the protocol.
         """
-        from treegraft.core.interrupt import run_to_end
 
         async def ask() -> None:
             try:
@@ -69,35 +70,37 @@ class RemoteSearch(Service):
                 await asyncio.shield(self.close())
 
         try:
-            run_to_end(ask())
+            interrupt.run_to_end(ask())
         except ToolError as error:
             raise SettingError(
                 f"tools.search.url: {error}. Start one with `treegraft serve search CORPUS`, or"
-                " correct the address."
+                " correct the address.",
+                code="search-not-there",
             ) from error
 
-    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+    async def search(self, queries: Sequence[str], top_k: int) -> list[list[interfaces.Passage]]:
         """Returns for each query its best passages, in the server's order.
 
         Raises:
             ToolUnavailable: no connection, no answer in time, or none in the protocol.
         """
         asked = {"queries": list(queries), "topk": top_k, "return_scores": True}
-        answer = await self.ask("POST", self.url, json=asked)
+        answer = await self.ask("POST", self._address, json=asked)
         try:
             found = [[_passage(entry) for entry in entries[:top_k]] for entries in answer["result"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ToolUnavailable(
-                f"{self.name} does not keep to the protocol: {error!r}"
+                f"{self.name} does not keep to the protocol: {error!r}", code="search-protocol"
             ) from error
         if len(found) != len(queries):
             raise ToolUnavailable(
-                f"{self.name} gave {len(found)} answers to {len(queries)} queries"
+                f"{self.name} gave {len(found)} answers to {len(queries)} queries",
+                code="search-answers-unequal",
             )
         return found
 
 
-def _passage(entry: Any) -> Passage:
+def _passage(entry: Any) -> interfaces.Passage:
     # Without scores the entry is the document itself.
     document = entry.get("document", entry)
     contents = document.get("contents")
@@ -105,4 +108,12 @@ def _passage(entry: Any) -> Passage:
         title = f'"{document["title"]}"\n' if "title" in document else ""
         contents = title + document["text"]
     score = float(entry.get("score", 0.0)) if document is not entry else 0.0
-    return Passage(document.get("id", ""), str(contents), score)
+    return interfaces.Passage(document.get("id", ""), str(contents), score)
+
+
+def remote_search(search: Any) -> RemoteSearch:
+    """Returns the search that [tools.search] asks for, whose server has answered by then. Raises
+    as `RemoteSearch` and its `check`."""
+    remote = RemoteSearch(search.url, timeout_s=search.timeout_s)
+    remote.check()  # before the run, not at an agent's first question
+    return remote

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from treegraft.core.errors import ToolError, ToolUnavailable
+from treegraft import ToolError, ToolUnavailable
 
 MAX_BYTES = 10_000_000
 """Longest answer that is read, in bytes after decompression."""
@@ -63,31 +63,37 @@ class Service:
                     body += chunk
                     if len(body) > MAX_BYTES:
                         raise ToolUnavailable(
-                            f"{self.name} answered with more than {MAX_BYTES:,} bytes"
+                            f"{self.name} answered with more than {MAX_BYTES:,} bytes",
+                            code="service-too-long",
                         )
         except TimeoutError:
             raise ToolUnavailable(
-                f"{self.name} did not answer within {self._timeout_s:g} s"
+                f"{self.name} did not answer within {self._timeout_s:g} s", code="service-late"
             ) from None
         except httpx.HTTPError as error:
             raise ToolUnavailable(
-                f"{self.name} cannot be reached: {str(error) or type(error).__name__}"
+                f"{self.name} cannot be reached: {str(error) or type(error).__name__}",
+                code="service-not-reached",
             ) from error
         # The answer goes into messages that an agent may read: one line of it is enough.
         beginning = " ".join(body[:400].decode("utf-8", "replace").split())[:200]
         status = response.status_code
         if status in _AGENTS_FAULT and not self._refusals_are_ours:
-            raise ToolError(f"{self.name} refuses the query: {status} {beginning}".strip())
+            raise ToolError(
+                f"{self.name} refuses the query: {status} {beginning}".strip(),
+                code="service-refuses",
+            )
         if status != 200:
             raise ToolUnavailable(
                 f"{self.name} answered with an error{_HINTS.get(status, '')}:"
-                f" {status} {beginning}".strip()
+                f" {status} {beginning}".strip(),
+                code="service-failed",
             )
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ToolUnavailable(
-                f"{self.name} gave an answer that is not JSON: {beginning}"
+                f"{self.name} gave an answer that is not JSON: {beginning}", code="service-no-json"
             ) from error
 
     async def close(self) -> None:

@@ -1,0 +1,1 @@
+"""Model Context Protocol servers as sets of tools."""

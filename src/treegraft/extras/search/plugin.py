@@ -1,0 +1,121 @@
+"""Settings of searches by servers and in the web, and what brings them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from treegraft.parts import Command, Finding, Plugin, Settings, setting, when
+
+
+class _Tables(Settings):
+    url: str = setting("", idle_unless=when("tools.search.kind", "http"))
+    """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
+    provider: Literal["serper", "brave", "tavily"] = setting(
+        "serper", idle_unless=when("tools.search.kind", "web")
+    )
+    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY or
+    TAVILY_API_KEY."""
+    base_url: str = setting("", idle_unless=when("tools.search.kind", "web"))
+    """For "web": address of the provider or of a proxy that answers like it; empty means the
+    provider's own."""
+    timeout_s: float = setting(20.0, gt=0, idle_unless=when("tools.search.kind", "http", "web"))
+    """For "http" and "web": longest wait for one answer, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """How to ask a provider, and where its answer has title, address and text."""
+
+    key_variable: str
+    """Environment variable of the API key."""
+    base_url: str
+    request: tuple[str, str, str, str]
+    """Method, path, and the parameters for the query and the number of results; in the body of a
+    POST, in the address of a GET."""
+    key_header: tuple[str, str]
+    """Name of the header with the key, and its text in front of the key."""
+    results: tuple[str, ...]
+    """Keys that lead to the list of results."""
+    fields: tuple[str, str, str]
+    """Of a result: title, address and text."""
+    answer_box: str = ""
+    """Key of a direct answer, which comes before the results; empty where there is none."""
+
+    def read(self, answer: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """Yields title, address and text as the provider gave them."""
+        title, address, text = self.fields
+        if self.answer_box:
+            # The direct answer to a question often stands in none of the results.
+            box = answer.get(self.answer_box) or {}
+            if box.get("answer") or box.get("snippet"):
+                yield box.get(title), box.get(address), box.get("answer") or box.get("snippet")
+        found = answer
+        for key in self.results:
+            # A provider leaves out the whole branch where it found nothing.
+            found = found.get(key) or {}
+        for one in found:
+            yield one.get(title), one.get(address), one.get(text)
+
+
+PROVIDERS: Mapping[str, Provider] = {
+    "serper": Provider(
+        key_variable="SERPER_API_KEY",
+        base_url="https://google.serper.dev",
+        request=("POST", "/search", "q", "num"),
+        key_header=("X-API-KEY", ""),
+        results=("organic",),
+        fields=("title", "link", "snippet"),
+        answer_box="answerBox",
+    ),
+    "brave": Provider(
+        key_variable="BRAVE_API_KEY",
+        base_url="https://api.search.brave.com",
+        request=("GET", "/res/v1/web/search", "q", "count"),
+        key_header=("X-Subscription-Token", ""),
+        results=("web", "results"),
+        fields=("title", "url", "description"),
+    ),
+    "tavily": Provider(
+        key_variable="TAVILY_API_KEY",
+        base_url="https://api.tavily.com",
+        request=("POST", "/search", "query", "max_results"),
+        key_header=("Authorization", "Bearer "),
+        results=("results",),
+        fields=("title", "url", "content"),
+    ),
+}
+"""By the name in [tools.search]."""
+
+
+def _findings(config: Any) -> Iterator[Finding]:
+    """The address or key that the search needs; no service is asked."""
+    search = config.tools.search
+    if "search" not in config.tools.use:
+        return
+    if search.kind == "http":
+        note = "" if search.url else "name a retrieval server"
+        yield Finding("tools.search.url", search.url or "empty", bool(search.url), note)
+    elif search.kind == "web":
+        variable = PROVIDERS[search.provider].key_variable
+        is_set = bool(os.environ.get(variable, "").strip())
+        note = "" if is_set else f"set it to your key of {search.provider}"
+        yield Finding(variable, "set" if is_set else "not set", is_set, note)
+
+
+plugin = Plugin(
+    name="search",
+    searches={
+        "http": "treegraft.extras.search.remote:remote_search",
+        "web": "treegraft.extras.search.web:web_search",
+    },
+    commands={
+        "serve": Command(
+            path="treegraft.extras.search.command:serve_app", help="Run servers for agents."
+        )
+    },
+    findings=_findings,
+    settings={"tools.search": _Tables},
+)

@@ -1,0 +1,202 @@
+"""Trust on first use: the settings in a run folder or checkpoint name commands and Python objects,
+so it is a program. One that this user did not make is asked about before it acts.
+
+What Treegraft writes carries a mark: HMAC-SHA256 of the settings (and, of a checkpoint, of the
+checksums of all its files) under a key in the user's configuration folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.addresses import redacted
+from treegraft.core.errors import CheckpointError
+from treegraft.core.files import parse_json, write_atomically
+from treegraft.core.text import plain
+
+KEY_PATH = "TREEGRAFT_TRUST_KEY"
+"""Environment variable: the key's file, for machines that share run folders but no home."""
+_TRUSTED = "TREEGRAFT_TRUSTED"
+"""Environment variable: what this process trusts beside the marks, for processes that it starts."""
+RUN = ("config.json",)
+CHECKPOINT = ("treegraft/config.json", "treegraft/state.json")
+"""Files that a mark is of. The state of a checkpoint holds the checksums of its other files."""
+Marked = tuple[str, ...]
+_MOST_LISTED = 20
+_accepts = False
+
+
+def key_path() -> Path:
+    """Returns where this user's key lies, or will lie."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.environ.get(KEY_PATH) or f"{folder}/treegraft/trust.key").expanduser()
+
+
+def _key() -> bytes:
+    """The key, made where there is none. Raises OSError: it cannot be made, or others can read
+    it."""
+    path = key_path()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Made aside and linked: two processes that begin at once get one key, and a whole one.
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+        with suppress(FileExistsError):
+            os.link(partial, path)
+        partial.unlink()
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(
+                f"'{path}' can be read by others; expected mode 600 and you as its owner. Make a"
+                " new one: remove it"
+            )
+        key = file.read()
+    if len(key) < 32:
+        raise OSError(f"'{path}' holds {len(key)} bytes; expected 32. Remove it")
+    return key
+
+
+def key_problem() -> str:
+    """Returns a sentence for a user whose key cannot be made or read; "" where all is well."""
+    try:
+        _key()
+    except (OSError, RuntimeError) as error:
+        return (
+            f"run folders get no mark of yours ({error}), so going on with them needs --trust."
+            f" {KEY_PATH} names another file for the key"
+        )
+    return ""
+
+
+def _mark_path(folder: Path, of: Marked) -> Path:
+    return (folder / of[0]).with_name(".trust")
+
+
+def _content(folder: Path, of: Marked) -> bytes:
+    return b"".join(
+        hashlib.sha256(f"{name}\0".encode() + (folder / name).read_bytes()).digest() for name in of
+    )
+
+
+def mark(folder: Path, of: Marked) -> None:
+    """Marks a folder that this process has written; without a key it stays without a mark."""
+    with suppress(OSError, RuntimeError):
+        signed = hmac.new(_key(), _content(folder, of), "sha256").hexdigest()
+        write_atomically(_mark_path(folder, of), signed)
+
+
+def is_trusted(folder: Path, of: Marked) -> bool:
+    """Returns whether this user made the folder or has trusted it, and nothing has changed since.
+    Raises OSError: it has no such files."""
+    content = _content(folder, of)
+    if hashlib.sha256(content).hexdigest() in os.environ.get(_TRUSTED, "").split():
+        return True
+    with suppress(OSError, RuntimeError, ValueError):
+        found = _mark_path(folder, of).read_text("ascii")
+        return hmac.compare_digest(found, hmac.new(_key(), content, "sha256").hexdigest())
+    return False
+
+
+def trust(folder: Path | str) -> None:
+    """Trusts a run folder with its checkpoints, or a checkpoint, as it is now: what its settings
+    name may run. A later change of it is asked about.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    place, found = Path(folder).expanduser(), False
+    for one in (place, *sorted(place.glob("checkpoints/*"))):
+        of = CHECKPOINT if (one / CHECKPOINT[1]).exists() else RUN
+        with suppress(OSError):
+            digest = hashlib.sha256(_content(one, of)).hexdigest()
+            # Also where the folder cannot be written to, and in the processes that this one starts.
+            os.environ[_TRUSTED] = f"{os.environ.get(_TRUSTED, '')} {digest}".strip()
+            mark(one, of)
+            found = True
+    if not found:
+        raise CheckpointError(
+            f"'{folder}' is neither a run folder nor a checkpoint of Treegraft.",
+            code="trust-nothing",
+        )
+
+
+def accept(is_given: bool) -> bool:
+    """Trusts, or not, what the rest of this process opens: the option --trust; returns it."""
+    global _accepts
+    _accepts = is_given
+    return is_given
+
+
+def require_trust(folder: Path, of: Marked) -> None:
+    """Returns where a folder is trusted, or has no settings; asks at a terminal.
+
+    Raises:
+        CheckpointError: it is not trusted.
+    """
+    try:
+        if is_trusted(folder, of):
+            return
+        lines = [*what_acts(parse_json((folder / of[0]).read_bytes()))]
+    except OSError:  # who reads it next says what is missing
+        return
+    except ValueError:
+        lines = []
+    whole = folder.parents[1] if folder.parent.name == "checkpoints" else folder
+    whole = whole if of == CHECKPOINT and (whole / RUN[0]).is_file() else folder
+    listed = "".join(f"\n  {line}" for line in lines[:_MOST_LISTED])
+    more = f"\n  and {len(lines) - _MOST_LISTED} more" if len(lines) > _MOST_LISTED else ""
+    acts = f"Its settings would:{listed}{more}" if lines else "Its settings name no code."
+    fault = (
+        f"'{folder}' was not made by you, or has changed since: it has no mark under your key"
+        f" ('{key_path()}'). {acts}"
+    )
+    if _accepts or _says_yes(fault):
+        trust(whole)
+        return
+    raise CheckpointError(
+        f"{fault}\nIf you trust where it comes from, say so with --trust, or in Python with"
+        f" treegraft.trust({str(whole)!r}).",
+        code="folder-untrusted",
+    )
+
+
+def _says_yes(fault: str) -> bool:
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(f"{fault}\nGo on, and trust it from now on? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+_IMPORT = re.compile(r"(?!pypi:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def what_acts(settings: Any, name: str = "") -> Iterator[str]:
+    """Yields a line for each command, import and address that settings name, and for code of a
+    model."""
+    if isinstance(settings, Mapping):
+        if command := settings.get("command"):
+            words = command if isinstance(command, list) else [command]
+            yield plain(f"run {' '.join(map(str, words))}  ({name}.command)", 300)
+        for key, value in settings.items():
+            yield from what_acts(value, f"{name}.{key}".lstrip("."))
+    elif isinstance(settings, list) and not name.endswith(".command"):
+        for one in settings:
+            yield from what_acts(one, name)
+    elif isinstance(settings, str) and "://" in settings:
+        yield plain(f"ask {redacted(settings)}  ({name})", 300)
+    elif isinstance(settings, str) and _IMPORT.fullmatch(settings):
+        yield plain(f"import {settings}  ({name})", 300)
+    elif settings is True and name.endswith("trust_remote_code"):
+        yield f"run Python code of the model  ({name})"

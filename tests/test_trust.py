@@ -1,0 +1,266 @@
+"""Trust on first use: run folders and checkpoints that this user did not make run nothing before
+they are trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny import tiny
+from typer.testing import CliRunner
+
+import treegraft
+from treegraft.cli.main import app
+from treegraft.core.errors import CheckpointError
+from treegraft.runs import trust
+from treegraft.runs.checkpoint import checksums_of, read_state, state_json
+from treegraft.runs.start import find_checkpoint, new_start, open_checkpoint, own_config
+from treegraft.runs.trust import CHECKPOINT, RUN, is_trusted, what_acts
+from treegraft.settings.load import load_config
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of this user."""
+    place = {"num_updates": 1, "dir": str(tmp_path_factory.mktemp("runs")), "name": "made"}
+    result = treegraft.train(tiny(run=place, warmup={"num_steps": 1}), display=False)
+    return result.run_dir
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, marks included."""
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREEGRAFT_TRUSTED", "")
+    trust.accept(False)
+
+
+def armed(run: Path, marker: Path) -> Path:
+    """Has the settings of a run, in all places, start a command; returns its newest checkpoint."""
+    server = {"name": "x", "command": ["touch", str(marker)], "start_timeout_s": 5.0}
+    checkpoint = find_checkpoint(run)
+    state = read_state(checkpoint)
+    for path in (run / "config.json", checkpoint / "treegraft" / "config.json"):
+        settings = json.loads(path.read_text())
+        settings["tools"]["mcp"] = [server]
+        settings["run"]["num_updates"] = 2
+        path.write_text(json.dumps(settings))
+    # As somebody would who wants it to be taken for whole.
+    path = checkpoint / "treegraft" / "state.json"
+    names = json.loads(path.read_text())["checksums"]
+    sums = {name: one for name, one in checksums_of(checkpoint).items() if name in names}
+    path.write_text(state_json(state, sums))
+    return checkpoint
+
+
+def typed(*words: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.mark.parametrize("command", ["run", "eval", "train"])
+def test_what_comes_from_elsewhere_starts_no_command(
+    run: Path, tmp_path: Path, command: str
+) -> None:
+    marker = tmp_path / "marker"
+    checkpoint = armed(run, marker)
+    words: list[str | Path] = {
+        "run": ["run", checkpoint, "e1 r1 ?"],
+        "eval": ["eval", checkpoint],
+        "train": ["train", "--resume", run],
+    }[command]
+    refused = typed(*words)
+    assert isinstance(refused.exception, CheckpointError) and not marker.exists()
+    assert f"run touch {marker}  (tools.mcp.command)" in str(refused.exception)
+    assert "--trust" in str(refused.exception)
+    # Named on the command line, it acts, and does so without the word from then on.
+    typed(*words, "--trust")
+    assert marker.exists()
+    marker.unlink()
+    os.environ["TREEGRAFT_TRUSTED"] = ""
+    typed(*words)
+    assert marker.exists()
+
+
+def test_a_run_of_ones_own_is_marked(made: Path, run: Path) -> None:
+    for folder in (made, run):
+        own_config(folder)
+        open_checkpoint(folder, None, ())
+        for checkpoint in (folder / "checkpoints").iterdir():
+            assert is_trusted(checkpoint, CHECKPOINT)
+    found = trust.key_path()
+    assert stat.S_IMODE(found.stat().st_mode) == 0o600 and len(found.read_bytes()) == 32
+
+
+@pytest.mark.parametrize("name", ["config.json", ".trust"])
+def test_one_byte_that_has_changed_is_asked_about(run: Path, name: str) -> None:
+    data = (run / name).read_bytes()
+    (run / name).write_bytes(data[:-1] + (b" " if name == "config.json" else b"x"))
+    with pytest.raises(CheckpointError, match="was not made by you, or has changed since"):
+        own_config(run)
+
+
+@pytest.mark.parametrize("name", ["config.json", "state.json"])
+def test_so_it_is_with_a_checkpoint(run: Path, name: str) -> None:
+    checkpoint = find_checkpoint(run)
+    with (checkpoint / "treegraft" / name).open("a") as file:
+        file.write(" ")
+    assert not is_trusted(checkpoint, CHECKPOINT)
+
+
+def test_another_user_is_asked(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(trust.KEY_PATH, str(tmp_path / "home" / "key"))
+    with pytest.raises(CheckpointError, match="not made by you"):
+        own_config(run)
+    with pytest.raises(CheckpointError, match="not made by you"):
+        open_checkpoint(run, None, ())
+    treegraft.trust(run)
+    monkeypatch.setenv("TREEGRAFT_TRUSTED", "")
+    own_config(run)
+    open_checkpoint(run, None, ())
+
+
+def test_a_mark_does_not_fit_another_place(run: Path) -> None:
+    """The mark of a checkpoint, put beside the settings of a run."""
+    checkpoint = find_checkpoint(run)
+    shutil.copytree(checkpoint / "treegraft", run / "treegraft")
+    (run / "treegraft" / "state.json").unlink()
+    shutil.copy(checkpoint / "treegraft" / ".trust", run / ".trust")
+    shutil.copy(checkpoint / "treegraft" / "config.json", run / "config.json")
+    assert not is_trusted(run, RUN)
+
+
+def test_a_folder_without_a_mark_is_asked_about_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 0.7 wrote them."""
+    for one in run.rglob(".trust"):
+        one.unlink()
+    with pytest.raises(CheckpointError):
+        own_config(run)
+    trust.accept(True)
+    own_config(run)
+    trust.accept(False)
+    monkeypatch.setenv("TREEGRAFT_TRUSTED", "")
+    own_config(run)
+    open_checkpoint(run, None, ())
+
+
+def test_a_plain_model_needs_no_trust(made: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(find_checkpoint(made), plain, ignore=shutil.ignore_patterns("treegraft"))
+    config = load_config(tiny())
+    assert open_checkpoint(plain, config, ())[1] == plain
+
+
+def test_processes_that_are_started_inherit_trust(run: Path) -> None:
+    """Also where the folder cannot be written to, so that it keeps no mark."""
+    for one in run.rglob(".trust"):
+        one.unlink()
+        one.mkdir()
+    treegraft.trust(run)
+    code = opening(run)
+    subprocess.run([sys.executable, "-c", code], check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TREEGRAFT_TRUSTED": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 1 and "not made by you" in found.stderr
+
+
+def opening(run: Path) -> str:
+    """Returns a program that opens a run as a resume does."""
+    names = "from pathlib import Path; from treegraft.runs.start import own_config"
+    return f"{names}; own_config(Path({str(run)!r}))"
+
+
+def answered(run: Path, answer: str) -> tuple[int, str]:
+    """Returns the status and the terminal's text of opening a run there, and answering so."""
+    code = opening(run)
+    outer, inner = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=inner, stdout=inner, stderr=inner, close_fds=True
+    )
+    os.close(inner)
+    os.write(outer, f"{answer}\n".encode())
+    shown = b""
+    try:
+        while part := os.read(outer, 4096):
+            shown += part
+    except OSError:  # the other end is closed
+        pass
+    os.close(outer)
+    return process.wait(60), shown.decode()
+
+
+def test_a_terminal_is_asked(run: Path) -> None:
+    (run / ".trust").unlink()
+    status, shown = answered(run, "n")
+    assert status == 1 and "trust it from now on? [y/N]" in shown
+    assert answered(run, "")[0] == 1
+    status, shown = answered(run, "y")
+    assert status == 0 and "[y/N]" in shown
+    status, shown = answered(run, "n")
+    assert status == 0 and "[y/N]" not in shown
+
+
+def test_a_key_that_others_can_read_is_not_used(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key"
+    shutil.copy(trust.key_path(), key)
+    key.chmod(0o640)
+    monkeypatch.setenv(trust.KEY_PATH, str(key))
+    assert "can be read by others" in trust.key_problem()
+    assert not is_trusted(run, RUN)
+    notices = new_start(tiny(run={"dir": str(tmp_path), "name": "x"}), None).notices
+    assert len(notices) == 1 and trust.KEY_PATH in notices[0]
+    key.chmod(0o600)
+    assert trust.key_problem() == "" and is_trusted(run, RUN)
+
+
+def test_what_is_no_folder_of_ours_is_not_trusted(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a run folder nor a checkpoint"):
+        treegraft.trust(tmp_path)
+
+
+def test_what_settings_do_is_listed() -> None:
+    settings = {
+        "tools": {
+            "mcp": [{"name": "x", "command": ["sh", "-c", "evil\x1b[2J"]}],
+            "use": ["search"],
+        },
+        "reward": {"funcs": ["exact_match", "a.b:c"]},
+        "model": {"path": "pypi:x", "trust_remote_code": True},
+        "engine": {"vllm": {"urls": ["http://host:1/v1"]}},
+    }
+    lines = [*what_acts(settings)]
+    assert lines[0].startswith("run sh -c evil") and "\x1b" not in lines[0]
+    assert lines[1:] == [
+        "import a.b:c  (reward.funcs)",
+        "run Python code of the model  (model.trust_remote_code)",
+        "ask http://host:1/v1  (engine.vllm.urls)",
+    ]
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", ".config.json.partial"])
+def test_a_link_in_a_run_folder_empties_no_file(run: Path, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(victim)
+    typed("train", "--resume", run, "run.num_updates=2", "--accept-changes", "--trust")
+    assert victim.read_text() == "mine"
