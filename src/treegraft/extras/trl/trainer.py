@@ -340,7 +340,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if texts := self._texts[self._step % passes :: passes]:
             own = own + self._imitated(self.accelerator.unwrap_model(model), texts)
         # Gradients are means over the processes.
-        return loss + self.accelerator.num_processes * own
+        total: Tensor = loss + self.accelerator.num_processes * own
+        return total
 
     def _divergence(self, inputs: Mapping[str, Any]) -> Tensor:
         """Σ_i c_i Σ_t k3, of this pass's rows."""
@@ -348,7 +349,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mask = inputs["completion_mask"] * inputs["tool_mask"]
         mean = (divergence.detach() * mask).sum() / mask.sum().clamp(min=1.0)
         self._metrics["train"]["kl"].append(self.accelerator.gather(mean).mean().item())
-        return (inputs["coefficients"][:, None] * divergence * mask).sum()
+        found: Tensor = (inputs["coefficients"][:, None] * divergence * mask).sum()
+        return found
 
     def _imitated(self, plain: Any, texts: Sequence[Text]) -> Tensor:
         """The loss of texts.
@@ -370,7 +372,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             form=settings.graft_form,
             gamma=settings.graft_gamma,
         )
-        return imitated.sum() - (weights * logprobs)[~is_graft].sum()
+        found: Tensor = imitated.sum() - (weights * logprobs)[~is_graft].sum()
+        return found
 
 
 def _mean(row: Row) -> float:
