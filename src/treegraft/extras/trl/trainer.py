@@ -65,6 +65,9 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     args.output_dir, which `treegraft view` shows.
     """
 
+    beta: float
+    """Weight of the KL term."""
+
     def __init__(
         self,
         model: Any,
