@@ -39,6 +39,7 @@ SEEDS = (0, 1, 2)
 SMALL = [
     *("run.tasks_per_update=4", "explore.num_leaves=8", "learn.num_minibatches=1"),
     *("eval.every=0", "eval.at_start=false", "eval.at_end=false", "tasks.num_eval=100"),
+    *("warmup.num_steps=80", "warmup.batch_size=24", "warmup.lr_warmup_steps=10"),
 ]
 QUIET = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 QUIET |= {"logging_strategy": "no"}
@@ -60,7 +61,8 @@ def warmed_up(folder: Path) -> Path:
 def config_of(method: str, base: Path, *overrides: str) -> Config:
     """Returns the recipe of one run."""
     own = [f"model.path={json.dumps(str(base))}", "warmup.num_steps=0", *overrides]
-    return load_config("demo", [*SMALL, *METHODS[method], *own])
+    kept = [one for one in SMALL if not one.startswith("warmup.")]
+    return load_config("demo", [*kept, *METHODS[method], *own])
 
 
 # ---------------------------------------------------------------------- seconds
