@@ -68,7 +68,7 @@ def config_of(method: str, base: Path, *overrides: str) -> Config:
 # ---------------------------------------------------------------------- seconds
 
 
-class Turns(TrainerCallback):  # type: ignore[misc]
+class Turns(TrainerCallback):
     """Lets an optimiser step of TRL's loop begin when it is its turn."""
 
     def __init__(self) -> None:
