@@ -161,13 +161,20 @@ def test_bad_input_is_one_sentence_before_any_work(scripted: Any, tmp_path: Path
             my_grove.grow([replace(task, id="own", question="r1 " * 200)], 1)
 
 
-def test_lessons_are_of_train_alone() -> None:
-    lessons = GRAFTED | {"loss": {"lesson_coef": 0.5}, "learn": {"num_lessons": 2}}
-    with (
-        grove(tiny(**lessons)) as my_grove,
-        raises_code("lessons-in-grove", match=r"loss\.lesson_coef: got 0\.5, expected 0"),
-    ):
-        _ = my_grove.learner
+def test_lessons_of_a_buffer() -> None:
+    """Of the expert's: at most one for each task, and draws of earlier tasks."""
+    recipe = tiny(**GRAFTED | {"loss": {"lesson_coef": 0.5}, "learn": {"num_lessons": 2}})
+    with grove(recipe) as my_grove:
+        given = []
+        for number in (1, 2):
+            tasks = my_grove.tasks[3 * number : 3 * number + 3]
+            given.append(my_grove.lessons(my_grove.grow(tasks, number), number))
+            names = [tree.task.id for tree in given[-1]]
+            assert {task.id for task in tasks} <= set(names) and len(set(names)) == len(names)
+        assert len(given[0]) == 3 and 3 < len(given[1]) <= 5
+        assert all(0 <= tree.leaves[0].advantage <= 1 for trees in given for tree in trees)
+    with grove(tiny()) as plain:
+        assert plain.lessons(plain.grow(plain.tasks[:1], 1), 1) == []
 
 
 # ---------------------------------------------------------------------- engines and weights

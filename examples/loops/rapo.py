@@ -25,7 +25,7 @@ def loop(config: Config, folder: Path) -> list[dict[str, float]]:
         dealt, learner = Epochs(my_grove.tasks, config.run.seed), my_grove.learner
         for number in range(1, config.run.num_updates + 1):
             trees = my_grove.grow(dealt.draw(number, (number - 1) * size, size=size), number)
-            trees, learned = learner.learn(trees)
+            trees, learned = learner.learn(trees, my_grove.lessons(trees, number))
             my_grove.publish(learner.weights(), number)
             my_grove.remember(trees, number)
             metrics.append(my_grove.take_metrics(trees) | learned)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
 from tests.error_codes import raises_code
 from tests.extras.tiny_chat import tiny_chat
-from tests.extras.trl_check import QUIET, recipe, train, with_failures
+from tests.extras.trl_check import QUIET, SAVES, recipe, train, with_failures
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
@@ -79,6 +80,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {},
     ),
     "imitated grafts": ((*HARD, "loss.graft_coef=1.0", "explore.graft.num_hybrid=1"), {}),
+    "lessons": (("loss.lesson_coef=0.5", "learn.num_lessons=2"), {}),
     "truncated, without loss": (
         (*HARD, "rollout.max_completion_tokens=16", "loss.learn_from_truncated=false"),
         {},
@@ -127,7 +129,7 @@ def test_law_19_gradients_are_those_of_our_learner(name: str, base: Path, tmp_pa
     assert sum(gap.num_grafts for gap in gaps) > 0 or "truncated" in name
     if name in ACTS:
         assert max(gap.clipped for gap in gaps) > 0
-    if "imitated" in name:
+    if "imitated" in name or "lessons" in name:
         assert sum(gap.num_imitated for gap in gaps) > 0
     if name == "inverse_branching":
         assert min(gap.num_weights for gap in gaps) > 1
@@ -158,6 +160,7 @@ def test_law_19_on_two_ranks(base: Path, tmp_path: Path) -> None:
     """Each holds whole trees; the gradient is that of all, and the trees lie in one file."""
     overrides = (*HARD, "credit.leaf_weight=inverse_branching", "run.tasks_per_update=4")
     overrides += ("loss.graft_coef=1.0", "loss.kl_coef=0.1", "explore.graft.num_hybrid=1")
+    overrides += ("loss.lesson_coef=0.5",)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--standalone", str(ROOT / "tests" / "extras" / "trl_check.py")]
     done = subprocess.run(
@@ -212,7 +215,6 @@ def test_a_language_model_with_the_python_tool(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     small = {
         "run": {"num_updates": 0, "dir": str(tmp_path), "name": "base", "num_threads": 2},
-        "model": {"dtype": "float32"},
         "tools": {"python": {"backend": "bwrap"}},
         "tasks": {"num_train": 64, "num_eval": 4},
         "eval": {"at_start": False, "at_end": False},
@@ -221,12 +223,12 @@ def test_a_language_model_with_the_python_tool(tmp_path: Path) -> None:
     tables = recipe_files.merged(recipe_files.read_based(Path("smollm2_arithmetic")), small)
     base = train_run(tables, display=False).checkpoint_dir
     later = {
-        "run": {"num_updates": 2, "tasks_per_update": 2},
-        "model": {"path": str(base)},
+        "run": {"num_updates": 2, "tasks_per_update": 1},
+        "model": {"path": str(base), "dtype": "float32"},
         "warmup": {"num_steps": 0},
         "explore": {"explorers": ["entropy"], "num_leaves": 4, "entropy": {"num_starts": 2}},
         "reward": {"funcs": ["tests.tiny_parts:by_text"]},
-        "rollout": {"max_completion_tokens": 96},
+        "rollout": {"max_completion_tokens": 64},
         "learn": {"num_minibatches": 1},
     }
     config = load_config(recipe_files.merged(tables, later))
@@ -235,7 +237,7 @@ def test_a_language_model_with_the_python_tool(tmp_path: Path) -> None:
     assert len(trainer.gaps) == 2 and all(gap.relative < 1e-5 for gap in trainer.gaps)
     trees = read_trees(tmp_path / "out")
     calls = [call.name for tree in trees for step in tree.steps for call in step.tool_calls]
-    assert len(trees) == 4 and calls.count("python") > 4
+    assert len(trees) == 2 and calls.count("python") > 1
     assert any(isinstance(step.cause, BranchCause) for tree in trees for step in tree.steps)
     moved = trainer.model.state_dict()
     first = AutoModelForCausalLM.from_pretrained(base).state_dict()
@@ -403,12 +405,45 @@ def test_training_goes_on_after_its_end_and_from_a_checkpoint(base: Path, tmp_pa
     assert [json.loads(line)["update"] for line in lines] == [1, 2]
 
 
+@pytest.mark.slow
+def test_resumed_after_sigkill(base: Path, tmp_path: Path) -> None:
+    """From TRL's last checkpoint, with optimiser, schedule and order of tasks: equal trees and
+    weights."""
+    overrides = ["run.num_updates=4", "learn.schedule=linear", "learn.lr=0.03"]
+    config, folder = recipe(base, *overrides), tmp_path / "killed"
+    script = ROOT / "tests" / "extras" / "trl_check.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(base), str(folder), *overrides, "killed"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=400,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    assert sorted(folder.glob("checkpoint-*"))[-1].name == "checkpoint-2"
+    whole = TreeGRPOTrainer(
+        None, config, grpo_config(config, output_dir=str(tmp_path / "whole"), **QUIET)
+    )
+    whole.train()
+    again = TreeGRPOTrainer(
+        None, config, grpo_config(config, output_dir=str(folder), **QUIET | SAVES)
+    )
+    again.train(resume_from_checkpoint=True)
+    pairs = list(zip(read_trees(folder), read_trees(tmp_path / "whole"), strict=True))
+    assert len(pairs) == 8
+    assert all(one.steps == other.steps and one.leaves == other.leaves for one, other in pairs)
+    updates = [json.loads(line)["update"] for line in (folder / "metrics.jsonl").open()]
+    assert updates == [1, 2, 3, 4]
+    weights = zip(again.model.parameters(), whole.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in weights)
+
+
 # ---------------------------------------------------------------------- what is refused
 
 RECIPE = {
     "loss.objective=gspo": "loss.objective",
     "loss.objective=cispo": "loss.objective",
-    "loss.lesson_coef=0.5": "loss.lesson_coef",
     "loss.engine_ratio_cap=2.0": "loss.engine_ratio_cap",
     "loss.dual_clip=1.1": "loss.dual_clip",
     "learn.num_minibatches=2": "learn.num_minibatches",

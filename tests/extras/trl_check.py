@@ -5,6 +5,8 @@ our learner's. As a script it trains on the ranks that torchrun starts, and prin
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from tests.slow_learner import distance
 from tests.tiny import tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from treegraft import Config, Status, Tree, load_config
 from treegraft.extras.trl import TreeGRPOTrainer, grpo_config
@@ -66,7 +68,11 @@ def recipe(base: Path | str, *overrides: str) -> Config:
 
 
 def own_gradient(
-    weights: Mapping[str, Any], trees: list[Tree], config: Config, reference: Any
+    weights: Mapping[str, Any],
+    trees: list[Tree],
+    config: Config,
+    reference: Any,
+    lessons: list[Tree],
 ) -> tuple[dict[str, torch.Tensor], float]:
     """The gradient of our learner at these weights, and the share of clipped tokens."""
     learn = config.learn.model_copy(update={"num_epochs": 1})
@@ -87,7 +93,7 @@ def own_gradient(
         return 0.0
 
     learner.optimiser.step = step  # type: ignore[method-assign]
-    _, metrics = learner.learn(trees)
+    _, metrics = learner.learn(trees, lessons)
     return found, metrics.get("learn/clip_frac", 0.0)
 
 
@@ -112,7 +118,7 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
             config = config.model_copy(
                 update={"loss": config.loss.model_copy(update={"old_logprobs": "engine"})}
             )
-        ours, clipped = own_gradient(before, trees, config, self._first)
+        ours, clipped = own_gradient(before, trees, config, self._first, self._lessons)
         theirs = {name: w.grad for name, w in plain.named_parameters() if w.grad is not None}
         # Without anything to learn from, ours has none.
         pairs = [(w, ours.get(name, torch.zeros_like(w))) for name, w in theirs.items()]
@@ -158,9 +164,24 @@ def train(config: Config, folder: Path, **own: Any) -> Checked:
     return trainer
 
 
+class Killed(TrainerCallback):  # type: ignore[misc]
+    """Ends the process in the third update, before its optimiser step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     base, folder, *overrides = sys.argv[1:]
+    if overrides[-1] == "killed":
+        config = recipe(base, *overrides[:-1])
+        args = grpo_config(config, output_dir=folder, **QUIET | SAVES)
+        TreeGRPOTrainer(None, config, args, callbacks=[Killed()]).train()
     done = train(recipe(base, *overrides), Path(folder))
     if done.accelerator.is_main_process:
         for gap in done.gaps:

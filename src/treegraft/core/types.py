@@ -777,8 +777,7 @@ class Trajectory(ShownTrajectory):
         for step in self.steps:
             own, factors = step.advantage_below(self.leaf), step.credit_factors
             for place, is_sampled in enumerate(step.sampled_mask):
-                factor = 1.0 if factors is None else factors[place]
-                advantages.append(own * factor if is_sampled else 0.0)
+                advantages.append(own * (factors[place] if factors else 1.0) if is_sampled else 0.0)
         return advantages
 
     @property

@@ -32,6 +32,7 @@ from treegraft.traces.rollout_buffer import RolloutBuffer
 
 if TYPE_CHECKING:
     from treegraft.policy.learn.learner import Learner
+    from treegraft.policy.learn.lessons import LessonBook
 
 Result = TypeVar("Result")
 Weights = WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -81,6 +82,7 @@ class _Held:
     explorer: Explorer
     grower: Grower
     rule: CreditRule | None
+    book: LessonBook | None
     loop: asyncio.AbstractEventLoop
     thread: int
     """Of the loop."""
@@ -100,12 +102,18 @@ async def _held(config: Config, engine: Engine | None) -> AsyncIterator[_Held]:
         await buffer.check_expert(parts.environments)
         explorer = training_explorer(config, parts.tokenizer)
         async with buffer.opened(0, parts.scorer, parts.format, parts.environments):
+            book = None
+            if config.loss.lesson_coef and buffer.buffer is not None:
+                from treegraft.traces.demonstrations import book_of
+
+                book = book_of(config, buffer.buffer, buffer.origin, parts)
             yield _Held(
                 parts=parts,
                 buffer=buffer,
                 explorer=explorer,
                 grower=parts.grower(explorer, retriever=buffer.retriever),
                 rule=rule,
+                book=book,
                 loop=asyncio.get_running_loop(),
                 thread=threading.get_ident(),
             )
@@ -124,6 +132,7 @@ class Grove:
         of the block."""
         self.config, self._engine, self._given = config, engine, given
         self._now: _Held | None = None
+        self._value, self._earlier = (0.0, 0.0), list[str]()
         self._closing: Future[None] = Future()
         self._ended: Future[None] = Future()
 
@@ -146,6 +155,7 @@ class Grove:
         self._now = None
         # Another block begins with an engine of the first weights.
         vars(self).pop("learner", None)
+        self._value, self._earlier = (0.0, 0.0), []
         await self._holding.__aexit__(*error)
 
     def __enter__(self) -> Self:
@@ -273,7 +283,24 @@ class Grove:
     def remember(self, trees: Sequence[Tree], number: int) -> None:
         """Adds the best trajectories of an update to the buffer, as [buffer.grow] says; nothing
         where buffer.grow.num_best is 0. After learning, so that no tree finds its own steps."""
-        self._open().buffer.grow(trees, number)
+        now = self._open()
+        added = now.buffer.grow(trees, number)
+        if now.book is not None and now.buffer.origin == "self":
+            from treegraft.traces.demonstrations import add_lessons
+
+            add_lessons(now.book, added, now.parts)
+
+    def lessons(self, trees: Sequence[Tree], number: int) -> list[Tree]:
+        """Returns the stored successes to learn beside an update's trees, for `Learner.learn`, each
+        with its weight as the advantage of its leaf; none where loss.lesson_coef is 0. Asked once
+        for each update, in order: those of earlier tasks are drawn among the updates before."""
+        now = self._open()
+        if now.book is None:
+            return []
+        given = now.book.choose(trees, self._earlier, number, self._value)
+        self._value = given.value
+        self._earlier += [tree.task.id for tree in trees]
+        return given.trees
 
     def take_metrics(self, trees: Sequence[Tree]) -> dict[str, float]:
         """Returns the metrics of an update's trees, and those of tools, engine and retrieval since
@@ -309,16 +336,7 @@ class Grove:
         """A `Learner` as a training's at its beginning, made when first asked for; its weights are
         its own, so publish them after learning. Once there is one, `grow` has it score the
         entropies around grafts where the engine knows its top-k ones alone.
-
-        Raises:
-            SettingError: loss.lesson_coef is above 0: a loop of one's own has no lessons.
         """
-        if self.config.loss.lesson_coef:
-            raise SettingError(
-                f"loss.lesson_coef: got {self.config.loss.lesson_coef:g}, expected 0: only `train`"
-                " chooses stored successes to learn beside trees.",
-                code="lessons-in-grove",
-            )
         with giving(self._given):
             learner = build_own_learner(self._open().parts)
         if self.config.loss.kl_coef:

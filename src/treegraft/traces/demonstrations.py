@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from treegraft.assemble import TrainingParts
+from treegraft.assemble import Parts, TrainingParts
 from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import DataError
 from treegraft.core.types import StepContent, Task, Trace
@@ -21,7 +21,7 @@ from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.imports import Columns, ImportReport, check_paths, read_file
 from treegraft.traces.keys import OTHER_TASKS, read_trajectory
-from treegraft.traces.rollout_buffer import OWN, place_of_own
+from treegraft.traces.rollout_buffer import OWN, BufferOrigin, place_of_own
 from treegraft.traces.run_buffer import RunBuffer
 
 SQLITE = b"SQLite format 3\x00"
@@ -156,9 +156,22 @@ def _of_buffer(
 
 
 def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> LessonBook | None:
-    """Returns the lessons of a run: for each task the trajectory with the best reward above 0, of
-    these the one with the fewest steps, of these the first. None where the run has none, or its
-    buffer is not built yet.
+    """Returns the lessons of a run, see `book_of`; None where it has none, or its buffer is not
+    built yet.
+
+    Raises:
+        DataError: there is none.
+    """
+    path = run_buffer.file
+    if not config.loss.lesson_coef or (run_buffer.is_due and not path.exists()):
+        return None
+    with TraceBuffer.open_as_built(path) as buffer:
+        return book_of(config, buffer, run_buffer.origin, parts)
+
+
+def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Parts) -> LessonBook:
+    """Returns the lessons of a buffer: for each task the trajectory with the best reward above 0,
+    of these the one with the fewest steps, of these the first.
 
     The agent's own traces are left out, since they change as it learns, unless the buffer holds
     nothing else: then they are the lessons, and `add_lessons` adds those of each update. What the
@@ -167,21 +180,17 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
     Raises:
         DataError: there is none.
     """
-    path = run_buffer.file
-    if not config.loss.lesson_coef or (run_buffer.is_due and not path.exists()):
-        return None
     book = LessonBook(num_earlier=config.learn.num_lessons, seed=config.run.seed)
-    with TraceBuffer.open_as_built(path) as buffer:
-        if run_buffer.origin == "self":
-            # As they came, so that of equals a resumed run keeps the same one.
-            wanted = sorted(buffer.trajectories(with_evicted=True), key=place_of_own)
-        else:
-            wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
+    if origin == "self":
+        # As they came, so that of equals a resumed run keeps the same one.
+        wanted = sorted(buffer.trajectories(with_evicted=True), key=place_of_own)
+    else:
+        wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
     reasons = add_lessons(book, wanted, parts)
-    if book.is_empty and run_buffer.origin != "self":
+    if book.is_empty and origin != "self":
         left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise DataError(
-            f"loss.lesson_coef: the buffer '{path}' has no success at the training tasks"
+            f"loss.lesson_coef: the buffer '{buffer.path}' has no success at the training tasks"
             f" ({left_out or 'none that this format can say'}); name another buffer.",
             code="no-lesson",
         )
@@ -189,7 +198,7 @@ def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> 
 
 
 def add_lessons(
-    book: LessonBook, trajectories: Iterable[tuple[Trace, ...]], parts: TrainingParts
+    book: LessonBook, trajectories: Iterable[tuple[Trace, ...]], parts: Parts
 ) -> Counter[str]:
     """Adds trajectories that are lessons to the book, and returns how many are none, by reason."""
     reasons: Counter[str] = Counter()

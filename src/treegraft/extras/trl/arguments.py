@@ -37,11 +37,6 @@ _SHARDS = "TRL and accelerate divide weights among processes"
 RECIPE = (
     Only("loss.objective", "clip", "TRL's other losses are not those of Treegraft"),
     Only(
-        "loss.lesson_coef",
-        0.0,
-        "only `treegraft train` chooses stored successes to learn beside trees",
-    ),
-    Only(
         "learn.num_minibatches",
         1,
         "TRL mixes the rows of all trees among the steps of a generation, and a step has to hold"

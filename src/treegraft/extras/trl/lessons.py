@@ -14,13 +14,15 @@ from treegraft.parts import losses
 
 
 class Text(NamedTuple):
-    """A text of another agent at the place of its graft."""
+    """What is imitated: a text of another agent at the place of its graft, or a stored success."""
 
     before: list[int]
     """The path's tokens up to it, of at least one."""
     token_ids: list[int]
     weights: list[float]
-    """[tokens] Σ factor · max(A, 0) over the trajectories that hold the graft."""
+    """[tokens] Of a graft Σ factor · max(A, 0) over the trajectories that hold it; of a stored
+    success c w / (n |Z|), and 0 where its agent did not write."""
+    is_graft: bool
 
 
 def imitated_texts(trees: Sequence[Tree], config: Config, sums: Tensor) -> list[Text]:
@@ -59,7 +61,31 @@ def imitated_texts(trees: Sequence[Tree], config: Config, sums: Tensor) -> list[
         sizes = list(imitated.lengths)
         weights = each.new_zeros(sum(sizes)).index_add(0, imitated.tokens, each)
         for path, size, own in zip(imitated.paths, sizes, weights.split(sizes), strict=True):
-            found.append(Text(list(path[:-size]), list(path[-size:]), own.tolist()))
+            found.append(Text(list(path[:-size]), list(path[-size:]), own.tolist(), True))
+    return found
+
+
+def stored_texts(lessons: Sequence[Tree], config: Config, share: slice) -> list[Text]:
+    """Returns a process's share of an update's stored successes, of `Grove.lessons`; those of
+    weight 0 count in |Z| alone.
+
+    Raises:
+        SettingError: TRL scores tokens at another temperature than lessons are learned at, 1.
+    """
+    if lessons and config.rollout.temperature != 1.0:
+        raise SettingError(
+            f"rollout.temperature: got {config.rollout.temperature:g}, expected 1 inside TRL beside"
+            " loss.lesson_coef: TRL scores all tokens at one temperature.",
+            code="trl-temperature",
+        )
+    found = list[Text]()
+    for lesson in lessons[share]:
+        (path,) = lesson.trajectories()
+        start, mask = len(path.prompt_ids), path.loss_mask
+        weight = config.loss.lesson_coef / len(lessons) * (path.leaf.advantage or 0.0)
+        if weight:
+            each = [weight / max(1, sum(mask)) if one else 0.0 for one in mask[start:]]
+            found.append(Text(path.prompt_ids, path.completion_ids, each, False))
     return found
 
 
@@ -69,7 +95,7 @@ def text_rows(texts: Sequence[Text], filler: int) -> tuple[Tensor, Tensor, Tenso
     most = max(len(one.before) for one in texts)
     longest = max(len(one.token_ids) for one in texts)
     ids, masks, weights = list[list[int]](), list[list[int]](), list[list[float]]()
-    for before, own, own_weights in texts:
+    for before, own, own_weights, _ in texts:
         left, right = most - len(before), longest - len(own)
         ids.append([filler] * left + before + own + [filler] * right)
         masks.append([0] * left + [1] * (len(before) + len(own)) + [0] * right)

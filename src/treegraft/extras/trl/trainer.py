@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from treegraft import Config, SettingError, Tree, load_config, read_trees
 from treegraft.extras.trl.arguments import check_arguments, check_recipe, grpo_config
-from treegraft.extras.trl.lessons import Text, imitated_texts, text_rows
+from treegraft.extras.trl.lessons import Text, imitated_texts, stored_texts, text_rows
 from treegraft.extras.trl.rows import (
     Row,
     coefficients,
@@ -65,6 +65,9 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     args.output_dir, which `treegraft view` shows.
     """
 
+    beta: float
+    """Weight of the KL term."""
+
     def __init__(
         self,
         model: Any,
@@ -101,6 +104,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._held, self._asks_vllm = ExitStack(), bool(args.use_vllm)
         self._rows: list[Row] = []
         self._texts: list[Text] = []
+        self._lessons: list[Tree] = []
         self._of_update: list[Tree] = []
         self.trees: list[Tree] = []
         """This process's trees of the last generation."""
@@ -133,7 +137,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _open(self) -> None:
         engine = None
         if self._asks_vllm:
-            tokenizer = AutoTokenizer.from_pretrained(self.recipe.model.path)
+            tokenizer: Any = AutoTokenizer.from_pretrained(self.recipe.model.path)
             settings = self.recipe.engine
             engine = served.ServerEngine(
                 *(None, tokenizer),
@@ -182,13 +186,14 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if not (self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)):
             return
-        if self.recipe.loss.graft_coef:
-            raise SettingError(
-                f"loss.graft_coef: got {self.recipe.loss.graft_coef:g} under FSDP or DeepSpeed"
-                " ZeRO-3, expected 0: processes have different numbers of texts to imitate, and"
-                " all have to meet at each forward pass.",
-                code="trl-sharded",
-            )
+        for name in ("graft_coef", "lesson_coef"):
+            if value := getattr(self.recipe.loss, name):
+                raise SettingError(
+                    f"loss.{name}: got {value:g} under FSDP or DeepSpeed ZeRO-3, expected 0:"
+                    " processes have different numbers of texts to imitate, and all have to meet"
+                    " at each forward pass.",
+                    code="trl-sharded",
+                )
         if not self._asks_vllm:
             raise SettingError(
                 "FSDP or DeepSpeed ZeRO-3: got weights in shards, expected whole ones on each"
@@ -234,6 +239,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self.trees = self._grove.grow([tasks[place] for place in places[::leaves]], number)
         self._rows = tree_rows(self.trees, self.recipe)
         self._of_update = self._of_all(self.trees, number)
+        self._lessons = self._grove.lessons(self._of_update, number)
         if self.accelerator.is_main_process:
             metrics = self._grove.take_metrics(self._of_update)
             for name, value in metrics.items():
@@ -288,6 +294,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         device, config = self.accelerator.device, self.recipe
         sums = self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu()
         self._texts = imitated_texts(self.trees, config, sums)
+        share = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        self._texts += stored_texts(self._lessons, config, share)
         own = coefficients(rows, config, sums)
         theirs = trl_coefficients(
             rows,
@@ -335,7 +343,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if texts := self._texts[self._step % passes :: passes]:
             own = own + self._imitated(self.accelerator.unwrap_model(model), texts)
         # Gradients are means over the processes.
-        return loss + self.accelerator.num_processes * own
+        total: Tensor = loss + self.accelerator.num_processes * own
+        return total
 
     def _divergence(self, inputs: Mapping[str, Any]) -> Tensor:
         """Σ_i c_i Σ_t k3, of this pass's rows."""
@@ -343,7 +352,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mask = inputs["completion_mask"] * inputs["tool_mask"]
         mean = (divergence.detach() * mask).sum() / mask.sum().clamp(min=1.0)
         self._metrics["train"]["kl"].append(self.accelerator.gather(mean).mean().item())
-        return (inputs["coefficients"][:, None] * divergence * mask).sum()
+        found: Tensor = (inputs["coefficients"][:, None] * divergence * mask).sum()
+        return found
 
     def _imitated(self, plain: Any, texts: Sequence[Text]) -> Tensor:
         """The loss of texts.
@@ -356,13 +366,17 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         logprobs, _, _ = self._get_per_token_logps_and_entropies(
             plain, ids.to(device), mask.to(device), weights.shape[1]
         )
-        return losses.imitated_loss(
-            logprobs,
-            weights.to(device),
+        weights = weights.to(device)
+        is_graft = torch.tensor([one.is_graft for one in texts], device=device)
+        imitated = losses.imitated_loss(
+            logprobs[is_graft],
+            weights[is_graft],
             coef=settings.graft_coef,
             form=settings.graft_form,
             gamma=settings.graft_gamma,
-        ).sum()
+        )
+        found: Tensor = imitated.sum() - (weights * logprobs)[~is_graft].sum()
+        return found
 
 
 def _mean(row: Row) -> float:

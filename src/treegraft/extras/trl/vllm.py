@@ -123,9 +123,8 @@ class Colocated:
         future: Future[Any] = Future()
         self._asked.put((request, future))
         output = await asyncio.wrap_future(future)
-        rows = [
-            {token: one.logprob for token, one in row.items()} for row in output.logprobs or ({},)
-        ]
+        tops: list[dict[int, Any]] = output.logprobs or [{}]
+        rows = [{token: one.logprob for token, one in row.items()} for row in tops]
         try:
             return _reply(list(output.token_ids), rows)
         except (KeyError, ValueError) as error:

@@ -1,0 +1,215 @@
+"""Trees in TRL's trainer beside TRL alone and beside our learner, on a CPU.
+
+    python -m benchmarks.trl seconds --rounds 5           # one update, in turns in one process
+    python -m benchmarks.trl learning --updates 6         # GRPO, ARPO and RAPO, three seeds
+
+The task is the demo's, from one warmed-up agent in FOLDER. `learning` writes a line for each run
+into FOLDER/learning.jsonl and leaves out those that are there, so it goes on after an end.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from treegraft import Config, evaluate_checkpoint, load_config, train
+from treegraft.extras.trl import TreeGRPOTrainer, grpo_config
+from treegraft.parts import files, grove
+
+METHODS = {
+    "grpo": ["explore.explorers=['independent']"],
+    "arpo": [
+        *("explore.explorers=['entropy']", "explore.entropy.num_starts=4"),
+        "credit.attribution=hard",
+    ],
+    "rapo": ["explore.explorers=['graft']", "explore.graft.num_hybrid=4", "loss.graft_coef=0.0"],
+}
+SEEDS = (0, 1, 2)
+SMALL = [
+    *("run.tasks_per_update=4", "explore.num_leaves=8", "learn.num_minibatches=1"),
+    *("eval.every=0", "eval.at_start=false", "eval.at_end=false", "tasks.num_eval=100"),
+    *("warmup.num_steps=80", "warmup.batch_size=24", "warmup.lr_warmup_steps=10"),
+]
+QUIET = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+QUIET |= {"logging_strategy": "no"}
+app = typer.Typer(add_completion=False)
+Folder = Annotated[Path, typer.Option(help="The warmed-up agent, and the results.")]
+
+
+def warmed_up(folder: Path) -> Path:
+    """Returns the folder of the agent that all runs begin with."""
+    place = folder / "base"
+    if not (place / "checkpoint").exists():
+        run = {"run.num_updates": 0, "run.name": "base", "run.dir": str(folder)}
+        overrides = [f"{name}={value}" for name, value in run.items()]
+        config = load_config("demo", [*SMALL, *overrides])
+        (place / "checkpoint").symlink_to(train(config, display=False).checkpoint_dir.resolve())
+    return (place / "checkpoint").resolve()
+
+
+def config_of(method: str, base: Path, *overrides: str) -> Config:
+    """Returns the recipe of one run."""
+    own = [f"model.path={json.dumps(str(base))}", "warmup.num_steps=0", *overrides]
+    kept = [one for one in SMALL if not one.startswith("warmup.")]
+    return load_config("demo", [*kept, *METHODS[method], *own])
+
+
+# ---------------------------------------------------------------------- seconds
+
+
+class Turns(TrainerCallback):
+    """Lets an optimiser step of TRL's loop begin when it is its turn."""
+
+    def __init__(self) -> None:
+        self.may, self.done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.may.acquire()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.done.release()
+
+
+def counting(kind: Any, tokens: list[tuple[int, int]]) -> Any:
+    """A trainer's class that notes (tokens, tokens with padding) of each generation."""
+
+    class Counting(kind):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            masks = [output["prompt_mask"], output["completion_mask"]]
+            tokens.append((sum(int(one.sum()) for one in masks), sum(one.numel() for one in masks)))
+            return output
+
+    return Counting
+
+
+def in_turns(trainer: Any, turns: Turns) -> Callable[[], None]:
+    """What makes one optimiser step of a trainer, which runs in a thread of its own."""
+    threading.Thread(target=trainer.train, daemon=True).start()
+
+    def step() -> None:
+        turns.may.release()
+        turns.done.acquire()
+
+    return step
+
+
+@app.command()
+def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "arpo") -> None:
+    """Seconds and tokens of an update, in turns; medians, and the range of ratios."""
+    torch.set_num_threads(1)
+    base = warmed_up(folder)
+    config = config_of(method, base, "run.num_updates=1000")
+    alone_tokens, tree_tokens, our_tokens = (list[tuple[int, int]]() for _ in range(3))
+    turns = Turns(), Turns()
+    own = {**QUIET, "output_dir": str(folder / "out")}
+    with_trees = counting(TreeGRPOTrainer, tree_tokens)(
+        None, config, grpo_config(config, **own), callbacks=[turns[0]]
+    )
+    with grove(config) as ours:
+        prompts = [{"prompt": task.question} for task in ours.tasks]
+        alone = counting(GRPOTrainer, alone_tokens)(
+            model=str(base),
+            reward_funcs=lambda completions, **_: [float(len(one) % 7) for one in completions],
+            args=GRPOConfig(
+                **own,
+                bf16=False,
+                max_steps=1000,
+                num_generations=config.explore.num_leaves,
+                per_device_train_batch_size=config.explore.num_leaves,
+                gradient_accumulation_steps=config.run.tasks_per_update,
+                max_completion_length=config.rollout.max_completion_tokens,
+                learning_rate=config.learn.lr,
+            ),
+            train_dataset=Dataset.from_list(prompts),
+            callbacks=[turns[1]],
+        )
+        number = 0
+
+        def our_step() -> None:
+            nonlocal number
+            number += 1
+            size = config.run.tasks_per_update
+            trees = ours.grow(ours.tasks[number * size : (number + 1) * size], number)
+            trees, _ = ours.learner.learn(trees)
+            ours.publish(ours.learner.weights(), number)
+            count = sum(len(step.token_ids) for tree in trees for step in tree.steps)
+            our_tokens.append((count, count))
+
+        sides = {
+            "TRL alone": (in_turns(alone, turns[1]), alone_tokens),
+            "TRL with trees": (in_turns(with_trees, turns[0]), tree_tokens),
+            "ours": (our_step, our_tokens),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds + 1):
+            for name, (step, _) in sides.items():
+                began = time.process_time()
+                step()
+                taken[name].append(time.process_time() - began)
+    for name, (_, tokens) in sides.items():
+        real, padded = (int(statistics.median(column)) for column in zip(*tokens, strict=True))
+        # The first round warms caches up.
+        ratios = [a / b for a, b in zip(taken[name][1:], taken["ours"][1:], strict=True)]
+        print(
+            f"{name}: {statistics.median(taken[name][1:]):.2f} CPU s an update,"
+            f" {statistics.median(ratios):.2f} times ours [{min(ratios):.2f}, {max(ratios):.2f}];"
+            f" {real} tokens, {padded} with padding"
+        )
+
+
+# ---------------------------------------------------------------------- learning
+
+
+def accuracy(folder: Path, config: Config) -> float:
+    """Of greedy answers to the held-out questions."""
+    found = evaluate_checkpoint(folder, config, display=False).metrics
+    return float(found["eval/accuracy"])
+
+
+@app.command()
+def learning(folder: Folder = Path("trl-bench"), updates: int = 6) -> None:
+    """Accuracy after some updates in TRL and by our learner, from the same weights."""
+    torch.set_num_threads(1)
+    base, results = warmed_up(folder), files.LineFile(folder / "learning.jsonl")
+    known = {tuple(json.loads(line)["run"]) for _, line in results.lines()}
+    for seed in SEEDS:
+        for method in METHODS:
+            for side in ("TRL", "ours"):
+                if (side, method, seed, updates) in known:
+                    continue
+                name = f"{side}-{method}-{seed}-{updates}"
+                config = config_of(
+                    *(method, base, f"run.seed={seed}", f"run.num_updates={updates}"),
+                    *(f"run.name={json.dumps(name)}", f"run.dir={json.dumps(str(folder))}"),
+                )
+                began = time.process_time()
+                if side == "ours":
+                    trained = train(config, display=False).checkpoint_dir
+                else:
+                    trained = folder / name / "agent"
+                    args = grpo_config(config, output_dir=str(folder / name), **QUIET)
+                    trainer = TreeGRPOTrainer(None, config, args)
+                    trainer.train()
+                    trainer.save_model(str(trained))
+                    trainer.processing_class.save_pretrained(trained)
+                spent = time.process_time() - began
+                line = {"run": [side, method, seed, updates], "seconds": round(spent, 1)}
+                line["accuracy"] = accuracy(trained, config)
+                results.append(json.dumps(line))
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    app()
