@@ -360,8 +360,8 @@ class RunFolder:
     def cut_to(self, update: int, metrics_size: int) -> None:
         """Removes all metrics and trees written after the checkpoint of `update`."""
         if self.metrics_path.exists():
-            with open_own(self.metrics_path, "ab") as file:
-                file.truncate(metrics_size)
+            with open_own(self.metrics_path, "ab") as metrics:
+                metrics.truncate(metrics_size)
         for file in (*self.trees_dir.glob("*.jsonl"), *self.index_dir.glob("*.json")):
             number = re.search(r"-(\d{6,})", file.name)
             if number and int(number[1]) > update:
