@@ -15,7 +15,8 @@ PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 
 
 def version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
+    numbers = [int(part) for part in text.split(".")]
+    return tuple(numbers + [0] * (3 - len(numbers)))
 
 
 def test_no_lower_bound_and_no_pin_is_below_what_was_checked_by_hand() -> None:

@@ -4,7 +4,6 @@ opens can be reached from another machine."""
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from tests.distributed.jobs import DEADLINE_S, ROOT, children
@@ -69,15 +69,13 @@ def test_ctrl_c_saves_and_nothing_listens_beyond_loopback(tmp_path: Path) -> Non
         seen = listening(process.pid) | listening(other)
         assert seen and seen <= LOOPBACK, seen
         # Where they meet, nobody else may look.
-        store = re.search(
-            r"TREEGRAFT_RANK_STORE=([^\0]+)", Path(f"/proc/{other}/environ").read_text()
-        )
-        assert store is not None
-        assert Path(store[1]).parent.stat().st_mode & 0o777 == 0o700
+        command = Path(f"/proc/{other}/cmdline").read_text().split("\0")
+        folder = Path(str(urlsplit(command[-2]).path)).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
         process.send_signal(signal.SIGINT)
         said = "".join(lines)
         assert process.wait(DEADLINE_S) == 130 and "interrupted and saved" in said
-        assert not is_alive(other) and not Path(store[1]).parent.exists()
+        assert not is_alive(other) and not folder.exists()
     done = max(updates(tmp_path / "run"))
     again = ("--resume", "run", f"run.num_updates={done + 1}")
     with job(tmp_path, *again) as (process, lines):

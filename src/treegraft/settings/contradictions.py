@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from treegraft.core.addresses import public
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.plugin import offered, plugins, unknown_name
@@ -18,8 +17,8 @@ from treegraft.settings.explore import (
     takes_warmup_of_buffer,
 )
 from treegraft.settings.plain import shown
-from treegraft.settings.recipe import flatten
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
+from treegraft.settings.secrets import secrets_written
 from treegraft.settings.table import Contradiction, value_of
 
 MAX_NAME_BYTES = 200
@@ -209,18 +208,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _secrets_written(config: Config) -> Iterator[Contradiction]:
-    for name, value in flatten(config.model_dump(mode="json")).items():
-        if public(value) != value:
-            yield Contradiction(
-                (name,),
-                f"{name}: an address in it holds a password or a key, which would be written into"
-                " the run folder, checkpoints and trackers. Put the secret into an environment"
-                " variable and write its name, such as https://user:${PASSWORD}@host/ or"
-                " https://host/?key=${KEY}.",
-            )
-
-
 def _run_wrong(config: Config) -> Iterator[Contradiction]:
     name = config.run.name
     if name is not None and (name in ("", ".", "..") or set(name) & set("/\\")):
@@ -348,7 +335,7 @@ def contradictions(config: Config) -> list[Contradiction]:
         _engine_wrong,
         _tasks_wrong,
         _run_wrong,
-        _secrets_written,
+        secrets_written,
         sampling_wrong,
     )
     others = (check for plugin in plugins().members for check in plugin.checks)

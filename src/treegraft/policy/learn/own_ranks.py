@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-STORE = "TREEGRAFT_RANK_STORE"
-"""Environment variable: the file at which the ranks meet."""
+from treegraft.policy.learn.ranks import Ranks
+from treegraft.settings.config import Config
+from treegraft.settings.load import config_json
+
 GRACE_S = 30.0
 """Longest wait for a rank to end after the last order."""
 FAILED_S = 3.0
@@ -19,35 +21,22 @@ FAILED_S = 3.0
 
 
 @contextmanager
-def started(settings: str, size: int) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
-    """Holds the other ranks of a training, whose rank 0 is this process; they have ended at the
-    end of the block.
-
-    Args:
-        settings: the resolved ones, as JSON.
-    """
+def started(config: Config, size: int) -> Iterator[Ranks]:
+    """Holds the connection to the other ranks of a training, whose rank 0 is this process; they
+    have ended at the end of the block. Raises as `Ranks` does."""
     grace_s, processes = FAILED_S, list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory(prefix="treegraft-ranks-") as folder:
-        of_all = {
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-            STORE: f"{folder}/store",
-        }
-        own = of_all | {"RANK": "0", "LOCAL_RANK": "0"}
-        before = {name: os.environ.get(name) for name in own}
+        meeting = f"file://{folder}/store?world_size={size}&rank="
         try:
             for rank in range(1, size):
-                processes.append(_rank(settings, of_all, rank))
-            os.environ.update(own)
-            yield processes
+                processes.append(_rank(config, f"{meeting}{rank}", rank))
+            ranks = Ranks(config, f"{meeting}0", processes)
+            try:
+                yield ranks
+            finally:
+                ranks.leave()
             grace_s = GRACE_S
         finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
             for process in processes:
                 try:
                     process.wait(grace_s)
@@ -56,22 +45,18 @@ def started(settings: str, size: int) -> Iterator[Sequence[subprocess.Popen[byte
                     process.wait()
 
 
-def _rank(settings: str, of_all: dict[str, str], rank: int) -> subprocess.Popen[bytes]:
-    own = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        # It ends with this process, see `ranks`.
-        "TORCHELASTIC_RUN_ID": "treegraft",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-    }
+def _rank(config: Config, meeting: str, rank: int) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    # With the first two it ends with this process, see `ranks`.
+    own = {"TORCHELASTIC_RUN_ID": "treegraft", "RANK": str(rank), "PYTHONPATH": path}
     process = subprocess.Popen(
-        [sys.executable, "-m", "treegraft.launch.rank"],
+        [sys.executable, "-m", "treegraft.launch.rank", meeting],
         stdin=subprocess.PIPE,
-        env={**os.environ, **of_all, **own},
+        env={**os.environ, **own, "LOCAL_RANK": str(rank)},
         # Ctrl-C is for rank 0, which saves with the others' help.
         start_new_session=True,
     )
     assert process.stdin is not None
     with process.stdin as pipe:
-        pipe.write(settings.encode())
+        pipe.write(config_json(config).encode())
     return process

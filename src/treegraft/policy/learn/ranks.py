@@ -32,7 +32,6 @@ import treegraft
 from treegraft.core.errors import RankError, SettingError
 from treegraft.core.files import code_checksum
 from treegraft.core.spans import carrier
-from treegraft.policy.learn.own_ranks import STORE
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, differences
 
@@ -118,10 +117,17 @@ class Ranks:
     result: Mapping[str, Any] | None = None
     """What rank 0 tells the others at the end; None where it has failed."""
 
-    def __init__(self, config: Config, started: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        meeting: str = "env://",
+        started: Sequence[subprocess.Popen[bytes]] = (),
+    ) -> None:
         """Joins the others.
 
         Args:
+            meeting: where, as torch's `rendezvous` takes it: by torchrun's environment variables,
+                or at a file of this machine.
             started: the ranks from 1 on that this process has started; empty for none.
 
         Raises:
@@ -132,13 +138,12 @@ class Ranks:
         is_cuda = torch.cuda.is_available()
         if is_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        is_here = meeting != "env://"
+        if is_here or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # All on one machine: nothing has to listen on a network.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        meeting, self._started = "env://", started
-        if file := os.environ.get(STORE):
-            meeting = "file://{}?rank={RANK}&world_size={WORLD_SIZE}".format(file, **os.environ)
+        self._started = started
         self._store, self.rank, self.size = next(
             _untyped.rendezvous(meeting, timeout=timedelta(seconds=START_S))
         )
@@ -330,6 +335,8 @@ class Ranks:
                 self._store.set("failed", "1")
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+
+    close = leave
 
     # ------------------------------------------------------------------ results
 

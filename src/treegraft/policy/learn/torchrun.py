@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from treegraft.core.errors import SettingError
@@ -54,17 +54,18 @@ def joined(config: Config) -> Iterator[Ranks | None]:
         yield None
         return
     # torch.distributed is for several processes alone.
-    from treegraft.policy.learn.own_ranks import started
-    from treegraft.policy.learn.ranks import Ranks
-    from treegraft.settings.load import config_json
+    if is_started():
+        from treegraft.policy.learn.ranks import Ranks
 
-    with nullcontext(()) if is_started() else started(config_json(config), size) as processes:
-        ranks = Ranks(config, processes)
+        held: AbstractContextManager[Ranks] = closing(Ranks(config))
+    else:
+        from treegraft.policy.learn.own_ranks import started
+
+        held = started(config, size)
+    with held as ranks:
         try:
             yield ranks
         except KeyboardInterrupt:
             # torchrun ends all ranks once one of them has died, which may be the cause.
             ranks.check()
             raise
-        finally:
-            ranks.leave()

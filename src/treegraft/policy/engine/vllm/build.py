@@ -43,7 +43,7 @@ _WEIGHTS = "treegraft-weights-"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM makes room for."""
 _OF_TORCHRUN = re.compile(
-    r"TORCHELASTIC_|TREEGRAFT_RANK_STORE|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
+    r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
 )
 """Variables by which a server would join the learner's ranks instead of its own processes."""
 
