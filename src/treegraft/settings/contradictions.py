@@ -18,6 +18,7 @@ from treegraft.settings.explore import (
 from treegraft.settings.plain import shown
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
 from treegraft.settings.table import Contradiction, value_of
+from treegraft.settings.tools import how_stateless, servers_wrong
 
 MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
@@ -188,7 +189,7 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
             " tools.cache on.",
         )
-    yield from _mcp_wrong(config)
+    yield from servers_wrong(config.tools)
     # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
@@ -197,29 +198,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             f"reward.weights: got {len(weights)} ({weights}), expected one for each of"
             f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs}).",
         )
-
-
-def _mcp_wrong(config: Config) -> Iterator[Contradiction]:
-    servers = config.tools.mcp
-    names = [server.name for server in servers]
-    if len(set(names)) < len(names):
-        text = f"tools.mcp: got servers named {names}, expected each name once."
-        yield Contradiction(("tools.mcp",), text)
-    for server in servers:
-        if bool(server.command) == bool(server.url):
-            both = "both" if server.url else "neither"
-            yield Contradiction(
-                ("tools.mcp",),
-                f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of"
-                " them.",
-            )
-        for kind, unused in (("command", "token_env"), ("url", "env")):
-            if getattr(server, kind) and getattr(server, unused):
-                yield Contradiction(
-                    ("tools.mcp",),
-                    f"tools.mcp: server '{server.name}': {unused} would have no effect beside"
-                    f" {kind}.",
-                )
 
 
 def _run_wrong(config: Config) -> Iterator[Contradiction]:
@@ -450,19 +428,8 @@ def _branches_contradicted(
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
             " branches cannot share; expected stateless tools, or an environment that can fork or"
             " replay, which each trajectory has one of. Use explorers that do not branch, make the"
-            f" tool stateless, or make it a method of an [environment].{_of_servers(config)}",
+            f" tool stateless, or make it a method of an [environment].{how_stateless(config.tools)}",
         )
-
-
-def _of_servers(config: Config) -> str:
-    """How a server's tools are declared stateless, where the recipe names servers."""
-    names = [server.name for server in config.tools.mcp if server.capability != "stateless"]
-    if not names:
-        return ""
-    return (
-        f" For a server whose tools keep nothing between calls ({', '.join(names)}), write"
-        ' capability = "stateless" in its entry of tools.mcp.'
-    )
 
 
 def _calls_contradicted(config: Config, names: Sequence[str]) -> Iterator[Contradiction]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Capability
-from treegraft.settings.table import Settings, has, setting, takes_path, when
+from treegraft.settings.table import Contradiction, Settings, has, setting, takes_path, when
 
 S = TypeVar("S", bound=Settings)
 
@@ -179,3 +180,38 @@ class EnvironmentSettings(Settings):
                 f'environment.options: for "{self.kind}": {faults}. It takes'
                 f" {', '.join(table.model_fields)}."
             ) from error
+
+
+def how_stateless(tools: ToolsSettings) -> str:
+    """Returns how a server's tools are declared stateless, "" where the recipe names no server."""
+    names = [server.name for server in tools.mcp if server.capability != "stateless"]
+    if not names:
+        return ""
+    return (
+        f" For a server whose tools keep nothing between calls ({', '.join(names)}), write"
+        ' capability = "stateless" in its entry of tools.mcp.'
+    )
+
+
+def servers_wrong(tools: ToolsSettings) -> Iterator[Contradiction]:
+    """Yields what does not fit in the list of servers."""
+    servers = tools.mcp
+    names = [server.name for server in servers]
+    if len(set(names)) < len(names):
+        text = f"tools.mcp: got servers named {names}, expected each name once."
+        yield Contradiction(("tools.mcp",), text)
+    for server in servers:
+        if bool(server.command) == bool(server.url):
+            both = "both" if server.url else "neither"
+            yield Contradiction(
+                ("tools.mcp",),
+                f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of"
+                " them.",
+            )
+        for kind, unused in (("command", "token_env"), ("url", "env")):
+            if getattr(server, kind) and getattr(server, unused):
+                yield Contradiction(
+                    ("tools.mcp",),
+                    f"tools.mcp: server '{server.name}': {unused} would have no effect beside"
+                    f" {kind}.",
+                )
