@@ -428,7 +428,8 @@ def _branches_contradicted(
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
             " branches cannot share; expected stateless tools, or an environment that can fork or"
             " replay, which each trajectory has one of. Use explorers that do not branch, make the"
-            f" tool stateless, or make it a method of an [environment].{how_stateless(config.tools)}",
+            " tool stateless, or make it a method of an [environment]."
+            + how_stateless(config.tools),
         )
 
 
