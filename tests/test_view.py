@@ -313,7 +313,7 @@ def test_from_a_graft_to_its_trace_and_back(client: TestClient, run_dir: Path) -
 def test_a_search_of_grafts_stops_in_time_and_always_comes_further(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = open_runs([run_dir])["run"]
+    (run,) = open_runs([run_dir]).values()
     monkeypatch.setattr("treegraft.view.query.BUDGET_S", 0.0)
     cursor, num_answers, found = "", 0, []
     while cursor is not None:

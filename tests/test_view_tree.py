@@ -213,6 +213,35 @@ def test_entropy_changes_are_in_nats_per_token() -> None:
     assert entropy_changes(tree, {})["0.0.0"]["num"] == 3
 
 
+def forked_deep(num_steps: int = 12) -> Tree:
+    """Returns a path of so many steps, with a branch beside each but the first and the last."""
+    tree = Grown()
+    path = [tree.add("0", search("e1 r1"))]
+    for number in range(2, num_steps):
+        path.append(tree.add(path[-1], search(f"e{number} r1"), decision=considered(1, 1)))
+    tree.answer(path[-1], "e3", right=True)
+    # Depth first: the lowest branch stands next to the answer.
+    for number, step in reversed([*enumerate(path[:-1])]):
+        tree.answer(step, f"e{number}", cause=BRANCH)
+    return tree.done()
+
+
+def test_forks_of_a_deep_tree_have_their_numbers(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    path = write_run(tmp_path / "run", num_updates=1, with_buffer=False)
+    write_trees(RunFolder(path).trees_path(1), [forked_deep()])
+    page = browser.new_page(viewport={"width": LAPTOP, "height": 900})
+    with served(path) as address:
+        show(page, address, "#/r/run/t/update-000001/0")
+        page.evaluate(SETTLED)
+        assert page.locator(".node .mark.branch").count() == 10
+        assert page.locator(".node .mark.branch span").count() == 10
+        assert page.evaluate(MEASURE) == NOTHING
+        page.goto("about:blank")
+
+
 def test_the_terminal_has_the_viewers_unit_and_one_line_on_all_that_was_weighed() -> None:
     tree = probed([0.5, 0.7, 0.9], [0.1, 0.2, 0.6])
     settings = {"explore": {"entropy": {"probe_tokens": 2}}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
@@ -20,6 +19,7 @@ from treegraft.settings.plain import shown
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
 from treegraft.settings.secrets import secrets_written
 from treegraft.settings.table import Contradiction, value_of
+from treegraft.settings.tools import how_stateless
 
 MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
@@ -439,21 +439,9 @@ def _branches_contradicted(
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
             " branches cannot share; expected stateless tools, or an environment that can fork or"
             " replay, which each trajectory has one of. Use explorers that do not branch, make the"
-            f" tool stateless, or make it a method of an [environment].{_of_servers(config)}",
+            " tool stateless, or make it a method of an [environment]."
+            + how_stateless(config.tools),
         )
-
-
-def _of_servers(config: Config) -> str:
-    """How a server's tools are declared stateless, where the recipe names servers."""
-    # A setting of a plugin, which may be missing.
-    servers: Sequence[Any] = getattr(config.tools, "mcp", ())
-    names = [server.name for server in servers if server.capability != "stateless"]
-    if not names:
-        return ""
-    return (
-        f" For a server whose tools keep nothing between calls ({', '.join(names)}), write"
-        ' capability = "stateless" in its entry of tools.mcp.'
-    )
 
 
 def _calls_contradicted(config: Config, names: Sequence[str]) -> Iterator[Contradiction]:
