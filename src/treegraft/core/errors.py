@@ -35,7 +35,7 @@ def shown_in_notebook(error: BaseException) -> list[str]:
     libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
     lines = []
     for one in (error, error.__cause__):
-        for frame in traceback.extract_tb(one and one.__traceback__):
+        for frame in traceback.extract_tb(one.__traceback__ if one else None):
             if not frame.filename.startswith(libraries) and "-packages" not in frame.filename:
                 place = "cell" if "ipykernel_" in frame.filename else frame.filename
                 lines.append(f"{place}, line {frame.lineno}: {frame.line}")
