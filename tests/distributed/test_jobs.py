@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.cluster.worlds import LONGEST
 from tests.distributed.jobs import DEADLINE_S, children, ranks_of, torchrun
 from tests.fake_vllm import fakes
 from transformers import AutoModelForCausalLM
 
-from treegraft import train
+from treegraft import RunResult, train
 from treegraft.core.types import BranchCause
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
@@ -205,3 +208,72 @@ def test_the_spans_of_a_rank_hang_below_the_first_one_s(tmp_path: Path) -> None:
         if one["name"] == "learn" and one["resource"]["attributes"]["treegraft.role"] == "rank 1"
     ]
     assert [spans[one["parent_id"]]["name"] for one in learned] == ["learn"] * 3
+
+
+SCRIPT = """
+import json, sys
+from tests.tiny import tiny
+from treegraft import RunResult, train
+from treegraft.parts import losses
+from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
+from treegraft.settings.policy import TinySettings
+
+rows = [{"question": f"{a} + {b} ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
+words = {word for row in rows for text in row.values() for word in text.split()}
+tokenizer = build_word_tokenizer(sorted(words))
+shape = TinySettings(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
+ends = tokenizer.eos_token_id, tokenizer.pad_token_id
+model = build_tiny_model(shape, len(tokenizer), *ends, 0)
+scale = 2.0
+calls = []
+
+
+def objective(settings, new, old, advantages, *, owners, shaping):
+    calls.append(len(new))
+    return losses.clipped_surrogate(new, old, scale * advantages, clip_low=0.2, clip_high=0.2)
+
+
+settings = tiny(
+    run={"dir": sys.argv[1], "name": "a"},
+    learn={"max_pack_tokens": 64},
+    rollout={"max_completion_tokens": 16, "max_tool_calls": 0},
+    warmup={"num_steps": 0},
+    eval={"every": 0, "at_start": False, "at_end": False},
+)
+del settings["model"], settings["tasks"], settings["reward"]
+result = train(
+    settings,
+    model=(model, tokenizer),
+    tasks=rows,
+    rewards=lambda completions, **_: [1 / (1 + len(one)) for one in completions],
+    objective=objective,
+    display=False,
+)
+# The trial before the run is one call.
+print(json.dumps([len(calls) > 1, result.metrics["learn/grad_norm"]]))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_learn_a_given_model_by_a_given_objective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every rank runs the script, so its closures and its model need not travel."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "one")])
+    runpy.run_path(str(script), run_name="__main__")
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    process = torchrun(2, str(script), str(tmp_path / "two"))
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+    both = [json.loads(line) for line in re.findall(r"^\[.*\]$", output, re.M)]
+    # Each rank has used its own objective, and has the whole run's metrics.
+    assert [calls for calls, _ in (alone, *both)] == [True, True, True]
+    assert [norm for _, norm in both] == pytest.approx([alone[1]] * 2, rel=1e-5)
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(RunResult.read(tmp_path / place / "a").checkpoint)
+        for place in ("one", "two")
+    )
+    for name, weights in two.state_dict().items():
+        assert torch.allclose(one.state_dict()[name], weights, atol=1e-6), name
