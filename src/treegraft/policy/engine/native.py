@@ -33,6 +33,7 @@ from treegraft.policy.engine.forward import Forward, build_forward
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
 from treegraft.policy.engine.requests import LiveRequest, Order, post, settler
 from treegraft.policy.engine.sampling import sample_tokens
+from treegraft.policy.engine.served import completion_limit
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.output_head import OutputHead, end_token_ids, first_line, max_context
 from treegraft.policy.weights import weights_fingerprint
@@ -188,29 +189,13 @@ class NativeEngine:
             self._dismiss()
 
     def _check(self, request: Request) -> None:
-        prefix_ids, sampling = request.prefix_ids, request.sampling
         if self.death is not None:
             raise EngineError(
                 f"engine: its thread has died: {self.death!r}", code="engine-died"
             ) from self.death
         if not self._thread.is_alive():
             raise EngineError("engine: it has been closed", code="engine-closed")
-        if not prefix_ids:
-            raise EngineError(
-                "engine: the prefix is empty; at least one token is needed to continue from",
-                code="prefix-empty",
-            )
-        if sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed",
-                code="no-new-tokens",
-            )
-        if self.max_context is not None and len(prefix_ids) + 1 > self.max_context:
-            raise EngineError(
-                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens",
-                code="path-too-long",
-            )
+        completion_limit(request, self.max_context)
 
     # ------------------------------------------------------------------ the thread
 

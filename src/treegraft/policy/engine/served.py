@@ -16,11 +16,14 @@ from treegraft.policy.engine.stops import StopFinder
 
 __all__ = [
     "NUM_ASKED",
+    "Draft",
     "EntropyKind",
     "ServerEngine",
+    "StopFinder",
     "TokenReply",
     "TokenRequest",
     "TokenServer",
+    "completion_limit",
     "top_k_entropy",
 ]
 NUM_ASKED = 20
@@ -69,6 +72,38 @@ class TokenServer(Protocol):
 
     async def generate(self, request: TokenRequest) -> TokenReply:
         """Returns at least one token; raises `EngineError` where there is none to be had."""
+
+
+def completion_limit(request: Request, max_context: int | None) -> int:
+    """Returns the most tokens of a completion.
+
+    Args:
+        max_context: the longest path in tokens, prompt included; None for no limit.
+
+    Raises:
+        EngineError: an empty or over-long prefix, or no token is asked for.
+    """
+    prefix_ids, sampling = request.prefix_ids, request.sampling
+    if not prefix_ids:
+        raise EngineError(
+            "engine: the prefix is empty; at least one token is needed to continue from",
+            code="prefix-empty",
+        )
+    if sampling.max_new_tokens < 1:
+        raise EngineError(
+            f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed",
+            code="no-new-tokens",
+        )
+    if max_context is None:
+        return sampling.max_new_tokens
+    room = max_context - len(prefix_ids)
+    if room < 1:
+        raise EngineError(
+            f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
+            f" {max_context}; shorten the prompt or lower rollout.max_completion_tokens",
+            code="path-too-long",
+        )
+    return min(sampling.max_new_tokens, room)
 
 
 class Draft:
@@ -240,7 +275,8 @@ class ServerEngine:
                 ' "vllm" with engine.vllm.entropies = "exact".',
                 code="filters-invalid",
             )
-        return Draft(self._stops, self.end_ids, request, self._limit(request), self._kind)
+        limit = completion_limit(request, self.max_context)
+        return Draft(self._stops, self.end_ids, request, limit, self._kind)
 
     async def _ask(self, draft: Draft) -> TokenReply:
         if self.server is None:
@@ -250,29 +286,6 @@ class ServerEngine:
             )
         async with self._places:
             return await self.server.generate(draft.next())
-
-    def _limit(self, request: Request) -> int:
-        prefix_ids, sampling = request.prefix_ids, request.sampling
-        if not prefix_ids:
-            raise EngineError(
-                "engine: the prefix is empty; at least one token is needed to continue from",
-                code="prefix-empty",
-            )
-        if sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed",
-                code="no-new-tokens",
-            )
-        if self.max_context is None:
-            return sampling.max_new_tokens
-        room = self.max_context - len(prefix_ids)
-        if room < 1:
-            raise EngineError(
-                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens",
-                code="path-too-long",
-            )
-        return min(sampling.max_new_tokens, room)
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Does nothing: servers drop what was used least recently."""
