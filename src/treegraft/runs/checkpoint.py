@@ -107,8 +107,8 @@ def read_state(folder: Path) -> TrainState:
     try:
         return _read(folder)
     except DamagedCheckpoint as error:
-        way_out = _way_out(folder)
-        raise DamagedCheckpoint(error.reason, way_out, code=error.code) from error.__cause__
+        error.args = (error.reason, _way_out(folder))
+        raise
 
 
 def _read(folder: Path) -> TrainState:

@@ -70,7 +70,7 @@ def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
         raise CheckpointError(
             f"checkpoint '{checkpoint}': its settings could not be read ({error}); another version"
             " of Treegraft wrote it. Resume it with that one.",
-            code="checkpoint-unreadable",
+            code="checkpoint-settings",
         ) from error
     # Names are labels, and a resume may have changed the others since.
     free = ("run.name", "run.dir", *settings_with("resumable"))

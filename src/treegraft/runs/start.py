@@ -206,14 +206,13 @@ def resumed_start(
                 f" {settings.run.num_updates}, expected at least {state.update}.",
                 code="updates-done",
             )
-    except OSError as error:
+    except BaseException as error:
         folder.release()
-        raise CheckpointError(
-            f"run folder '{run_dir}' cannot be worked in ({storage_fault(error) or error}).",
-            code="run-unwritable",
-        ) from error
-    except BaseException:
-        folder.release()
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"run folder '{run_dir}' cannot be worked in ({storage_fault(error) or error}).",
+                code="run-unwritable",
+            ) from error
         raise
     return Start(
         config=settings,

@@ -9,12 +9,7 @@ from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.plugin import offered, plugins, unknown_name
 from treegraft.settings.config import Config, known_settings
-from treegraft.settings.explore import (
-    chosen_kinds,
-    has_own,
-    retrieving,
-    takes_warmup_of_buffer,
-)
+from treegraft.settings.explore import chosen_kinds, has_own, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
 from treegraft.settings.secrets import secrets_written

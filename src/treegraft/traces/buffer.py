@@ -242,9 +242,7 @@ class TraceBuffer:
         of several trajectories counts as the youngest and the best of them. Evicted traces stay in
         the file, marked, so that `roll_back` can restore them."""
         if capacity < 0:
-            raise SettingError(
-                f"capacity is {capacity}; expected 0 traces or more", code="capacity-negative"
-            )
+            raise SettingError(f"capacity: got {capacity}, expected 0 or more", code="capacity-low")
         with self._writing:
             self._catch_up(self._table)
             rows = self._file.query(
@@ -320,9 +318,7 @@ class TraceBuffer:
     ) -> list[list[tuple[Trace, float]]]:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
         if k < 1:
-            raise SettingError(
-                f"search(k={k}): expected 1 trace or more to find", code="k-too-small"
-            )
+            raise SettingError(f"search(k={k}): expected 1 or more traces", code="k-too-small")
         tasks = _tasks(exclude_tasks, len(vectors))
         # Taken once: another thread may put other rows in their place.
         table = self._table

@@ -186,7 +186,8 @@ class Colocated:
 
 def _refuse(future: Future[Any], error: Exception) -> None:
     if future.set_running_or_notify_cancel():
-        future.set_exception(errors.EngineError(f"engine: vLLM: {error}"))
+        fault = errors.EngineError(f"engine: vLLM: {error}", code="server-failed")
+        future.set_exception(fault)
 
 
 def _sampling(parameters: Mapping[str, Any]) -> Any:
