@@ -167,6 +167,7 @@ def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "
             f" {statistics.median(ratios):.2f} times ours [{min(ratios):.2f}, {max(ratios):.2f}];"
             f" {real} tokens, {padded} with padding"
         )
+    with_trees.close()
 
 
 # ---------------------------------------------------------------------- learning

@@ -273,6 +273,13 @@ def test_rows_without_tokens_of_a_leaf_that_counts() -> None:
     assert rows[0].leaf is not None and rows[0].leaf.weight == 0.5
 
 
+def test_rows_of_a_recipe_without_grafts() -> None:
+    """loss.graft_coef has its default there, and no effect."""
+    config = load_config({"explore": {"explorers": ["entropy"], "num_leaves": 2}})
+    trees = credit_trees([build_tree(Part.of("pp", Part("s"), Part("s")))], config)
+    assert len(tree_rows(trees, config)) == 2
+
+
 def test_a_tree_with_more_leaves_than_rows_is_refused() -> None:
     part = Part.of("pp", Part("s"), Part("s"), Part("s"))
     config = load_config({"loss": {"graft_coef": 0.0}, "explore": {"num_leaves": 2}})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treegraft import Config, SettingError, Tree, load_config
+from treegraft import Config, SettingError, Tree
 from treegraft.parts import LeafRow, leaf_rows
 
 
@@ -24,7 +24,8 @@ def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
     """Returns explore.num_leaves rows for each tree, in the order of its leaves."""
     size, rows = config.explore.num_leaves, list[Row]()
     # What is imitated is a loss of its own, see `lessons`.
-    plain = load_config(config, ["loss.graft_coef=0.0"])
+    loss = config.loss.model_copy(update={"graft_coef": 0.0})
+    plain = config.model_copy(update={"loss": loss})
     for tree in trees:
         if len(tree.leaves) > size:
             raise SettingError(
