@@ -19,6 +19,7 @@ from tests.error_codes import raises_code
 from tests.pages import ROOT
 from tests.test_terminal import example_tree
 
+from treegraft import trust
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
 from treegraft.core.plugin import offered
@@ -159,6 +160,7 @@ def test_sft_names_the_run_whose_settings_have_no_steps(
     treegraft: Run, calls: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(config_json(load_config({})))
+    trust(tmp_path)
     for more in ((), ("run.num_updates=3",)):
         assert treegraft("sft", "--resume", tmp_path, *more) == 2
         assert f"{tmp_path}: warmup.num_steps is 0" in " ".join(capsys.readouterr().err.split())

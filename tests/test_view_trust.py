@@ -17,6 +17,7 @@ import pytest
 from starlette.testclient import TestClient
 from tests.viewed import expert_hash, served, write_run
 
+from treegraft import trust
 from treegraft.core.errors import DataError
 from treegraft.core.files import open_inside, read_inside
 from treegraft.traces.buffer import TraceBuffer
@@ -49,9 +50,9 @@ class RunsWhatItLoads:
         raise OSError("no weights")
 
 
-@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("is_trusted", [False, True])
 def test_an_encoder_that_a_run_folder_names_is_not_loaded(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
 ) -> None:
     monkeypatch.setattr("sentence_transformers.SentenceTransformer", RunsWhatItLoads)
     folder, marker = run / "buffer" / "model", tmp_path / "marker"
@@ -59,11 +60,15 @@ def test_an_encoder_that_a_run_folder_names_is_not_loaded(
     (folder / "modules.json").write_text("[]")
     (folder / "custom.py").write_text(f"import pathlib; pathlib.Path({str(marker)!r}).touch()")
     change(run, f"UPDATE meta SET value = '{folder}' WHERE name = 'encoder'")
-    answer = asked(run, "buffer?near=1&q=e2", **({"encoder": str(folder)} if is_named else {}))
-    # What the user names is the user's own.
-    assert marker.exists() is is_named, answer.text
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"buffer": {"encoder": str(folder)}}))
+    if is_trusted:
+        trust(run)
+    answer = asked(run, "buffer?near=1&q=e2")
+    # The settings of a run that the user trusts are the user's own word.
+    assert marker.exists() is is_trusted, answer.text
     assert answer.status_code >= 400
-    assert ("--encoder NAME" in answer.json()["error"]) is not is_named
+    assert ("may hold code" in answer.json()["error"]) is not is_trusted
     assert asked(run, "buffer?q=e3").json()["total"] == 2, "words are searched for all the same"
 
 

@@ -71,23 +71,6 @@ Smoke = Annotated[
 ]
 
 
-def _accepted(is_given: bool) -> bool:
-    from treegraft.runs.trust import accept
-
-    return accept(is_given)
-
-
-Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust",
-        callback=_accepted,
-        help="Go on with a run folder or checkpoint that you did not make, whose settings may run"
-        " code, and trust it from now on.",
-    ),
-]
-
-
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns (files and names, settings to change) of these words, each in order; a file whose
     name holds "=" is written as ./a=b."""
@@ -325,7 +308,6 @@ def run_command(work: Callable[[RunAsked], None]) -> Callable[..., None]:
         resume: Resume = None,
         accept_changes: AcceptChanges = None,
         smoke: Smoke = None,
-        trust: Trust = False,
     ) -> None:
         work(_asked(context, recipe, overrides, resume, accept_changes, smoke))
 

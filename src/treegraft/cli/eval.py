@@ -19,7 +19,6 @@ from treegraft.cli.commands import (
     AsJson,
     CommandWithout,
     Overrides,
-    Trust,
     command_without,
     complete_run,
     refuse_idle,
@@ -111,7 +110,6 @@ def own(
     recipe: Recipe = None,
     out: Out = None,
     as_json: AsJson = False,
-    trust: Trust = False,
 ) -> None:
     """Measure an agent on the held-out tasks of its own run, or on those of a recipe.
 
@@ -133,7 +131,6 @@ def of_file(
     overrides: Overrides = None,
     out: Out = None,
     as_json: AsJson = False,
-    trust: Trust = False,
 ) -> None:
     """Measure an agent on the questions of a file.
 
@@ -188,7 +185,6 @@ def of_suite(
         str | None, typer.Option(metavar="NAME", help="Environment variable with the judge's key.")
     ] = None,
     as_json: AsJson = False,
-    trust: Trust = False,
 ) -> None:
     """Measure an agent on suites of evaluation sets; the same command continues an interrupted one.
 

@@ -29,7 +29,6 @@ from treegraft.cli.commands import (
     Overrides,
     RunAsked,
     Smoke,
-    Trust,
     command_without,
     complete_recipe,
     complete_run,
@@ -65,9 +64,19 @@ _RETIRED = {
 """What takes the place of a command of earlier versions."""
 
 
+_TRUST = "--trust"
+
+
 class _Commands(TyperGroup):
     """The commands, then those of plugins; an error names what takes the place of an unknown
     one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # An option of all commands, wherever it stands.
+        own = args[: args.index("--")] if "--" in args else args
+        if _TRUST in own:
+            args = [_TRUST, *(one for one in own if one != _TRUST), *args[len(own) :]]
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *offered_commands()]
@@ -158,8 +167,19 @@ def options(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            _TRUST,
+            help="Go on with a run folder or checkpoint that you did not make, whose settings may"
+            " run code, and trust it from now on; also behind the command.",
+        ),
+    ] = False,
 ) -> None:
     """Options before the command."""
+    from treegraft.runs.trust import accept
+
+    accept(trust)
 
 
 app.command()(init)
@@ -206,7 +226,6 @@ def run(
     checkpoint: Checkpoint,
     question: Annotated[str, typer.Argument(help="Question to the agent.")],
     overrides: Overrides = None,
-    trust: Trust = False,
 ) -> None:
     """Ask a trained agent one question and print its steps."""
     from treegraft.core.types import Status
@@ -305,10 +324,6 @@ def view(
     buffer: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Step-Trace Buffer outside the run folder.")
     ] = None,
-    encoder: Annotated[
-        str,
-        typer.Option(help="The buffer's encoder, where it is another than hashing and minilm."),
-    ] = "",
     text: Annotated[
         bool, typer.Option("--text", help="Print to the terminal instead of a browser.")
     ] = False,
@@ -336,9 +351,7 @@ def view(
     from treegraft.view.command import view_bundle, view_pages, view_text
 
     if bundle is not None:
-        refuse_idle(
-            context, "with --bundle", "--text", "--host", "--port", "--browser", "--encoder"
-        )
+        refuse_idle(context, "with --bundle", "--text", "--host", "--port", "--browser")
         refuse_idle(context, "with --bundle", "--update", "--eval", "--group", "--leaf")
         view_bundle(runs, bundle, updates, buffer)
         return
@@ -348,7 +361,7 @@ def view(
         return
     # Typer cannot say that an option needs another one.
     refuse_idle(context, "without --text", "--update", "--eval", "--group", "--leaf")
-    view_pages(runs, host, port, opens_browser=browser, buffer=buffer, encoder=encoder)
+    view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
 
 
 app.command("config")(show_config)

@@ -164,8 +164,8 @@ def require_trust(folder: Path, of: Marked) -> None:
         trust(whole)
         return
     raise CheckpointError(
-        f"{fault}\nIf you trust where it comes from, say so with --trust, or in Python with"
-        f" treegraft.trust({str(whole)!r}).",
+        fault + ("\n" if lines else " ") + "If you trust where it comes from, say so with --trust,"
+        f" or in Python with treegraft.trust({str(whole)!r}).",
         code="folder-untrusted",
     )
 

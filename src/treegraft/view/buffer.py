@@ -18,8 +18,9 @@ from urllib.parse import quote
 
 import numpy as np
 
-from treegraft.core.errors import DataError
+from treegraft.core.errors import DataError, SettingError
 from treegraft.core.files import parse_json, read_inside
+from treegraft.runs.trust import RUN, is_trusted
 from treegraft.tools.search.encoders import BUILT_IN, Encoder, build_encoder, encoder_name
 from treegraft.traces.store import COLUMNS, content_from_json, pruning_rows, refuse_foreign
 
@@ -45,13 +46,11 @@ DEADLINE_S = 5.0
 class BufferView:
     """The buffer of a run, where it lies in the run's folder or its path was given."""
 
-    def __init__(self, run_dir: Path, named: Path | None = None, encoder: str = "") -> None:
+    def __init__(self, run_dir: Path, named: Path | None = None) -> None:
         """Args:
         named: a buffer outside the run folder to show; None for the run's own.
-        encoder: the user's own word for it; without one only built-in encoders are loaded.
         """
         self._run_dir, self._named = run_dir, named
-        self._allowed = {*BUILT_IN, encoder_name(encoder)} if encoder else {*BUILT_IN}
         self._lock = threading.Lock()
         self._encoder: Encoder | None = None
 
@@ -212,12 +211,17 @@ class BufferView:
 
     def _load(self, name: str) -> Encoder:
         # The name stands in a file that may come from elsewhere, and a folder of a model may hold
-        # code.
-        if name not in self._allowed:
+        # code. The settings of a run that this user made or trusts are the user's own word.
+        own = ""
+        with suppress(OSError, ValueError, KeyError, TypeError, SettingError):
+            if is_trusted(self._run_dir, RUN):
+                found = parse_json(read_inside(self._run_dir / "config.json", self._run_dir))
+                own = encoder_name(found["buffer"]["encoder"])
+        if name not in (*BUILT_IN, own):
             raise DataError(
-                f"this buffer names the encoder '{name:.200}', which is loaded where you name it"
-                " yourself only: treegraft view RUN --encoder NAME. Words can be searched for"
-                " without it",
+                f"this buffer names the encoder '{name:.200}', and the run is not one of yours that"
+                " was trained with it; such an encoder may hold code. Search for words instead, or"
+                " trust the run first: treegraft.trust(RUN) in Python",
                 code="buffer-encoder-unnamed",
             )
         return build_encoder(name)

@@ -97,13 +97,7 @@ def _buffer_file(named: Path | None) -> Path | None:
 
 
 def view_pages(
-    paths: list[Path],
-    host: str,
-    port: int,
-    *,
-    opens_browser: bool,
-    buffer: Path | None,
-    encoder: str,
+    paths: list[Path], host: str, port: int, *, opens_browser: bool, buffer: Path | None
 ) -> None:
     """Serves the pages until Ctrl-C, and prints where.
 
@@ -116,7 +110,7 @@ def view_pages(
     from treegraft.view.server import build_app
 
     runs, token = open_runs(paths), secrets.token_urlsafe(16)
-    app = build_app(runs, host=host, buffer=_buffer_file(buffer), encoder=encoder, token=token)
+    app = build_app(runs, host=host, buffer=_buffer_file(buffer), token=token)
     made = listen(host, port)
     address = f"{address_of(made)}{token}/"
 

@@ -239,10 +239,10 @@ class Api:
 
     # Plain functions, not coroutines: Starlette runs them in threads, since all of them read files.
 
-    def __init__(self, runs: RunSet, buffer: Path | None = None, encoder: str = "") -> None:
+    def __init__(self, runs: RunSet, buffer: Path | None = None) -> None:
         self._runs = runs
         # By run, once it is asked for: a folder may hold hundreds, and new ones appear.
-        self._buffers = cache(lambda name: BufferView(runs[name].path, buffer, encoder))
+        self._buffers = cache(lambda name: BufferView(runs[name].path, buffer))
 
     def _run(self, request: Request) -> RunReader:
         name = request.path_params["run"]
@@ -458,7 +458,6 @@ def build_app(
     *,
     host: str = "127.0.0.1",
     buffer: Path | None = None,
-    encoder: str = "",
     token: str | None = None,
     is_framed: bool = False,
 ) -> ASGIApp:
@@ -469,11 +468,10 @@ def build_app(
         host: where it listens, for the check of the Host header.
         buffer: a Step-Trace Buffer outside the run folders to show with them; None for the runs'
             own.
-        encoder: the one that may be loaded beside the built-in ones.
         token: what a request has to know; None for a server that nothing but a test can reach.
         is_framed: whether pages of this machine may show it in a frame.
     """
-    api = Api(runs, buffer, encoder)
+    api = Api(runs, buffer)
     paths: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/api/runs", api.runs),
         ("/api/meanings", api.meanings),

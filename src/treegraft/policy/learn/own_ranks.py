@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.settings.config import Config
@@ -57,6 +57,7 @@ def _rank(config: Config, meeting: str, rank: int) -> subprocess.Popen[bytes]:
         start_new_session=True,
     )
     assert process.stdin is not None
-    with process.stdin as pipe:
+    # One that has ended already is named by `Ranks`.
+    with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(config_json(config).encode())
     return process
