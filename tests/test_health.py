@@ -430,6 +430,8 @@ def test_unused_budgets() -> None:
     found = unused_metrics([used, unused], both, 4)
     # Starts 1 and 3 may retrieve: of three such trajectories one holds a graft.
     assert found == {"branch/unused_frac": 0.5, "graft/unused_frac": pytest.approx(2 / 3)}
+    nothing = {"branch/unused_frac": 1.0, "graft/unused_frac": 1.0, "graft/num_grafts": 0.0}
+    assert unused_metrics([unused], both, 4) == nothing
     assert unused_metrics([unused], Independent(), 4) == {}
     assert unused_metrics([], both, 4) == {}
 
