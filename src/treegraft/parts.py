@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from treegraft.explore.entropy import EntropyBranching
     from treegraft.explore.independent import Independent
     from treegraft.launch.grove import Grove, grove
+    from treegraft.policy.engine import draft
     from treegraft.policy.learn.credit import credit_trees
     from treegraft.policy.learn.learner import Learner
     from treegraft.policy.learn.rows import LeafRow, leaf_rows
@@ -140,6 +141,7 @@ __all__ = [
     "build_encoder",
     "commands",
     "credit_trees",
+    "draft",
     "errors",
     "fields",
     "files",
@@ -189,6 +191,7 @@ _HOMES = homes(
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
         "launch.grove": "Grove grove",
+        "policy.engine": "draft",
         "policy.learn.credit": "credit_trees",
         "policy.learn.learner": "Learner",
         "policy.learn.rows": "LeafRow leaf_rows",

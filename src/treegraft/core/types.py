@@ -89,6 +89,8 @@ class EntropyKind(StrEnum):
     """Over the full vocabulary, of softmax(logits / T)."""
     TOP_K = "top_k"
     """Over the k most likely tokens only: a lower bound."""
+    SAMPLED = "sampled"
+    """-ln p of the sampled token alone: right on average, and as noisy as one draw."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ BUILT_IN = (
     "treegraft.extras.hub.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
+    "treegraft.extras.verl.plugin",
 )
 """The modules of our own plugins, in the order in which they are loaded."""
 

@@ -28,6 +28,7 @@ from treegraft.core.interfaces import NoiseKey, Request, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
 from treegraft.core.types import NO_FILTERS, Completion
 from treegraft.policy.engine.blocks import BlockPool, PathCache, cache_bytes, common_length
+from treegraft.policy.engine.draft import completion_limit
 from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, build_forward
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
@@ -186,24 +187,11 @@ class NativeEngine:
             self._dismiss()
 
     def _check(self, request: Request) -> None:
-        prefix_ids, sampling = request.prefix_ids, request.sampling
         if self.death is not None:
             raise EngineError(f"engine: its thread has died: {self.death!r}") from self.death
         if not self._thread.is_alive():
             raise EngineError("engine: it has been closed")
-        if not prefix_ids:
-            raise EngineError(
-                "engine: the prefix is empty; at least one token is needed to continue from"
-            )
-        if sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
-            )
-        if self.max_context is not None and len(prefix_ids) + 1 > self.max_context:
-            raise EngineError(
-                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens"
-            )
+        completion_limit(request, self.max_context)
 
     # ------------------------------------------------------------------ the thread
 
@@ -447,9 +435,7 @@ class NativeEngine:
         live.entropies.append(entropy)
         if live.request.on_probe is not None and len(live.sampled) == live.request.probe_tokens:
             live.request.on_probe(tuple(live.entropies))
-        limit = live.request.sampling.max_new_tokens
-        if self.max_context is not None:
-            limit = min(limit, self.max_context - len(live.request.prefix_ids))
+        limit = completion_limit(live.request, self.max_context)
         reason = self._stops.reason(live.sampled, live.request.sampling, self._end_ids, limit)
         if reason is None:
             assert live.row is not None

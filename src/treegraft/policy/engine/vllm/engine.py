@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from treegraft.core.errors import DeadlineExceeded, EngineError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Request, Tokenizer, WeightSource
-from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, StopReason
+from treegraft.core.types import NO_FILTERS, Completion, EntropyKind
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
-from treegraft.policy.engine.stops import StopFinder
+from treegraft.policy.engine.draft import Draft, Drafter, Drawn
 from treegraft.policy.engine.vllm.fleet import Fleet, Member
 from treegraft.policy.engine.vllm.folder import (
     WeightsFolder,
@@ -69,7 +69,7 @@ class VllmEngine:
         self._initial, self._publishes_adapters = initial, publishes_adapters
         self._http, self._weights, self._folders = http, weights, folders
         self._fleet = Fleet(servers, settings, expected)
-        self._end_ids, self._stops = frozenset(end_ids), StopFinder(tokenizer)
+        self._drafter = Drafter(tokenizer, end_ids)
         self._num_running, self._num_published = 0, 0
         self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
@@ -116,7 +116,7 @@ class VllmEngine:
             EngineError: an empty or over-long prefix, or no server is left.
             DeadlineExceeded: no completion within engine.deadline_s.
         """
-        draft, key = self._draft(request), request.noise_key
+        draft, key = self._drafter.begin(request, self.max_context), request.noise_key
         try:
             async with asyncio.timeout(self.settings.deadline_s):
                 # One version a completion: a publish waits for those that run, and new ones for it.
@@ -125,8 +125,8 @@ class VllmEngine:
                 self._is_idle.clear()
                 try:
                     while draft.finish is None:
-                        body = draft.body(self._fleet.due)
-                        draft.take(await self._fleet.ask(key[:-1], body))
+                        body = self._body(draft)
+                        draft.take(self._drawn(await self._fleet.ask(key[:-1], body)))
                 finally:
                     self._num_running -= 1
                     if not self._num_running:
@@ -137,31 +137,50 @@ class VllmEngine:
                 f" {self.settings.deadline_s} s; the servers are too slow for this many rows, or"
                 " have died"
             ) from error
-        return draft.completion(self.policy_version)
+        return self._completion(draft)
 
-    def _draft(self, request: Request) -> _Draft:
-        limit, is_plain = self._limit(request), self._fleet.is_plain
-        return _Draft(self._stops, self._end_ids, request, limit, is_plain)
+    def _body(self, draft: Draft) -> dict[str, Any]:
+        """The body of the next request of a completion."""
+        request, due = draft.request, self._fleet.due
+        parameters = {
+            "max_tokens": draft.room,
+            **_drawing(request, len(draft.ids), self._fleet.is_plain),
+            "ignore_eos": True,
+            "stop_token_ids": sorted(self._drafter.end_ids),
+            "stop": draft.stop_texts,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+        }
+        # Salted by the weights, so that a cache which outlived a publish would not be used.
+        body = {
+            "token_ids": [*request.prefix_ids, *draft.ids],
+            "sampling_params": parameters,
+            "cache_salt": due.label,
+        }
+        return body | ({"model": due.label} if due.is_adapter else {})
 
-    def _limit(self, request: Request) -> int:
-        prefix_ids, sampling = request.prefix_ids, request.sampling
-        if not prefix_ids:
+    def _drawn(self, reply: Mapping[str, Any]) -> list[Drawn]:
+        """The tokens of a reply.
+
+        Raises:
+            EngineError: they or their two entries are missing.
+        """
+        is_plain = self._fleet.is_plain
+        read = plain_entries if is_plain else entries_of
+        try:
+            choice = reply["choices"][0]
+            pairs = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
+            return [Drawn(token, *read(one)) for token, one in pairs]
+        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
             raise EngineError(
-                "engine: the prefix is empty; at least one token is needed to continue from"
-            )
-        if sampling.max_new_tokens < 1:
-            raise EngineError(
-                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
-            )
-        if self.max_context is None:
-            return sampling.max_new_tokens
-        room = self.max_context - len(prefix_ids)
-        if room < 1:
-            raise EngineError(
-                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens"
-            )
-        return min(sampling.max_new_tokens, room)
+                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
+                f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
+                " See docs/serving.md."
+            ) from error
+
+    def _completion(self, draft: Draft) -> Completion:
+        kind = EntropyKind.TOP_K if self._fleet.is_plain else EntropyKind.EXACT
+        return draft.completion(self.policy_version, kind)
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Does nothing: servers drop what was used least recently."""
@@ -230,10 +249,12 @@ class VllmEngine:
         asked = {str(one.server): one for one in self._fleet.live}
 
         async def answer(member: Member, number: int) -> Completion:
-            draft = self._draft(Request(PROMPTS[number], CANARY_SAMPLING, canary_key(number)))
+            request = Request(PROMPTS[number], CANARY_SAMPLING, canary_key(number))
+            draft = self._drafter.begin(request, self.max_context)
             while draft.finish is None:
-                draft.take(await self._fleet.ask_member(member, draft.body(self._fleet.due)))
-            return draft.completion(self.policy_version)
+                reply = await self._fleet.ask_member(member, self._body(draft))
+                draft.take(self._drawn(reply))
+            return self._completion(draft)
 
         found: dict[str, Sequence[Completion]] = {}
         for name, member in asked.items():
@@ -295,111 +316,17 @@ class VllmEngine:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Draft:
-    """A completion under way: the tokens so far, and the next request for more."""
-
-    def __init__(
-        self,
-        stops: StopFinder,
-        end_ids: frozenset[int],
-        request: Request,
-        limit: int,
-        is_plain: bool,
-    ) -> None:
-        """Args:
-        limit: most tokens of the completion.
-        is_plain: servers draw by their own noise.
-        """
-        self._stops, self._end_ids, self._request = stops, end_ids, request
-        self._limit, self._is_plain = limit, is_plain
-        self._num_probed = 0 if request.on_probe is None else request.probe_tokens or 0
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.entropies: list[float] = []
-        self.finish: StopReason | None = None
-
-    def body(self, due: Due) -> dict[str, Any]:
-        """Returns the body of the next request: up to the probe first, then for the rest."""
-        sampling, count = self._request.sampling, len(self.ids)
-        room = self._limit - count
-        if count < self._num_probed:
-            room = min(room, self._num_probed - count)
-        in_grace = self._stops.is_in_grace(self.ids, sampling)
-        parameters = {
-            "max_tokens": 1 if in_grace else room,
-            **self._drawing(),
-            "ignore_eos": True,
-            "stop_token_ids": sorted(self._end_ids),
-            # Only so that the server does not write on in vain: `take` decides.
-            "stop": [] if in_grace else [*sampling.stop, *sampling.final],
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-        }
-        # Salted by the weights, so that a cache which outlived a publish would not be used.
-        body = {
-            "token_ids": [*self._request.prefix_ids, *self.ids],
-            "sampling_params": parameters,
-            "cache_salt": due.label,
-        }
-        return body | ({"model": due.label} if due.is_adapter else {})
-
-    def _drawing(self) -> dict[str, Any]:
-        """The parameters that say how tokens are drawn and what is reported of them."""
-        sampling, key, count = self._request.sampling, self._request.noise_key, len(self.ids)
-        if self._is_plain:
-            return plain_parameters(sampling, key, count)
-        draw: dict[str, Any] = {
-            "key": list(key),
-            "offset": count,
-            "temperature": sampling.temperature,
-        }
-        if sampling.filters != NO_FILTERS:
-            draw["filters"] = asdict(sampling.filters)
-        # The server chooses greedily among what our draw has left.
-        return {"temperature": 0.0, "logprobs": 2, "extra_args": {DRAW: draw}}
-
-    def take(self, reply: Mapping[str, Any]) -> None:
-        """Appends a reply's tokens, as far as the completion goes.
-
-        Raises:
-            EngineError: a reply without tokens or without their two entries.
-        """
-        is_plain = self._is_plain
-        read = plain_entries if is_plain else entries_of
-        try:
-            choice = reply["choices"][0]
-            content = choice["logprobs"]["content"]
-            found = [
-                (token, *read(one)) for token, one in zip(choice["token_ids"], content, strict=True)
-            ]
-        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
-            raise EngineError(
-                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
-                f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
-                " See docs/serving.md."
-            ) from error
-        if not found:
-            raise EngineError("engine: a server replied without a token; expected at least one")
-        for token, logprob, entropy in found:
-            self.ids.append(token)
-            self.logprobs.append(logprob)
-            self.entropies.append(entropy)
-            if self._request.on_probe is not None and len(self.ids) == self._num_probed:
-                self._request.on_probe(tuple(self.entropies))
-            self.finish = self._stops.reason(
-                self.ids, self._request.sampling, self._end_ids, self._limit
-            )
-            if self.finish is not None:
-                return
-
-    def completion(self, version: int) -> Completion:
-        """Returns the completion, which has ended."""
-        assert self.finish is not None
-        return Completion(
-            token_ids=tuple(self.ids),
-            sampling_logprobs=tuple(self.logprobs),
-            entropies=tuple(self.entropies),
-            entropy_kind=EntropyKind.TOP_K if self._is_plain else EntropyKind.EXACT,
-            finish=self.finish,
-            policy_version=version,
-        )
+def _drawing(request: Request, count: int, is_plain: bool) -> dict[str, Any]:
+    """The parameters that say how tokens are drawn and what is reported of them."""
+    sampling, key = request.sampling, request.noise_key
+    if is_plain:
+        return plain_parameters(sampling, key, count)
+    draw: dict[str, Any] = {
+        "key": list(key),
+        "offset": count,
+        "temperature": sampling.temperature,
+    }
+    if sampling.filters != NO_FILTERS:
+        draw["filters"] = asdict(sampling.filters)
+    # The server chooses greedily among what our draw has left.
+    return {"temperature": 0.0, "logprobs": 2, "extra_args": {DRAW: draw}}
