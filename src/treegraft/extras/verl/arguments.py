@@ -25,6 +25,9 @@ ENTROPIES = ("top_k", "sampled")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
+_MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
+
+
 class Only(NamedTuple):
     """A setting or an argument that has to keep its value, and the reason."""
 
@@ -59,6 +62,7 @@ _BY_TREES = "the rollouts are trees by the recipe"
 _RATIO = "old log-probabilities hold RAPO's shaping"
 VERL = (
     Only("trainer.use_v1", True, "the older trainer has no place for trees"),
+    Only("actor_rollout_ref.model.tokenizer_path", None, "trees are written with the model's own"),
     Only("algorithm.use_kl_in_reward", False, "advantages are the recipe's; loss.kl_coef says it"),
     Only("algorithm.rollout_correction.bypass_mode", False, f"{_RATIO}; loss.old_logprobs says it"),
     Only("algorithm.rollout_correction.rollout_is", None, f"{_RATIO}, which its weights need"),
@@ -104,7 +108,7 @@ def derived(config: Config) -> dict[str, Derived]:
         f"{ROLLOUT}.n": (config.explore.num_leaves, "explore.num_leaves"),
         f"{ROLLOUT}.temperature": (config.rollout.temperature, "rollout.temperature"),
         f"{ROLLOUT}.calculate_log_probs": (True, "loss.old_logprobs"),
-        f"{ROLLOUT}.agent.agent_loop_manager_class": (MANAGER, "explore.explorers"),
+        _MANAGER: (MANAGER, "explore.explorers"),
         f"{ACTOR}.ppo_mini_batch_size": (
             run.tasks_per_update // learn.num_minibatches,
             "learn.num_minibatches",
@@ -152,6 +156,8 @@ def arguments(recipe: Path | str, changes: Sequence[str], entropies: str) -> lis
     own = {"recipe": str(recipe), "entropies": entropies, "changes": list(changes)}
     given = {f"+treegraft.{name}": value for name, value in own.items() if value}
     given |= {name: one.value for name, one in derived(config).items()}
+    # Of this one verl's own configuration has no entry to change.
+    given[f"++{_MANAGER}"] = given.pop(_MANAGER)
     return [f"{name}={_written(value)}" for name, value in given.items()]
 
 
