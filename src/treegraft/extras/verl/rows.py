@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from treegraft import Config, SettingError, Tree
 from treegraft.parts import LeafRow, leaf_rows
@@ -95,3 +96,29 @@ def factors(facts: Sequence[Facts | None], config: Config, *, num_rows: int) -> 
         return of_group * one.num_loss / max(1, one.num_denominator)
 
     return [0.0 if one is None else factor(one) for one in facts]
+
+
+def minibatches(
+    keys: Sequence[str], tags: Sequence[dict[str, Any]], size: int, num_leaves: int
+) -> Iterator[list[int]]:
+    """Yields the places of `size` rows at a time: the rows of size / num_leaves trees, filled up
+    with verl's padding where leaves failed.
+
+    Args:
+        keys: "{uid}_{session}_{index}" of each row.
+        num_leaves: the most rows of a tree.
+    """
+    trees: dict[str, list[int]] = {}
+    padding: list[int] = []
+    for place, (key, tag) in enumerate(zip(keys, tags, strict=True)):
+        if tag.get("is_padding", False):
+            padding.append(place)
+        else:
+            trees.setdefault(key.rsplit("_", 2)[0], []).append(place)
+    groups, at_once = list(trees.values()), size // num_leaves
+    for start in range(0, len(keys) // num_leaves, at_once):
+        rows = [place for group in groups[start : start + at_once] for place in group]
+        missing = size - len(rows)
+        rows += padding[:missing]
+        del padding[:missing]
+        yield rows

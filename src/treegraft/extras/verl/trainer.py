@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from treegraft import SettingError, load_config
 from treegraft.extras.verl import TRAINER, check_version
 from treegraft.extras.verl.arguments import check_arguments, check_recipe
-from treegraft.extras.verl.rows import ADVANTAGES, FACTS, Facts, factors
+from treegraft.extras.verl.rows import ADVANTAGES, FACTS, Facts, factors, minibatches
 from treegraft.extras.verl.server import use_top_servers
 from treegraft.parts import errors
 
@@ -166,29 +166,3 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
 def rows_of(column: Any) -> list[Tensor]:
     """Returns the rows of a column of verl's queue."""
     return list(column.unbind(0))
-
-
-def minibatches(
-    keys: Sequence[str], tags: Sequence[dict[str, Any]], size: int, num_leaves: int
-) -> Iterator[list[int]]:
-    """Yields the places of `size` rows at a time: the rows of size / num_leaves trees, filled up
-    with verl's padding where leaves failed.
-
-    Args:
-        keys: "{uid}_{session}_{index}" of each row.
-        num_leaves: the most rows of a tree.
-    """
-    trees: dict[str, list[int]] = {}
-    padding: list[int] = []
-    for place, (key, tag) in enumerate(zip(keys, tags, strict=True)):
-        if tag.get("is_padding", False):
-            padding.append(place)
-        else:
-            trees.setdefault(key.rsplit("_", 2)[0], []).append(place)
-    groups, at_once = list(trees.values()), size // num_leaves
-    for start in range(0, len(keys) // num_leaves, at_once):
-        rows = [place for group in groups[start : start + at_once] for place in group]
-        missing = size - len(rows)
-        rows += padding[:missing]
-        del padding[:missing]
-        yield rows

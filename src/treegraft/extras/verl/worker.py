@@ -46,7 +46,7 @@ class TreeWorker(_Worker):  # type: ignore[misc]
             draft.Drafter(self.tokenizer, _end_ids(self.tokenizer, self.recipe.model.path)),
             self.recipe.engine,
             entropies=own.entropies,
-            max_context=self.rollout_config.max_model_len,
+            max_context=_max_context(self.rollout_config),
         )
         self._held = ExitStack()
         self._grove = self._held.enter_context(
@@ -184,6 +184,11 @@ def _output(tree: Tree, row: LeafRow, facts: dict[str, Any]) -> AgentLoopOutput:
             FACTS: facts,
         },
     )
+
+
+def _max_context(rollout: Any) -> int:
+    """The longest path in tokens, as verl's servers have it."""
+    return int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
 
 
 def _end_ids(tokenizer: Any, path: str) -> set[int]:
