@@ -73,8 +73,12 @@ CASES: dict[str, tuple[tuple[str, ...], int, int]] = {
     "sequence-mean": (("loss.aggregation=sequence-mean",), 2, 1),
     "sequence-sum": (("loss.aggregation=sequence-sum", "loss.length_constant=9"), 2, 1),
     "hard, m = 0.6, clip at ratio 1": ((*HARD, *SHAPED), 2, 1),
-    "dual clip": (("loss.dual_clip=1.3", "loss.shaping_weight=0.6"), 2, 1),
-    "inverse_branching": ((*HARD, "credit.leaf_weight=inverse_branching"), 2, 1),
+    "dual clip": (("loss.dual_clip=1.25", "loss.shaping_weight=0.6"), 2, 1),
+    "inverse_branching": (
+        (*HARD, "credit.leaf_weight=inverse_branching", "explore.graft.num_hybrid=1"),
+        2,
+        1,
+    ),
     "truncated, without loss": (
         (*HARD, "rollout.max_completion_tokens=16", "loss.learn_from_truncated=false"),
         2,
