@@ -1,7 +1,7 @@
 """Trees in the formats of Inspect and verifiers.
 
-The readers of both live in environments of their own; INSPECT_PYTHON and VERIFIERS_PYTHON name their
-Pythons, and without them those tests are skipped.
+The readers of both live in environments of their own. INSPECT_PYTHON and VERIFIERS_PYTHON name
+their Pythons; without them those tests are skipped.
 """
 
 from __future__ import annotations

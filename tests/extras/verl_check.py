@@ -100,8 +100,9 @@ class Queue:
             if tags is not None:
                 self.tags.setdefault(key, {}).update(tags[place], partition=partition_id)
             if fields is not None:
-                row = fields[place]
-                self.rows.setdefault(key, {}).update(dict(row.items()))
+                plain = {n: getattr(v, "data", v) for n, v in fields[place].items()}
+                tensors = {n: v for n, v in fields[place].items() if torch.is_tensor(v)}
+                self.rows.setdefault(key, {}).update(plain | tensors)
         return self.batch(keys, partition_id)
 
     def kv_batch_get(
