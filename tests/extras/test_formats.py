@@ -27,16 +27,22 @@ from treegraft.parts import BranchCause, GraftCause
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with branches and grafts."""
     tables = tiny(
-        run={"num_updates": 1, "dir": str(tmp_path_factory.mktemp("runs")), "name": "made"},
+        run={
+            "num_updates": 1,
+            "tasks_per_update": 4,
+            "name": "made",
+            "seed": 3,
+            "dir": str(tmp_path_factory.mktemp("runs")),
+        },
         explore={
             "explorers": ["entropy", "graft"],
-            "num_leaves": 4,
-            "entropy": {"num_starts": 2, "base_prob": 0.9},
-            "graft": {"num_hybrid": 3, "probability": 1.0},
+            "num_leaves": 8,
+            "entropy": {"num_starts": 4, "base_prob": 1.0},
+            "graft": {"num_hybrid": 2, "probability": 0.5},
         },
         buffer={"path": "expert", "encoder": "hashing", "terminal": "exclude"},
         eval={"every": 0, "at_start": False, "at_end": False},
-        warmup={"num_steps": 60},
+        warmup={"num_steps": 100},
     )
     return train_run(tables, display=False).run_dir
 

@@ -17,7 +17,7 @@ from treegraft.parts import BranchCause, GraftCause, RestartCause, RetryCause, S
 
 VERSION = 2
 """Of Inspect's log format."""
-_CAUSES = {
+_CAUSES: Mapping[type, str] = {
     GraftCause: "graft",
     StoredCause: "stored step",
     RestartCause: "restart",
@@ -153,30 +153,26 @@ def _timed(
 
 def _events(path: Trajectory, model: str) -> Iterator[dict[str, Any]]:
     leaf = path.leaf
-    yield {"event": "span_begin", "id": "path", "name": f"leaf {leaf.step_id}", "type": "agent"}
     for step in path.steps[1:]:
         yield from _of_step(step, model)
     for name, score in (("reward", leaf.reward), ("correct", leaf.is_correct)):
         if score is not None:
             value = {"value": score, "answer": leaf.answer}
-            yield {"event": "score", "score": value, "scorer": name, "span_id": "path"}
-    yield {"event": "span_end", "id": "path", "span_id": "path"}
+            yield {"event": "score", "score": value, "scorer": name}
 
 
 def _of_step(step: Step, model: str) -> Iterator[dict[str, Any]]:
     cause, inside = step.cause, {"span_id": f"step-{step.id}"}
-    begin = {"event": "span_begin", "id": f"step-{step.id}", "parent_id": "path"}
-    yield {**begin, "name": f"step {step.id}", "type": "step", "span_id": f"step-{step.id}"}
+    yield {"event": "span_begin", "id": f"step-{step.id}", "name": f"step {step.id}"} | inside
     if isinstance(cause, BranchCause):
         yield {
             "event": "branch",
             "from_anchor": str(step.parent),
             "metadata": asdict(cause),
         } | inside
-    for kind, name in _CAUSES.items():
-        if isinstance(cause, kind):
-            data = {"kind": name, **asdict(cause)}
-            yield {"event": "info", "source": f"treegraft: {name}", "data": data} | inside
+    elif cause is not None and (name := _CAUSES.get(type(cause))):
+        data = {"kind": name, **asdict(cause)}
+        yield {"event": "info", "source": f"treegraft: {name}", "data": data} | inside
     content = step.content
     if any(step.sampled_mask):
         message = written(step)
@@ -186,7 +182,7 @@ def _of_step(step: Step, model: str) -> Iterator[dict[str, Any]]:
             "input": [],
             "tools": [],
             "tool_choice": "auto",
-            "config": {} if step.temperature is None else {"temperature": step.temperature},
+            "config": {"temperature": step.temperature},
             "output": {"model": model, "choices": [{"message": message, "stop_reason": "stop"}]},
             "metadata": {"tokens": sum(step.sampled_mask), "policy_version": step.policy_version},
         } | inside
