@@ -167,8 +167,8 @@ def test_a_step_without_any_row_is_refused(
 def test_rows_of_the_queue_are_the_leaves(
     base: Path, tmp_path: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = recipe(base)
-    held = Held(config, tmp_path, monkeypatch)
+    # A step after a graft never branches: with one hybrid start, another one can.
+    held = Held(recipe(base, "explore.graft.num_hybrid=1"), tmp_path, monkeypatch)
     try:
         uids = held.grow(2)
         requests = {one["request_id"] for one in held.client.asked}
@@ -273,7 +273,9 @@ def test_contract_what_is_overridden_has_not_moved() -> None:
         assert _names(found) == names, path
     base_class = verl_check.TreeWorker.__mro__[1]
     for name, names in WORKER.items():
-        assert _names(getattr(base_class, name)) == names, name
+        # Ray's decorator adds the last one.
+        found = _names(getattr(base_class, name)).removesuffix(" _ray_trace_ctx")
+        assert found == names, name
 
 
 def test_contract_verl_finds_trainer_and_manager_by_name() -> None:
@@ -314,8 +316,9 @@ def test_contract_one_tokens_advantage_gives_that_tokens_gradient(
     row = queue.rows[key]
     num = sum(int(queue.rows[one]["response_mask"].sum()) for one in batch.keys)
     own = held._logprobs(row)[len(row["prompts"]) - 1 + place]
-    # d/dθ of -A ρ / tokens at ρ = 1.
-    (-2.0 * own / num).backward()
+    # d/dθ of -A (1 + m F) ρ / tokens at ρ = 1.
+    shaping = row["extra_fields"]["treegraft"]["shaping"]
+    (-2.0 * shaping * own / num).backward()
     for name, w in held.model.named_parameters():
         if w.grad is not None:
             assert float((got[name] - w.grad).norm()) < 1e-5 * float(w.grad.norm()), name
@@ -428,7 +431,8 @@ def _with_stand_in_of_vllm(patch: pytest.MonkeyPatch) -> Any:
     class Finder:
         @staticmethod
         def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-            if name.partition(".")[0] != "vllm":
+            # verl's own asks for the version of the installed package.
+            if name.partition(".")[0] != "vllm" and name != "verl.third_party.vllm":
                 return None
             from importlib.machinery import ModuleSpec
 
