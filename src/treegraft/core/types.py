@@ -730,8 +730,7 @@ class Trajectory(ShownTrajectory):
     def num_loss_tokens(self) -> int:
         """|y|, the loss tokens of the whole path; of a stored trajectory, those that its agent
         wrote."""
-        is_stored = self.is_stored
-        return sum(len(s.lesson_ids) if is_stored else sum(s.loss_mask) for s in self.steps)
+        return sum(len(s.lesson_ids) if self.is_stored else sum(s.loss_mask) for s in self.steps)
 
     @property
     def token_ids(self) -> list[int]:
