@@ -447,6 +447,8 @@ def _with_stand_in_of_vllm(patch: pytest.MonkeyPatch) -> Any:
         @staticmethod
         def exec_module(module: ModuleType) -> None: ...
 
+    real = metadata.version
+    patch.setattr(metadata, "version", lambda one: "0.24.0" if one == "vllm" else real(one))
     patch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     for name in [
         one for one in sys.modules if one.startswith(("vllm", "verl.workers.rollout.vllm"))
