@@ -2,10 +2,10 @@
 
 Real: verl's configuration, its worker's constructor and `_agent_loop_postprocess`, its columns and
 padding rows, `get_seqlen_balanced_partitions`, `ppo_loss` with its clip and aggregations, the
-registries; TransferQueue and Ray where a test says so. Not real, in `verl_check.py`: the queue (a
+registries, and `vLLMHttpServer.generate`. Not real, in `verl_check.py`: the queue (a
 dict of rows), the client of vLLM servers (our native engine, which gets verl's parameters), actor
 handles (plain objects), the ranks (a loop), the forward pass of the actor (transformers' own, one
-row at a time). Never run: vLLM, FSDP and Megatron, moving weights to servers, verl's `fit`.
+row at a time). Never run: Ray, TransferQueue, vLLM, FSDP and Megatron, moving weights to servers, verl's `fit`.
 """
 
 from __future__ import annotations
@@ -367,12 +367,14 @@ def test_contract_verls_server_reports_entropies(monkeypatch: pytest.MonkeyPatch
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     class Server(of_server.TopReplies, vLLMHttpServer):
+        lora_as_adapter = False
+
         def __init__(self) -> None:
             self.config: Any = _Table(
                 max_model_len=64, full_determinism=False, enable_rollout_routing_replay=False
             )
             self.model_config = SimpleNamespace(processor=None)
-            self.lora_as_adapter, self.replica_rank, self.global_steps = False, 0, 7
+            self.replica_rank, self.global_steps = 0, 7
             self._disaggregation_role, self._pd_decode_peers = "null", []
             self._admitting = 0
             self.engine = replies
