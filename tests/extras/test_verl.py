@@ -5,7 +5,7 @@ padding rows, `get_seqlen_balanced_partitions`, `ppo_loss` with its clip and agg
 registries, and `vLLMHttpServer.generate`. Not real, in `verl_check.py`: the queue (a
 dict of rows), the client of vLLM servers (our native engine, which gets verl's parameters), actor
 handles (plain objects), the ranks (a loop), the forward pass of the actor (transformers' own, one
-row at a time). Never run: Ray, TransferQueue, vLLM, FSDP, Megatron, moving weights to servers, `fit`.
+row at a time). Never run: Ray, TransferQueue, vLLM, FSDP, Megatron, moving weights, `fit`.
 """
 
 from __future__ import annotations
