@@ -8,7 +8,7 @@ CORE_STAMP := $(VENV)/.treegraft-core
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test border printed cluster-test check smoke bench mutants gpu docs audit install clean
+.PHONY: vllm-env verl-env demo figures test border printed cluster-test check smoke bench mutants gpu docs audit install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -131,6 +131,18 @@ else
 	$(VLLM_PYTHON) -m pip install $(VLLM)
 endif
 	@rm -f $(VLLM_ENV)/.treegraft-installed*
+	@touch $@
+
+# An environment of its own for trees inside verl, which wants older versions of transformers and of the hub's client than `dev` has:
+#   .verl-env/bin/python -m pytest tests/extras/test_verl.py
+VERL_ENV := .verl-env
+verl-env: $(VERL_ENV)/.treegraft-installed
+$(VERL_ENV)/.treegraft-installed: constraints-verl.txt pyproject.toml
+	test -x $(VERL_ENV)/bin/python || $(PYTHON) -m venv $(VERL_ENV)
+	$(VERL_ENV)/bin/python -m pip install torch==2.13.0
+	$(VERL_ENV)/bin/python -m pip install -c constraints-verl.txt -e ".[verl,search]" pytest
+# verl and TransferQueue install folders of tests under this name, which ours would be hidden by.
+	rm -rf "$$($(VERL_ENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/tests"
 	@touch $@
 
 clean:

@@ -266,10 +266,11 @@ def test_vllm_is_imported_in_its_plugin_alone() -> None:
     assert users == ["policy.engine.vllm.plugin"]
 
 
-def test_ray_is_imported_in_the_cluster_alone() -> None:
+def test_ray_is_imported_in_the_cluster_and_inside_verl_alone() -> None:
     for module, tree in trees().items():
         uses = any(name.split(".")[0] == "ray" for name in imports(tree, module))
-        assert not uses or under(module, ("extras.ray",)), f"{module} imports ray"
+        is_allowed = under(module, ("extras.ray", "extras.verl"))
+        assert not uses or is_allowed, f"{module} imports ray"
 
 
 def test_torch_distributed_is_imported_where_ranks_learn_alone() -> None:

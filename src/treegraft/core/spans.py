@@ -35,6 +35,8 @@ class _Recording:
         self.place, self.folder = place, folder
         facts: dict[str, str | int] = {"service.name": "treegraft", "treegraft.role": role}
         facts |= {"treegraft.run": Path(folder).name, "process.pid": os.getpid()}
+        # As proposed in open-telemetry/semantic-conventions-genai#88.
+        facts |= {"rl.system": "treegraft", "rl.run.id": Path(folder).name}
         self._provider = TracerProvider(resource=Resource.create(facts))
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter(role)))
         self.tracer = self._provider.get_tracer("treegraft")

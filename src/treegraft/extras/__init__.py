@@ -25,6 +25,8 @@ BUILT_IN = (
     "treegraft.extras.hub.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
+    "treegraft.extras.verl.plugin",
+    "treegraft.extras.formats.plugin",
 )
 """The modules of our own plugins, in the order in which they are loaded."""
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,14 @@ from treegraft.assemble import Parts, assemble, build_own_learner, training_expl
 from treegraft.core.errors import SettingError, first_cause
 from treegraft.core.files import write_atomically
 from treegraft.core.given import GivenObjects, giving
-from treegraft.core.interfaces import CreditRule, Engine, Explorer, Tokenizer, WeightSource
+from treegraft.core.interfaces import (
+    CreditRule,
+    Engine,
+    Explorer,
+    Retriever,
+    Tokenizer,
+    WeightSource,
+)
 from treegraft.core.types import Task, Tree
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
@@ -43,6 +50,7 @@ def grove(
     recipe_or_config: Config | Mapping[str, Any] | str | Path,
     *,
     engine: Engine | None = None,
+    retriever: Retriever | None = None,
     **objects: Unpack[Objects],
 ) -> Grove:
     """Returns what grows trees by a recipe, for `with` or `async with`.
@@ -55,6 +63,8 @@ def grove(
         recipe_or_config: a recipe's path or name, tables of settings, or a `Config`. [run] gives
             the seed alone; [warmup], [replay], [sampler], [eval] and [checkpoint] are `train`'s.
         engine: one of your own, which stays yours to close; None makes the recipe's, and closes it.
+        retriever: finds the steps that are grafted, where the buffer is in another process; None
+            opens the recipe's buffer here.
         objects: Python objects in place of settings, as of `train`.
 
     Raises:
@@ -70,7 +80,8 @@ def grove(
         )
     if missing := missing_packages(config):
         raise SettingError("\n".join(missing.values()), code="packages-missing")
-    return Grove(with_value(config, "tools", with_backend(config.tools)), engine, given)
+    config = with_value(config, "tools", with_backend(config.tools))
+    return Grove(config, given, engine, retriever)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +89,8 @@ class _Held:
     """What lives as long as a grove is open."""
 
     parts: Parts
-    buffer: RolloutBuffer
+    buffer: RolloutBuffer | None
+    """None where a retriever was given."""
     explorer: Explorer
     grower: Grower
     rule: CreditRule | None
@@ -89,7 +101,9 @@ class _Held:
 
 
 @asynccontextmanager
-async def _held(config: Config, engine: Engine | None) -> AsyncIterator[_Held]:
+async def _held(
+    config: Config, engine: Engine | None, retriever: Retriever | None
+) -> AsyncIterator[_Held]:
     """Holds the parts that a recipe asks for."""
     from treegraft.policy.learn.credit import find_credit_rule
 
@@ -98,20 +112,24 @@ async def _held(config: Config, engine: Engine | None) -> AsyncIterator[_Held]:
         parts.check_tasks(parts.train_tasks)
         await parts.try_environment()
         await parts.try_rewards(parts.train_tasks)
-        buffer = RolloutBuffer(config, parts.source)
-        await buffer.check_expert(parts.environments)
         explorer = training_explorer(config, parts.tokenizer)
-        async with buffer.opened(0, parts.scorer, parts.format, parts.environments):
-            book = None
-            if config.loss.lesson_coef and buffer.buffer is not None:
-                from treegraft.traces.demonstrations import book_of
+        async with AsyncExitStack() as stack:
+            buffer = book = None
+            if retriever is None:
+                buffer = RolloutBuffer(config, parts.source)
+                await buffer.check_expert(parts.environments)
+                opened = buffer.opened(0, parts.scorer, parts.format, parts.environments)
+                await stack.enter_async_context(opened)
+                retriever = buffer.retriever
+                if config.loss.lesson_coef and buffer.buffer is not None:
+                    from treegraft.traces.demonstrations import book_of
 
-                book = book_of(config, buffer.buffer, buffer.origin, parts)
+                    book = book_of(config, buffer.buffer, buffer.origin, parts)
             yield _Held(
                 parts=parts,
                 buffer=buffer,
                 explorer=explorer,
-                grower=parts.grower(explorer, retriever=buffer.retriever),
+                grower=parts.grower(explorer, retriever=retriever),
                 rule=rule,
                 book=book,
                 loop=asyncio.get_running_loop(),
@@ -127,10 +145,13 @@ class Grove:
     a Step-Trace Buffer that is made or grown lives in memory.
     """
 
-    def __init__(self, config: Config, engine: Engine | None, given: GivenObjects) -> None:
+    def __init__(self, config: Config, given: GivenObjects, *own: Any) -> None:
         """Keeps the settings and the objects that they lead to; the parts are made at the beginning
-        of the block."""
-        self.config, self._engine, self._given = config, engine, given
+        of the block.
+
+        Args: own: engine and retriever, None for the recipe's.
+        """
+        self.config, self._given, self._own = config, given, own
         self._now: _Held | None = None
         self._value, self._earlier = (0.0, 0.0), list[str]()
         self._closing: Future[None] = Future()
@@ -146,7 +167,7 @@ class Grove:
 
     async def __aenter__(self) -> Self:
         self._refuse_open()
-        self._holding = _held(self.config, self._engine)
+        self._holding = _held(self.config, *self._own)
         with first_cause(), giving(self._given):
             self._now = await self._holding.__aenter__()
         return self
@@ -213,8 +234,9 @@ class Grove:
             future.cancel()
             raise
 
-    async def _there(self, work: Callable[..., Coroutine[Any, Any, Result]], *given: Any) -> Result:
-        """The same, awaited, on whatever loop."""
+    async def arun(self, work: Callable[..., Coroutine[Any, Any, Result]], *given: Any) -> Result:
+        """Returns the result of `work(*given)` on the event loop that this grove lives on, awaited
+        on any other; its parts belong to that one."""
         now = self._open()
         if now.thread == threading.get_ident():
             return await work(*given)
@@ -226,6 +248,16 @@ class Grove:
     def tasks(self) -> Sequence[Task]:
         """The training tasks."""
         return self._open().parts.train_tasks
+
+    @property
+    def parts(self) -> Parts:
+        """All else that the recipe asks for: held-out tasks, format, tools, scorer."""
+        return self._open().parts
+
+    @property
+    def retriever(self) -> Retriever | None:
+        """What finds the steps that are grafted; None where none are."""
+        return self._open().grower.retriever
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -256,7 +288,7 @@ class Grove:
 
     async def agrow(self, tasks: Sequence[Task], number: int) -> list[Tree]:
         """Returns the same as `grow`, awaited."""
-        return await self._there(self._grown, tasks, number)
+        return await self.arun(self._grown, tasks, number)
 
     async def _grown(self, tasks: Sequence[Task], number: int) -> list[Tree]:
         from treegraft.policy.learn.credit import credit_by_entropy, credit_trees
@@ -284,6 +316,8 @@ class Grove:
         """Adds the best trajectories of an update to the buffer, as [buffer.grow] says; nothing
         where buffer.grow.num_best is 0. After learning, so that no tree finds its own steps."""
         now = self._open()
+        if now.buffer is None:
+            return
         added = now.buffer.grow(trees, number)
         if now.book is not None and now.buffer.origin == "self":
             from treegraft.traces.demonstrations import add_lessons
@@ -309,7 +343,7 @@ class Grove:
         found = rollout_metrics(trees)
         found |= unused_metrics(trees, now.explorer, self.config.explore.num_leaves)
         for part in (now.parts, now.grower, now.buffer):
-            found |= part.take_metrics()
+            found |= {} if part is None else part.take_metrics()
         return found
 
     def record(
@@ -360,7 +394,7 @@ class Grove:
 
     async def apublish(self, weights: Weights | None, version: int) -> None:
         """Does the same as `publish`, awaited."""
-        await self._there(self._published, weights, version)
+        await self.arun(self._published, weights, version)
 
     async def _published(self, weights: Any, version: int) -> None:
         from treegraft.policy.publish import hand_over

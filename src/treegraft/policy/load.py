@@ -186,7 +186,7 @@ def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> A
 
 
 def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -200,7 +200,11 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
         if has_weights:
             # Unpacked, since quantized weights cannot be trained.
             if "gguf_file" in shared:
-                shared["quantization_config"] = GgufConfig(dequantize=True)
+                # Versions without it unpack by themselves.
+                with contextlib.suppress(ImportError):
+                    from transformers import GgufConfig
+
+                    shared["quantization_config"] = GgufConfig(dequantize=True)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, **shared
             )

@@ -1,0 +1,56 @@
+"""`treegraft export`: the trees of a run in the format of another project."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treegraft import DataError, SettingError, read_trees
+from treegraft.extras.formats.inspect import write_log
+from treegraft.extras.formats.verifiers import write_traces
+from treegraft.parts import RunReader
+
+FORMATS = {"inspect": ".eval", "verifiers": ".jsonl"}
+"""What there is, and how the names of its files end."""
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="inspect or verifiers.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where files go; RUN/export/FORMAT otherwise."),
+    ] = None,
+) -> None:
+    """Write the trees of a run in the format of another project.
+
+    inspect: an evaluation log for each file of trees; a sample is a task, an epoch one of its
+    leaves. `inspect view` shows it.
+    verifiers: a line for each leaf, a trace with messages, tokens and advantages.
+    """
+    if to not in FORMATS:
+        raise SettingError(
+            f"--to: got '{to}', expected one of {', '.join(FORMATS)}.", code="unknown-export-format"
+        )
+    files = sorted((run / "trees").glob("*.jsonl"))
+    if not files:
+        raise DataError(
+            f"{run}: it has no trees; expected a run folder with files in its folder trees"
+            " (track.record_trees).",
+            code="no-trees-to-export",
+        )
+    model = str(RunReader(run).config().get("model", {}).get("path", "unknown"))
+    folder = out or run / "export" / to
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        trees, path = read_trees(file), folder / f"{file.stem}{FORMATS[to]}"
+        when = datetime.fromtimestamp(file.stat().st_mtime, UTC)
+        if to == "inspect":
+            name = f"{run.resolve().name}-{file.stem}"
+            write_log(path, trees, model=f"treegraft/{model}", name=name, when=when)
+        else:
+            write_traces(path, trees, model=model, when=when)
+        typer.echo(f"{sum(len(tree.leaves) for tree in trees)} trajectories: {path}")

@@ -1,0 +1,157 @@
+"""Trees in the formats of Inspect and verifiers.
+
+The readers of both live in environments of their own. INSPECT_PYTHON and VERIFIERS_PYTHON name
+their Pythons; without them those tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny import tiny
+from typer.testing import CliRunner
+
+from treegraft import Tree, read_trees
+from treegraft import train as train_run
+from treegraft.cli.main import app
+from treegraft.parts import BranchCause, GraftCause
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with branches and grafts."""
+    tables = tiny(
+        run={
+            "num_updates": 1,
+            "tasks_per_update": 4,
+            "name": "made",
+            "seed": 3,
+            "dir": str(tmp_path_factory.mktemp("runs")),
+        },
+        explore={
+            "explorers": ["entropy", "graft"],
+            "num_leaves": 8,
+            "entropy": {"num_starts": 4, "base_prob": 1.0},
+            "graft": {"num_hybrid": 2, "probability": 0.5},
+        },
+        buffer={"path": "expert", "encoder": "hashing", "terminal": "exclude"},
+        eval={"every": 0, "at_start": False, "at_end": False},
+        warmup={"num_steps": 100},
+    )
+    return train_run(tables, display=False).run_dir
+
+
+def exported(run: Path, to: str, folder: Path) -> tuple[Path, list[Tree]]:
+    done = CliRunner().invoke(app, ["export", str(run), "--to", to, "--out", str(folder)])
+    assert done.exit_code == 0, done.output
+    (path,) = folder.iterdir()
+    return path, list(read_trees(run / "trees" / "update-000001.jsonl"))
+
+
+def of_kind(trees: list[Tree], kind: type) -> int:
+    """Steps with a cause of this kind, as often as a leaf lies below them."""
+    return sum(
+        isinstance(step.cause, kind)
+        for tree in trees
+        for path in tree.trajectories()
+        for step in path.steps[1:]
+    )
+
+
+def test_a_log_of_inspect_has_a_sample_for_each_leaf(run: Path, tmp_path: Path) -> None:
+    path, trees = exported(run, "inspect", tmp_path)
+    assert path.name == "update-000001.eval"
+    with zipfile.ZipFile(path) as archive:
+        samples = [
+            json.loads(archive.read(name))
+            for name in archive.namelist()
+            if name.startswith("samples/")
+        ]
+    paths = [one for tree in trees for one in tree.trajectories()]
+    assert len(samples) == len(paths)
+    assert [one["scores"]["reward"]["value"] for one in samples] == [
+        one.leaf.reward for one in paths
+    ]
+    events = [event for one in samples for event in one["events"]]
+    branches = [event for event in events if event["event"] == "branch"]
+    grafts = [event for event in events if event.get("source") == "treegraft: graft"]
+    assert len(branches) == of_kind(trees, BranchCause) > 0
+    assert len(grafts) == of_kind(trees, GraftCause) > 0
+    # A branch begins at an anchor that another leaf of its task has too.
+    anchors = {event["anchor_id"] for event in events if event["event"] == "anchor"}
+    assert {event["from_anchor"] for event in branches} <= anchors | {"0"}
+
+
+def test_traces_of_verifiers_have_the_tokens_of_their_paths(run: Path, tmp_path: Path) -> None:
+    path, trees = exported(run, "verifiers", tmp_path)
+    traces = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    paths = [one for tree in trees for one in tree.trajectories()]
+    assert len(traces) == len(paths)
+    for trace, one in zip(traces, paths, strict=True):
+        nodes: list[dict[str, Any]] = trace["nodes"]
+        assert [node["parent"] for node in nodes] == [None, *range(len(nodes) - 1)]
+        assert [token for node in nodes for token in node["token_ids"]] == one.token_ids
+        assert [bool(m) for node in nodes for m in node["mask"]] == one.loss_mask
+        for node in nodes:
+            assert len(node["logprobs"]) == sum(node["mask"])
+            assert len(node.get("advantages") or []) == sum(node["mask"])
+        assert trace["rewards"]["reward"]["score"] == one.leaf.reward
+        roles = [node["message"]["role"] for node in nodes]
+        assert roles.count("tool") == sum(len(s.content.observations) for s in one.steps)
+
+
+def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["export", str(run), "--to", "elsewhere"])
+    assert "got 'elsewhere', expected one of inspect, verifiers" in str(done.exception)
+    done = CliRunner().invoke(app, ["export", str(tmp_path), "--to", "inspect"])
+    assert "it has no trees" in str(done.exception)
+
+
+READ_INSPECT = """
+import sys
+from inspect_ai.log import read_eval_log, read_eval_log_sample_summaries
+log = read_eval_log(sys.argv[1])
+kinds = [event.event for one in log.samples for event in one.events]
+print(log.status, len(log.samples), len(read_eval_log_sample_summaries(sys.argv[1])),
+      kinds.count("branch"), log.results.scores[0].metrics["mean"].value)
+"""
+READ_VERIFIERS = """
+import sys
+from verifiers.v1.trace import Trace
+traces = [Trace.model_validate_json(line) for line in open(sys.argv[1])]
+print(len(traces), sum(len(one.branches) for one in traces), sum(one.reward for one in traces))
+"""
+
+
+def by(variable: str, code: str, path: Path) -> list[str]:
+    python = os.environ.get(variable)
+    if not python:
+        pytest.skip(f"{variable} names no Python that has the reader")
+    done = subprocess.run(
+        [python, "-c", code, str(path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_inspects_own_reader_reads_the_log(run: Path, tmp_path: Path) -> None:
+    path, trees = exported(run, "inspect", tmp_path)
+    rewards = [leaf.reward for tree in trees for leaf in tree.leaves if leaf.reward is not None]
+    status, samples, summaries, branches, mean = by("INSPECT_PYTHON", READ_INSPECT, path)
+    assert (status, int(samples), int(summaries)) == ("success", len(rewards), len(rewards))
+    assert int(branches) == of_kind(trees, BranchCause)
+    assert float(mean) == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_verifiers_own_class_reads_the_traces(run: Path, tmp_path: Path) -> None:
+    path, trees = exported(run, "verifiers", tmp_path)
+    leaves = [leaf for tree in trees for leaf in tree.leaves]
+    traces, branches, reward = by("VERIFIERS_PYTHON", READ_VERIFIERS, path)
+    assert int(traces) == int(branches) == len(leaves)
+    assert float(reward) == pytest.approx(sum(leaf.reward or 0.0 for leaf in leaves))
