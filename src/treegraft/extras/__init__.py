@@ -32,9 +32,12 @@ BUILT_IN = (
 
 WITH_COMMANDS = (
     "treegraft.extras.data.plugin",
+    "treegraft.extras.search.plugin",
     "treegraft.extras.hub.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
+    "treegraft.extras.verl.plugin",
+    "treegraft.extras.formats.plugin",
 )
 """Those of them that bring commands: the command line lists its commands without loading others."""
 
