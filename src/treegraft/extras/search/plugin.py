@@ -1,28 +1,13 @@
-"""Settings of searches by servers and in the web, and what brings them."""
+"""What brings searches by servers and in the web, and the providers of the latter."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from treegraft.parts import Command, Finding, Plugin, Settings, setting, when
-
-
-class _Tables(Settings):
-    url: str = setting("", idle_unless=when("tools.search.kind", "http"))
-    """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
-    provider: Literal["serper", "brave", "tavily"] = setting(
-        "serper", idle_unless=when("tools.search.kind", "web")
-    )
-    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY or
-    TAVILY_API_KEY."""
-    base_url: str = setting("", idle_unless=when("tools.search.kind", "web"))
-    """For "web": address of the provider or of a proxy that answers like it; empty means the
-    provider's own."""
-    timeout_s: float = setting(20.0, gt=0, idle_unless=when("tools.search.kind", "http", "web"))
-    """For "http" and "web": longest wait for one answer, in seconds."""
+from treegraft.parts import Command, Finding, Plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,5 +102,5 @@ plugin = Plugin(
         )
     },
     findings=_findings,
-    settings={"tools.search": _Tables},
+    settings={"tools.search": "treegraft.extras.search.settings:SearchTables"},
 )
