@@ -31,6 +31,7 @@ BUILT_IN = (
 
 WITH_COMMANDS = (
     "treegraft.extras.data.plugin",
+    "treegraft.extras.search.plugin",
     "treegraft.extras.hub.plugin",
     "treegraft.extras.suites.plugin",
     "treegraft.extras.lab.plugin",
