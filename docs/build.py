@@ -317,7 +317,8 @@ def commands_page() -> str:
     """Returns every command with its arguments and options."""
     import typer
 
-    from treegraft.cli.main import app, loaded_command
+    from treegraft.cli.main import app
+    from treegraft.cli.plugged import loaded_command
     from treegraft.core.plugin import offered
 
     lines, whole = [COMMANDS_HEAD], [*commands(typer.main.get_command(app), "treegraft")]

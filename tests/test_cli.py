@@ -21,6 +21,7 @@ from tests.test_terminal import example_tree
 
 from treegraft import trust
 from treegraft.cli import main as cli
+from treegraft.cli.plugged import loaded_command
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
 from treegraft.core.plugin import offered
 from treegraft.settings.config import known_settings
@@ -127,7 +128,7 @@ def test_there_are_at_most_a_hundred_options() -> None:
         own = sum(one.param_type_name == "option" for one in command.params)
         return own + sum(map(count, getattr(command, "commands", {}).values()))
 
-    brought = [cli.loaded_command(name, one.path) for name, one in offered("commands").items()]
+    brought = [loaded_command(name, one.path) for name, one in offered("commands").items()]
     assert sum(map(count, [typer.main.get_command(cli.app), *brought])) <= 100
 
 

@@ -27,14 +27,15 @@ from tests.test_agents import said, serving
 from tests.tiny import tiny, write_recipe
 
 from treegraft.core.types import Status, Task, Tree
-from treegraft.evals import folder as folders
-from treegraft.evals.folder import EvalFolder
-from treegraft.evals.judge import JudgeSettings, Verdict, messages_for, parse_verdict
-from treegraft.evals.numbers import Verdicts, suite_numbers
-from treegraft.evals.run import Sampling, SuitePlan, SuiteResult, evaluate_suite
-from treegraft.evals.show import print_report
-from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
-from treegraft.evals.versus import compare_evaluations
+from treegraft.extras.suites import folder as folders
+from treegraft.extras.suites.folder import EvalFolder
+from treegraft.extras.suites.judge import JudgeSettings, Verdict, messages_for, parse_verdict
+from treegraft.extras.suites.numbers import Verdicts, suite_numbers
+from treegraft.extras.suites.run import Sampling, SuitePlan, SuiteResult, asked_of, evaluate_suite
+from treegraft.extras.suites.sets import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
+from treegraft.extras.suites.show import print_report
+from treegraft.extras.suites.versus import compare_evaluations
+from treegraft.parts import measuring
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_json import tree_to_json
 from treegraft.settings.config import Config, EvalSettings
@@ -375,7 +376,7 @@ def test_an_evaluation_stopped_twice_equals_one_that_was_not(
     assert json.loads((tmp_path / "cut" / "report.json").read_text())["is_complete"]
     # Nothing is left to do, so no model is loaded.
     monkeypatch.setattr(
-        "treegraft.evals.run.assemble", lambda *_, **__: pytest.fail("loaded a model")
+        "treegraft.evals.measuring.assemble", lambda *_, **__: pytest.fail("loaded a model")
     )
     assert evaluated(agent, tmp_path / "cut").report == whole.report
 
@@ -510,24 +511,21 @@ def test_changed_settings_are_refused(
 ) -> None:
     into = tmp_path / "e"
     plan = SuitePlan(suite="bamboogle,webwalker", data_dir=agent[1], into=into)
-    from treegraft.evals.run import _asked
-    from treegraft.runs.start import open_checkpoint
-
-    config, place = open_checkpoint(agent[0], None, ["engine.max_rows=4"])
+    of = measuring.Subject.of(agent[0], None, ["engine.max_rows=4"])
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
-    EvalFolder.open(into, _asked(config, place, Sampling(2, 1.0)), sets).close()
+    EvalFolder.open(into, asked_of(of, Sampling(2, 1.0)), sets).close()
     with raises_code(code):
         evaluated(agent, into, **how)
 
 
 def test_more_time_is_no_other_evaluation(agent: tuple[Path, Path], tmp_path: Path) -> None:
-    from treegraft.evals.run import _asked
-    from treegraft.runs.start import open_checkpoint
-
     plan = SuitePlan(suite="bamboogle", data_dir=agent[1])
-    slow = open_checkpoint(agent[0], None, ["rollout.deadline_s=7200", "engine.deadline_s=7200"])
-    asked = _asked(*open_checkpoint(agent[0], None, []), Sampling(1, 0.0))
-    assert _asked(*slow, Sampling(1, 0.0)) == asked
+    longer = ["rollout.deadline_s=7200", "engine.deadline_s=7200"]
+    asked, slow = (
+        asked_of(measuring.Subject.of(agent[0], None, overrides), Sampling(1, 0.0))
+        for overrides in ([], longer)
+    )
+    assert slow == asked
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
     # Folders made by 0.3 hold the deadlines.
     EvalFolder.open(tmp_path / "e", {**asked, "rollout.deadline_s": 600.0}, sets).close()

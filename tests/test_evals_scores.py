@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.answer_pairs import COMPUTATION, FROM_DATA, KNOWLEDGE, LIMITS, WEB, Pair
 from tests.corpus import DATA
 
-from treegraft.evals.scores import bootstrap, pass_ks, stratified_bootstrap
-from treegraft.evals.suites import SETS, read_set
+from treegraft.extras.suites.scores import bootstrap, pass_ks, stratified_bootstrap
+from treegraft.extras.suites.sets import SETS, read_set
 from treegraft.rollout.measure import pass_at_k
 from treegraft.tasks.scoring import exact_match_squad, f1, f1_characters, is_correct
 

@@ -104,6 +104,10 @@ def hello(name: str = "you") -> None:
     print(f"hello {name}")
 
 
+def lengths(folders, as_json):
+    print([len((folder / "words.txt").read_text()) for folder in folders], as_json)
+
+
 def disk(config, machine):
     shown = Finding("run.dir", config.run.dir, note=f"{machine.shape.num_layers} layers")
     return [shown] if config.run.dir != "runs" else None
@@ -129,7 +133,11 @@ plugin = Plugin(
     rewards={"short": short},
     environments={"corridor": "mine:corridor"},
     trackers={"lines": TrackerKind(path="mine:Tracker", module="json", install="mine")},
-    commands={"hello": Command(path="mine:hello", help="Say hello.")},
+    commands={
+        "hello": Command(path="mine:hello", help="Say hello."),
+        "eval greetings": Command(path="mine:hello", help="Measure greetings."),
+    },
+    comparisons={"words.txt": "mine:lengths"},
     examinations={"disk": "mine:disk"},
     settings={"explore": Tables},
     checks=(wrong,),
@@ -276,6 +284,16 @@ def test_its_names_are_known_to_commands_errors_and_settings(site: Path) -> None
     assert code == 0 and "Branches after each result." in out
     code, out = treegraft(["config", "demo", 'explorers=["echo"]'], site, TREEGRAFT_PLUGINS="off")
     assert code == 2 and "got 'echo'" in out
+
+
+def test_it_adds_a_command_below_eval_and_compares_its_folders(tmp_path: Path, site: Path) -> None:
+    assert treegraft(["eval", "greetings", "--name", "tree"], site) == (0, "hello tree\n")
+    assert "greetings" not in treegraft(["--help"], site)[1]
+    for name, words in (("a", "one"), ("b", "three")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "words.txt").write_text(words)
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    assert treegraft(["compare", *folders, "--json"], site) == (0, "[3, 5] True\n")
 
 
 def test_its_environment_is_opened_by_name(site: Path) -> None:

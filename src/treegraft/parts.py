@@ -12,11 +12,12 @@ from treegraft.core.lazy import homes, loader
 
 if TYPE_CHECKING:
     from treegraft.algo import losses, objectives
-    from treegraft.assemble import assemble_engine, assemble_training
+    from treegraft.assemble import assemble_engine
     from treegraft.cli import commands
     from treegraft.cli.doctor import Machine
     from treegraft.core import (
         addresses,
+        chat_client,
         errors,
         files,
         interfaces,
@@ -57,15 +58,13 @@ if TYPE_CHECKING:
         ToolCall,
     )
     from treegraft.core.workers import WorkerPool
-    from treegraft.evals import suites
+    from treegraft.evals import measuring
     from treegraft.explore.entropy import EntropyBranching
     from treegraft.explore.independent import Independent
     from treegraft.launch.grove import Grove, grove
     from treegraft.policy.engine import served
-    from treegraft.policy.learn.credit import credit_trees
     from treegraft.policy.learn.learner import Learner
     from treegraft.policy.learn.rows import LeafRow, leaf_rows
-    from treegraft.policy.publish import Publisher
     from treegraft.policy.shapes import ModelShape
     from treegraft.runs import metrics
     from treegraft.runs.display import NoDisplay
@@ -122,7 +121,6 @@ __all__ = [
     "PathView",
     "PlacementKind",
     "Plugin",
-    "Publisher",
     "RestartCause",
     "Retry",
     "RetryCause",
@@ -139,11 +137,10 @@ __all__ = [
     "WorkerPool",
     "addresses",
     "assemble_engine",
-    "assemble_training",
     "best_texts",
     "build_encoder",
+    "chat_client",
     "commands",
-    "credit_trees",
     "errors",
     "fields",
     "files",
@@ -155,6 +152,7 @@ __all__ = [
     "leaf_rows",
     "listener",
     "losses",
+    "measuring",
     "metrics",
     "objectives",
     "open_corpus",
@@ -169,7 +167,6 @@ __all__ = [
     "setting_rows",
     "spans",
     "standalone_page",
-    "suites",
     "value_of",
     "when",
 ]
@@ -177,10 +174,12 @@ __all__ = [
 _HOMES = homes(
     {
         "algo": "losses objectives",
-        "assemble": "assemble_engine assemble_training",
+        "assemble": "assemble_engine",
         "cli": "commands",
         "cli.doctor": "Machine",
-        "core": "addresses errors files interfaces interrupt keyed listener packages spans",
+        "core": (
+            "addresses chat_client errors files interfaces interrupt keyed listener packages spans"
+        ),
         "core.finding": "Finding",
         "core.plugin": (
             "Command ExplorerFacts ExplorerKind OutcomeKind PlacementKind Plugin TrackerKind"
@@ -191,15 +190,13 @@ _HOMES = homes(
             "RestartCause Retry RetryCause Sampling Start Stored StoredCause ToolCall"
         ),
         "core.workers": "WorkerPool",
-        "evals": "suites",
+        "evals": "measuring",
         "explore.entropy": "EntropyBranching",
         "explore.independent": "Independent",
         "launch.grove": "Grove grove",
         "policy.engine": "served",
-        "policy.learn.credit": "credit_trees",
         "policy.learn.learner": "Learner",
         "policy.learn.rows": "LeafRow leaf_rows",
-        "policy.publish": "Publisher",
         "policy.shapes": "ModelShape",
         "runs": "metrics",
         "runs.display": "NoDisplay",

@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from treegraft.core.errors import DataError, ModelError, SettingError
-from treegraft.core.shipped import shipped_recipes
+from treegraft.core.shipped import names_recipe, shipped_recipes
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -162,6 +162,46 @@ def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
     for number, name in enumerate(columns):
         made.add_column(Text(name), justify="left" if number < num_left else "right")
     return made
+
+
+AgentRun = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        autocompletion=complete_run,
+        help="Run folder for its latest checkpoint, a checkpoint, a model's folder, or a recipe for"
+        " its model as training begins.",
+    ),
+]
+AgentRecipe = Annotated[
+    str | None, typer.Option(help="Recipe whose settings are used instead of the run's.")
+]
+
+
+def agent_of(
+    run: str, recipe: str | None, typed: Sequence[str], command: str, chosen: Sequence[str] = ()
+) -> tuple[Path | str | None, Config | None]:
+    """Returns (checkpoint, settings) of RUN; without the one it is a recipe, whose own model is
+    asked, without the other the checkpoint's settings count.
+
+    Args:
+        typed: overrides, of which those that `command`, such as "eval", ignores are refused.
+        chosen: overrides that the command itself makes.
+    """
+    from treegraft.settings.load import load_config, refuse_ignored
+
+    refuse_ignored(typed, command)
+    settings = [*chosen, *typed]
+    if names_recipe(run):
+        if recipe is not None:
+            raise SettingError(
+                f"command line: '{run}' is a recipe, and --recipe names another; give a run or a"
+                " checkpoint before --recipe, or one recipe alone.",
+                code="recipe-twice",
+            )
+        return None, load_config(run, settings)
+    place = run if run.startswith("pypi:") else Path(run)
+    return place, None if recipe is None else load_config(recipe, settings)
 
 
 RecipeOrResume = Annotated[

@@ -15,11 +15,9 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperGroup
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
@@ -38,8 +36,9 @@ from treegraft.cli.commands import (
     table,
 )
 from treegraft.cli.config import show_config
-from treegraft.cli.eval import compare_suites, eval_app
+from treegraft.cli.eval import eval_app
 from treegraft.cli.init import init
+from treegraft.cli.plugged import Plugged
 from treegraft.cli.prune import PRUNED_BEFORE, prune, show
 from treegraft.core.errors import (
     CheckpointError,
@@ -52,7 +51,7 @@ from treegraft.core.errors import (
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
-from treegraft.core.plugin import Command, load_object, offered_commands
+from treegraft.core.plugin import loaded, offered_comparisons
 from treegraft.core.text import plain
 
 NARROWEST = 16
@@ -67,9 +66,8 @@ _RETIRED = {
 _TRUST = "--trust"
 
 
-class _Commands(TyperGroup):
-    """The commands, then those of plugins; an error names what takes the place of an unknown
-    one."""
+class _Commands(Plugged):
+    """The commands; an error names what takes the place of an unknown one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # An option of all commands, wherever it stands.
@@ -77,16 +75,6 @@ class _Commands(TyperGroup):
         if _TRUST in own:
             args = [_TRUST, *(one for one in own if one != _TRUST), *args[len(own) :]]
         return super().parse_args(ctx, args)
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *offered_commands()]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        plugged: Command | None = offered_commands().get(cmd_name)
-        if plugged is None:
-            return super().get_command(ctx, cmd_name)
-        # For the list of commands its sentence is enough; `resolve_command` loads it.
-        return click.Command(cmd_name, help=plugged.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0] if args else ""
@@ -98,24 +86,7 @@ class _Commands(TyperGroup):
                 f" {', '.join(names)}.{hint}",
                 code="unknown-command",
             )
-        plugged = offered_commands().get(name)
-        if plugged is None:
-            return super().resolve_command(ctx, args)
-        return name, loaded_command(name, plugged.path), args[1:]
-
-
-def loaded_command(name: str, path: str) -> Any:
-    """The command of a plugin, from a typer function or a `typer.Typer`."""
-    found = load_object(path)
-    if not isinstance(found, typer.Typer):
-        alone = typer.Typer(
-            add_completion=False,
-            rich_markup_mode=None,
-            context_settings={"help_option_names": ["-h", "--help"]},
-        )
-        alone.command(name)(found)
-        found = alone
-    return typer.main.get_command(found)
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -253,9 +224,10 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Print accuracy and cost of several runs side by side, or two suites item by item."""
-    if any((folder / "eval.json").is_file() for folder in runs):
-        compare_suites(runs, as_json)
-        return
+    for file, comparison in offered_comparisons().items():
+        if any((folder / file).is_file() for folder in runs):
+            loaded(comparison)(runs, as_json)
+            return
     from treegraft.runs.metrics import meaning
     from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 

@@ -217,6 +217,11 @@ class Plugin:
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Keys of metrics, and what each means."""
     commands: Mapping[str, Command] = field(default_factory=dict)
+    """By name; "eval mine" is `treegraft eval mine`."""
+    comparisons: Mapping[str, Any] = field(default_factory=dict)
+    """By a file that marks folders of its kind: what `treegraft compare` calls with folders of
+    which one has that file, and with whether JSON is asked for. Or import paths. Of a plugin with
+    commands."""
     examinations: Mapping[str, Any] = field(default_factory=dict)
     """Sections of `treegraft doctor RECIPE` by their titles: each called with the configuration and
     a `Machine`; returns `Finding`s, in place of the core's section of that title, or None for
@@ -307,6 +312,12 @@ def offered(kind: str) -> Mapping[str, Any]:
 def offered_commands() -> Mapping[str, Command]:
     """Returns the commands of all plugins, by name; of ours, it loads only those that bring one."""
     return plugins("WITH_COMMANDS").offered("commands")
+
+
+def offered_comparisons() -> Mapping[str, Any]:
+    """Returns what `treegraft compare` calls for folders that are no runs, by the file in them; of
+    ours, as `offered_commands`."""
+    return plugins("WITH_COMMANDS").offered("comparisons")
 
 
 def loaded(entry: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Evaluation suites, their scores and reports, and checks of data before any of it is used."""
+"""Agents measured on held-out tasks or asked, and checks of data before any of it is used."""

@@ -57,6 +57,37 @@ class EvalResult:
     evaluation: Evaluation
 
 
+async def independent_trees(
+    parts: Parts,
+    tasks: Sequence[Task],
+    sampling: tuple[int, float],
+    *,
+    pass_name: str,
+    group_prefix: str,
+    watch: Watch,
+    on_tree: Callable[[int, Tree], None],
+) -> list[Tree]:
+    """Returns a tree of independent trajectories for each task.
+
+    Args:
+        sampling: trajectories of each task, and their temperature, 0 for greedy ones.
+        pass_name: another one draws other noise.
+        on_tree: called with the number of trees that are done and the last of them.
+    """
+    num_leaves, temperature = sampling
+    limits = eval_limits(parts.config, temperature=temperature, num_leaves=num_leaves)
+    grower = parts.grower(Independent(), limits)
+    grower.watch = watch
+    return await grower.grow_all(
+        tasks,
+        # The update is no part of it: two policies meet the same draws.
+        noise_key=(parts.config.run.seed, f"eval-{pass_name}"),
+        group_prefix=group_prefix,
+        max_live_trees=parts.num_trees_at_once(num_leaves),
+        on_tree=on_tree,
+    )
+
+
 async def evaluate(
     parts: Parts,
     tasks: Sequence[Task],
@@ -72,26 +103,24 @@ async def evaluate(
         on_progress: called with (trees done, trees in all, the waits under way).
     """
     watch = Watch() if watch is None else watch
-    settings, seed = parts.config.eval, parts.config.run.seed
+    settings = parts.config.eval
     passes = [("greedy", 0.0, 1)] if settings.greedy else []
     if settings.num_samples:
         passes.append(("sampled", settings.temperature, settings.num_samples))
     found: dict[str, list[Tree]] = {}
     for number, (kind, temperature, num_leaves) in enumerate(passes):
-        limits = eval_limits(parts.config, temperature=temperature, num_leaves=num_leaves)
-        grower = parts.grower(Independent(), limits)
-        grower.watch = watch
 
         def report(done: int, _: Tree, number: int = number) -> None:
             if on_progress is not None:
                 on_progress(number * len(tasks) + done, len(passes) * len(tasks), str(watch))
 
-        found[kind] = await grower.grow_all(
+        found[kind] = await independent_trees(
+            parts,
             tasks,
-            # The update is no part of it: two policies meet the same draws.
-            noise_key=(seed, f"eval-{kind}"),
+            (num_leaves, temperature),
+            pass_name=kind,
             group_prefix=f"eval-{update}-{kind}",
-            max_live_trees=parts.num_trees_at_once(num_leaves),
+            watch=watch,
             on_tree=report,
         )
     return Evaluation(greedy=found.get("greedy"), sampled=found.get("sampled"))

@@ -23,6 +23,7 @@ BUILT_IN = (
     "treegraft.extras.search.plugin",
     "treegraft.extras.trackers.plugin",
     "treegraft.extras.hub.plugin",
+    "treegraft.extras.suites.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
     "treegraft.extras.verl.plugin",
@@ -34,6 +35,7 @@ WITH_COMMANDS = (
     "treegraft.extras.data.plugin",
     "treegraft.extras.search.plugin",
     "treegraft.extras.hub.plugin",
+    "treegraft.extras.suites.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
     "treegraft.extras.verl.plugin",
@@ -42,6 +44,7 @@ WITH_COMMANDS = (
 """Those of them that bring commands: the command line lists its commands without loading others."""
 
 MOVED = {
+    "treegraft.evals.suites": "treegraft.extras.suites.sets",
     "treegraft.study": "treegraft.extras.lab.study",
     "treegraft.tasks.arithmetic": "treegraft.extras.tasks.arithmetic",
     "treegraft.tasks.sokoban": "treegraft.extras.environments.sokoban.tasks",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
-from treegraft.parts import errors, fields, packages, readers, suites
+from treegraft.parts import errors, fields, packages, readers
 
 NEAR = 0.7
 """Share of word sequences from which two questions are near-duplicates."""
@@ -23,6 +23,8 @@ SHINGLE_WORDS = 3
 NUM_PERMUTATIONS = 128
 LONG_REFERENCE_CHARS = 300
 """Longer references are hardly answers."""
+MARKS = {"gsm8k": "####"}
+"""By a file's name: the mark behind which its references stand."""
 
 _PLACEHOLDERS = frozenset(
     {"none", "null", "nan", "n/a", "na", "unknown", "todo", "?", "-", "[]", "{}"}
@@ -147,25 +149,14 @@ def check_data(
     )
 
 
-def _columns(rule: suites.SetRule | None) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the columns where question and reference are looked for, those of the file's set
-    first."""
-    first = (rule.question, rule.reference) if rule else ((), ())
-    return (*first[0], *fields.QUESTION_COLUMNS), (*first[1], *fields.REFERENCE_COLUMNS)
-
-
-def _rule(name: str) -> suites.SetRule | None:
-    """Returns the rule of the set that a file is named after."""
-    return suites.SETS.get(Path(name).stem)
-
-
 # ---------------------------------------------------------------------- defects
 
 
 def _read(name: str, question: str | None, reference: str | None) -> tuple[FileDefects, list[Item]]:
-    rule = _rule(name)
-    questions, references = _columns(rule)
-    wanted = ([question] if question else questions, [reference] if reference else references)
+    wanted = (
+        [question] if question else fields.QUESTION_COLUMNS,
+        [reference] if reference else fields.REFERENCE_COLUMNS,
+    )
     found, items, columns = fields.Defects(), list[Item](), set[str]()
     used = ["", ""]
     num_rows = 0
@@ -184,7 +175,7 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
         ]
         text = fields.question_text(asked[1]) if asked else ""
         answers = fields.accepted_answers(accepted[1]) if accepted else ()
-        answers = fields.after_mark(answers, rule.after if rule else None)
+        answers = fields.after_mark(answers, MARKS.get(Path(name).stem))
         if asked and fields.is_nested(asked[1]) and not fields.are_messages(asked[1]):
             found.add("question that is a list or an object", row.number, repr(asked[1]))
         elif not text.strip():
@@ -392,7 +383,7 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
             filled = lengths.setdefault(column, [])
             if value not in (None, "", [], ()):
                 filled.append(len(str(value)))
-        for place, names in enumerate(_columns(_rule(name))):
+        for place, names in enumerate((fields.QUESTION_COLUMNS, fields.REFERENCE_COLUMNS)):
             if used[place] is None and (found := fields.find_value(row.values, names)):
                 used[place] = found[0]
         if first <= row.number < first + num:

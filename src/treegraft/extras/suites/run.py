@@ -4,28 +4,16 @@ where it stopped."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from treegraft.assemble import Parts, assemble, eval_limits
-from treegraft.core.errors import SettingError
-from treegraft.core.interfaces import Display
-from treegraft.core.interrupt import Interrupted, Stop, run_to_end
-from treegraft.core.types import Task, Tree
-from treegraft.evals.folder import EvalFolder, is_finished
-from treegraft.evals.judge import Judge, JudgeSettings
-from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
-from treegraft.evals.scores import suite_scorer
-from treegraft.evals.suites import MEASURES, EvalSet, load_sets, parse_names
-from treegraft.explore.independent import Independent
-from treegraft.rollout.watch import Watch
-from treegraft.runs.display import NoDisplay
-from treegraft.runs.start import open_agent
-from treegraft.settings.config import Config, settings_with
-from treegraft.settings.load import refuse_sampling
-from treegraft.tasks.fields import nested_columns
-from treegraft.tasks.rewards import answer_of
+from treegraft import Config, SettingError, Task, Tree
+from treegraft.extras.suites.folder import EvalFolder, is_finished
+from treegraft.extras.suites.judge import Judge, JudgeSettings
+from treegraft.extras.suites.numbers import SuiteNumbers, Verdicts, suite_numbers
+from treegraft.extras.suites.sets import MEASURES, EvalSet, load_sets, parse_names
+from treegraft.parts import NoDisplay, interfaces, interrupt, measuring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +89,7 @@ def evaluate_suite(
     config: Config | None = None,
     overrides: Sequence[str] = (),
     *,
-    display: Display | None = None,
+    display: interfaces.Display | None = None,
 ) -> SuiteResult:
     """Returns the numbers of a checkpoint on the sets of a plan; trees, verdicts and report.json
     are in its folder.
@@ -123,11 +111,8 @@ def evaluate_suite(
     """
     # All that can be refused comes before the folder is made and the model loaded.
     names = parse_names(plan.suite)
-    config, place = open_agent(checkpoint, config, overrides)
-    sampling = Sampling.of(config)
-    if config.eval.greedy:
-        reason = "trajectories are greedy; add eval.greedy=false"
-        refuse_sampling(overrides, reason, "eval.num_samples")
+    agent = measuring.Subject.of(checkpoint, config, overrides)
+    sampling = Sampling.of(agent.config)
     judge = None if plan.judge is None else Judge(plan.judge)
     sets = load_sets(
         names,
@@ -136,13 +121,13 @@ def evaluate_suite(
         shuffle_seed=plan.shuffle_seed,
         as_papers=any(one.strip() in MEASURES for one in plan.suite.split(",")),
     )
-    subject = str(config.model.path if checkpoint is None else checkpoint)
-    asked = _asked(config, place, sampling)
-    folder = EvalFolder.open(plan.into or default_folder(subject, place), asked, sets)
+    subject = str(agent.config.model.path if checkpoint is None else checkpoint)
+    at = plan.into or default_folder(subject, agent.model_path)
+    folder = EvalFolder.open(at, asked_of(agent, sampling), sets)
     try:
         # Reads the trees so far, which may be damaged.
-        work = _Suite(config, place, plan, sampling, sets, folder, display or NoDisplay())
-        is_stopped = run_to_end(work.main(judge), on_interrupt=work.stop.ask)
+        work = _Suite(agent, plan, sampling, sets, folder, display or NoDisplay())
+        is_stopped = interrupt.run_to_end(work.main(judge), on_interrupt=work.stop.ask)
         # Also after a stop: the numbers of the finished items.
         report = work.report(subject)
         if report is not None:
@@ -166,27 +151,10 @@ def default_folder(subject: str, place: Path | str | None) -> Path:
     return Path("evals") / subject.rstrip("/").replace(":", "-").rpartition("/")[2]
 
 
-def _asked(config: Config, place: Path | str | None, sampling: Sampling) -> dict[str, Any]:
+def asked_of(agent: measuring.Subject, sampling: Sampling) -> dict[str, Any]:
     """Returns everything that a trajectory depends on, by name."""
-    from treegraft.core.files import file_checksum
-
-    no_matter = settings_with("ignored_by_eval", "same_answers")
-    values = {
-        name: value
-        for name, value in nested_columns(config.model_dump(mode="json"))
-        if not isinstance(value, Mapping) and not name.startswith(no_matter)
-    }
-    weights = str(place or config.model.path)
-    if isinstance(place, Path):
-        # Their contents, since a training that goes on may write others under the same name.
-        kinds = (".safetensors", ".bin", ".gguf")
-        files = sorted(file for file in place.iterdir() if file.suffix in kinds)
-        weights = " ".join(f"{file.name}:{file_checksum(file)[:16]}" for file in files)
-    return values | {
-        "weights": weights,
-        "samples": sampling.num_samples,
-        "temperature": sampling.temperature,
-    }
+    own = {"samples": sampling.num_samples, "temperature": sampling.temperature}
+    return agent.facts() | own
 
 
 class _Suite:
@@ -194,18 +162,17 @@ class _Suite:
 
     def __init__(
         self,
-        config: Config,
-        place: Path | str | None,
+        agent: measuring.Subject,
         plan: SuitePlan,
         sampling: Sampling,
         sets: Sequence[EvalSet],
         folder: EvalFolder,
-        display: Display,
+        display: interfaces.Display,
     ) -> None:
-        self._config, self._place, self._plan, self._sampling = config, place, plan, sampling
+        self._agent, self._plan, self._sampling = agent, plan, sampling
         self._sets, self._folder, self._display = sets, folder, display
-        self.stop = Stop()
-        self._watch = Watch()
+        self.stop = interrupt.Stop()
+        self._watch = agent.watch
         self._verdicts = folder.verdicts()
         self.trees: dict[str, dict[str, Tree]] = {}
         for one in sets:
@@ -223,7 +190,7 @@ class _Suite:
                 await self.stop.interruptible(
                     self._all(judge), waits_on=self._watch, on_heartbeat=warn
                 )
-        except Interrupted:
+        except interrupt.Interrupted:
             return True
         return False
 
@@ -238,21 +205,14 @@ class _Suite:
         }
         # A call that only judges, or only reports, loads no model.
         if tasks := [task for one in left.values() for task in one]:
-            async with assemble(self._config, model_path=self._place) as parts:
-                parts.check_prompts(tasks)
-                scorer = suite_scorer(self._config.reward.deadline_s, parts.format.written_text)
-                scored = replace(parts, scorer=scorer)
+            async with self._agent.opened(tasks) as parts:
                 for one in self._sets:
                     if left[one.name]:
-                        await self._run_set(one, left[one.name], scored)
+                        await self._run_set(one, left[one.name], parts)
         if judge is not None:
             await self._judge(judge)
 
-    async def _run_set(self, one: EvalSet, left: Sequence[Task], parts: Parts) -> None:
-        config, (num_samples, temperature) = self._config, self._sampling
-        limits = eval_limits(config, temperature=temperature, num_leaves=num_samples)
-        grower = parts.grower(Independent(), limits)
-        grower.watch = self._watch
+    async def _run_set(self, one: EvalSet, left: Sequence[Task], parts: measuring.Parts) -> None:
         num_before = len(one.tasks) - len(left)
 
         def keep(done: int, tree: Tree) -> None:
@@ -260,19 +220,16 @@ class _Suite:
             self.trees[one.name][tree.task.id] = tree
             self._display.phase(one.name, num_before + done, len(one.tasks), str(self._watch))
 
-        await grower.grow_all(
-            left,
-            # The update is no part of it: two checkpoints meet the same draws.
-            noise_key=(config.run.seed, "eval-suite"),
-            group_prefix="eval",
-            max_live_trees=parts.num_trees_at_once(num_samples),
-            on_tree=keep,
-        )
+        await self._agent.grow(parts, left, self._sampling, keep)
 
     async def _judge(self, judge: Judge) -> None:
         trees = [tree for trees in self.trees.values() for tree in trees.values()]
         paths = [path for tree in trees for path in tree.trajectories()]
-        asked = [(path.task, answer) for path in paths if (answer := answer_of(path)) is not None]
+        asked = [
+            (path.task, answer)
+            for path in paths
+            if (answer := measuring.answer_of(path)) is not None
+        ]
 
         def keep(row: Mapping[str, str]) -> None:
             self._folder.add_verdict(row)
@@ -301,5 +258,5 @@ class _Suite:
             checkpoint=subject,
             temperature=self._sampling.temperature,
             num_samples=self._sampling.num_samples,
-            seed=self._config.run.seed,
+            seed=self._agent.config.run.seed,
         )

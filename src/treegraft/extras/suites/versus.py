@@ -9,13 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.types import Tree
-from treegraft.evals.folder import EvalFolder
-from treegraft.evals.numbers import Verdicts, correctness, item_means, main_measure, main_score
-from treegraft.evals.scores import Interval, bootstrap, stratified_bootstrap
-from treegraft.evals.suites import SETS
-from treegraft.tasks.rewards import answer_of
+from treegraft import DataError, Tree
+from treegraft.extras.suites.folder import EvalFolder
+from treegraft.extras.suites.numbers import (
+    Verdicts,
+    correctness,
+    item_means,
+    main_measure,
+    main_score,
+)
+from treegraft.extras.suites.scores import Interval, bootstrap, stratified_bootstrap
+from treegraft.extras.suites.sets import SETS
+from treegraft.parts import errors, measuring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +84,7 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
     held = [folder.asked()["sets"] for folder in folders]
     common = [name for name in held[0] if name in held[1]]
     if not common:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"'{before}' holds {', '.join(held[0]) or 'no set'} and '{after}'"
             f" {', '.join(held[1]) or 'no set'}; expected a set that both hold.",
             code="no-common-set",
@@ -146,8 +151,8 @@ def _compare_set(
             reference=old.task.reference,
             before=share_before,
             after=share_after,
-            answer_before=answer_of(old.trajectories()[0]),
-            answer_after=answer_of(new.trajectories()[0]),
+            answer_before=measuring.answer_of(old.trajectories()[0]),
+            answer_after=measuring.answer_of(new.trajectories()[0]),
         )
         for old, new, share_before, share_after in zip(*trees, *shares, strict=True)
     ]

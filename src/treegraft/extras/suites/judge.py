@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from treegraft.core.chat_client import ChatClient, ChatError
-from treegraft.core.errors import EngineError
-from treegraft.core.types import Task
+from treegraft import Task
+from treegraft.parts import chat_client, errors
 
 MAX_ANSWER_CHARS = 4000
 """Longer answers are cut before they are judged."""
@@ -110,7 +109,7 @@ class Judge:
     def __init__(self, settings: JudgeSettings) -> None:
         """Raises SettingError for a url that is no http(s) address."""
         self.settings = settings
-        self._client = ChatClient(
+        self._client = chat_client.ChatClient(
             settings.url,
             settings.model,
             option="--judge",
@@ -161,18 +160,20 @@ class Judge:
             if on_progress is not None:
                 on_progress(done, len(pairs))
 
-        refusal: ChatError | None = None
+        refusal: chat_client.ChatError | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for key, (task, answer) in pairs.items():
                     group.create_task(ask(key, task, answer))
-        except* ChatError as errors:
+        except* chat_client.ChatError as failures:
             # Raised below: an exception raised here would come out wrapped in a group.
-            refusal = next(error for error in errors.exceptions if isinstance(error, ChatError))
+            refusal = next(
+                error for error in failures.exceptions if isinstance(error, chat_client.ChatError)
+            )
         finally:
             await self._client.close()
         if refusal is not None:
-            raise EngineError(
+            raise errors.EngineError(
                 f"--judge {self.settings.url}: {refusal}; {done} of {len(pairs)} answers were"
                 " judged and are kept. Expected a server that answers chat completions; mend it,"
                 " and the same command goes on.",

@@ -14,12 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.core.keyed import keyed_int
-from treegraft.core.types import Task
-from treegraft.rollout.formats.markup import boxed
-from treegraft.tasks.fields import Defects, accepted_answers, after_mark, find_value, question_text
-from treegraft.tasks.readers import FILE_TYPES, BadRow, read_rows
+from treegraft import DataError, SettingError, Task
+from treegraft.parts import errors, fields, keyed, measuring, readers
 
 Measure = Literal["math", "f1", "judge"]
 
@@ -211,7 +207,7 @@ def parse_names(text: str) -> dict[str, str | None]:
             raise SettingError(
                 f"evaluation sets: got '{part}'; expected sets ({', '.join(SETS)}), groups"
                 f" ({', '.join(GROUPS)}), or NAME=FILE to read a set from another"
-                f" place.{nearest(name, [*SETS, *GROUPS])}",
+                f" place.{errors.nearest(name, [*SETS, *GROUPS])}",
                 code="unknown-set",
             )
     if not chosen:
@@ -278,13 +274,15 @@ def find_source(name: str, data_dir: Path | None) -> str:
             code="set-folder-missing",
         )
     held = sorted(
-        one.name for one in data_dir.iterdir() if one.suffix in FILE_TYPES or one.is_dir()
+        one.name for one in data_dir.iterdir() if one.suffix in readers.FILE_TYPES or one.is_dir()
     )
-    places = [data_dir / f"{name}{end}" for end in FILE_TYPES]
+    places = [data_dir / f"{name}{end}" for end in readers.FILE_TYPES]
     # ARPO's release has folders of other cases, and HLE in top.json.
     folders = [data_dir / one for one in held if one.lower() == name]
     stems = ("test", name, "top")
-    places += [one / f"{stem}{end}" for one in folders for stem in stems for end in FILE_TYPES]
+    places += [
+        one / f"{stem}{end}" for one in folders for stem in stems for end in readers.FILE_TYPES
+    ]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise DataError(
@@ -304,11 +302,11 @@ def read_set(
     Raises:
         DataError: no usable row; or as `read_rows` does.
     """
-    rule, defects, columns = SETS[name], Defects(), set[str]()
+    rule, defects, columns = SETS[name], fields.Defects(), set[str]()
     tasks: list[Task] = []
     number = -1
-    for number, row in enumerate(read_rows(source, "test")):
-        if isinstance(row, BadRow):
+    for number, row in enumerate(readers.read_rows(source, "test")):
+        if isinstance(row, readers.BadRow):
             defects.add("that cannot be read", number)
             continue
         columns |= set(row.values)
@@ -328,7 +326,7 @@ def read_set(
         )
     if shuffle_seed is not None:
         # By a key of each task alone, so that rows added to the file do not reorder the others.
-        tasks.sort(key=lambda task: keyed_int(shuffle_seed, "eval-order", task.id))
+        tasks.sort(key=lambda task: keyed.keyed_int(shuffle_seed, "eval-order", task.id))
     notes = defects.sentences()
     if num is not None and num > len(tasks):
         notes.append(f"{len(tasks)} rows are all it has; {num} were asked for")
@@ -345,25 +343,28 @@ def read_set(
 def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
     """Returns the row as a task, or the reason why it is of no use."""
     for column in rule.must_be_blank:
-        if (blank := find_value(values, [column])) and str(blank[1] or "").strip():
+        if (blank := fields.find_value(values, [column])) and str(blank[1] or "").strip():
             return "with a picture or file"
-    if rule.canary and (password := find_value(values, [rule.canary])) and password[1]:
+    if rule.canary and (password := fields.find_value(values, [rule.canary])) and password[1]:
         try:
             values = decrypted(values, (*rule.question, *rule.reference), str(password[1]))
         except ValueError:
             return "that cannot be decrypted"
-    question, level = find_value(values, rule.question), find_value(values, rule.level)
-    text = question_text(question[1]) if question else ""
+    question, level = (
+        fields.find_value(values, rule.question),
+        fields.find_value(values, rule.level),
+    )
+    text = fields.question_text(question[1]) if question else ""
     if not text.strip():
         return "without a question"
-    found = find_value(values, rule.reference)
+    found = fields.find_value(values, rule.reference)
     # A copy of the set may hold the bare reference already.
-    accepted = after_mark(accepted_answers(found[1]) if found else (), rule.after)
-    if not accepted and (solution := find_value(values, rule.boxed)):
-        accepted = (boxed(str(solution[1])) or "",)
+    accepted = fields.after_mark(fields.accepted_answers(found[1]) if found else (), rule.after)
+    if not accepted and (solution := fields.find_value(values, rule.boxed)):
+        accepted = (measuring.boxed(str(solution[1])) or "",)
     for column in rule.aliases:
-        if further := find_value(values, [column]):
-            accepted += accepted_answers(further[1])
+        if further := fields.find_value(values, [column]):
+            accepted += fields.accepted_answers(further[1])
     reference = tuple(dict.fromkeys(filter(None, accepted)))
     if not reference:
         return "without a reference"

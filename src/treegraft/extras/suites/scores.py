@@ -9,10 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from treegraft.core.types import Trajectory
-from treegraft.tasks import scoring
-from treegraft.tasks.reward_calls import WrittenText
-from treegraft.tasks.rewards import RewardScorer, answer_reward
+from treegraft import Trajectory
 
 NUM_RESAMPLES = 10_000
 """Draws of a bootstrap."""
@@ -27,24 +24,6 @@ class Interval:
     mean: float
     low: float
     high: float
-
-
-def suite_scorer(deadline_s: float, written_text: WrittenText) -> RewardScorer:
-    """Returns the scorer of evaluated trees: reward parts "em", "f1" and "match", and whether the
-    answer is correct.
-
-    em and f1 are SQuAD's, f1 with Chinese characters as words; match is `is_correct`: exact match,
-    or equal mathematics. The reward is match.
-    """
-    return RewardScorer(
-        [
-            ("em", answer_reward(scoring.exact_match_squad), 0.0),
-            ("f1", answer_reward(scoring.f1_characters), 0.0),
-            ("match", answer_reward(scoring.is_correct), 1.0),
-        ],
-        written_text=written_text,
-        deadline_s=deadline_s,
-    )
 
 
 def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:

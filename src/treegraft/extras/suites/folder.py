@@ -17,19 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import (
-    LineFile,
-    parse_json,
-    storage_fault,
-    write_atomically,
-)
-from treegraft.core.types import Status, Tree
-from treegraft.evals.suites import EvalSet
-from treegraft.runs.record import RunFolder
-from treegraft.runs.tree_json import parse_tree, tree_to_json
-from treegraft.settings.config import settings_with
-from treegraft.settings.load import without_removed
+from treegraft import DataError, Status, Tree
+from treegraft.extras.suites.sets import EvalSet
+from treegraft.parts import errors, files, measuring
 
 FORMAT_VERSION = 1
 
@@ -42,7 +32,7 @@ class EvalFolder:
         self.report_path = path / "report.json"
         self.judge_path = path / "judge.jsonl"
         self._asked_path = path / "eval.json"
-        self._lock = RunFolder(path)
+        self._lock = measuring.RunFolder(path)
 
     @classmethod
     def open(cls, path: Path, asked: Mapping[str, Any], sets: Sequence[EvalSet]) -> EvalFolder:
@@ -82,7 +72,7 @@ class EvalFolder:
                 )
         if changed:
             more = [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"evaluation '{path}' was begun with other settings:"
                 f" {'; '.join((*changed[:5], *more))}. Numbers of two settings cannot be mixed:"
                 " give the same ones to go on, or name another folder with --into.",
@@ -91,8 +81,8 @@ class EvalFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                f"evaluation '{path}' cannot be made ({storage_fault(error) or error}). Name"
+            raise errors.CheckpointError(
+                f"evaluation '{path}' cannot be made ({files.storage_fault(error) or error}). Name"
                 " another folder with --into.",
                 code="evaluation-not-made",
             ) from error
@@ -100,9 +90,9 @@ class EvalFolder:
         try:
             # Only after the lock: another process may be writing that very line.
             for lines in (folder.judge_path, *map(folder.trees_path, wanted)):
-                LineFile(lines).drop_cut()
+                files.LineFile(lines).drop_cut()
             data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}
-            write_atomically(
+            files.write_atomically(
                 folder._asked_path,
                 json.dumps(data, indent=1, ensure_ascii=False, sort_keys=True) + "\n",
             )
@@ -118,18 +108,13 @@ class EvalFolder:
             CheckpointError: the folder is no evaluation.
         """
         try:
-            data = parse_json(self._asked_path.read_bytes())
+            data = files.parse_json(self._asked_path.read_bytes())
             if data["format_version"] != FORMAT_VERSION:
                 raise ValueError(
                     f"format version {data['format_version']}, expected {FORMAT_VERSION}"
                 )
             # A folder of an earlier version holds settings that no longer count.
-            no_matter = settings_with("ignored_by_eval", "same_answers")
-            asked = {
-                name: value
-                for name, value in without_removed(data["asked"]).items()
-                if not name.startswith(no_matter)
-            }
+            asked = measuring.Subject.that_count(data["asked"])
             sets = {
                 str(name): {
                     "digest": one["digest"],
@@ -141,7 +126,7 @@ class EvalFolder:
             return {"asked": asked, "sets": sets}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             reason = "it has no eval.json" if isinstance(error, FileNotFoundError) else str(error)
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"'{self.path}' is not the folder of an evaluation ({reason}); expected one"
                 " that `treegraft eval suite ... --into FOLDER` made.",
                 code="evaluation-folder-invalid",
@@ -163,7 +148,9 @@ class EvalFolder:
         path = self.trees_path(name)
         for number, line in self._lines(path):
             try:
-                tree = parse_tree(line.encode("utf-8", "surrogatepass"), f"'{path}', line {number}")
+                tree = measuring.parse_tree(
+                    line.encode("utf-8", "surrogatepass"), f"'{path}', line {number}"
+                )
             except DataError as error:
                 raise DataError(
                     f"{error}; expected one that this evaluation wrote. Remove the line, and its"
@@ -175,17 +162,17 @@ class EvalFolder:
 
     def _lines(self, path: Path) -> Iterator[tuple[int, str]]:
         try:
-            yield from LineFile(path).lines()
+            yield from files.LineFile(path).lines()
         except (OSError, ValueError) as error:
             raise DataError(
-                f"'{path}' could not be read ({storage_fault(error) or error}); put back a copy of"
-                " it, or remove it: its items run again.",
+                f"'{path}' could not be read ({files.storage_fault(error) or error}); put back a"
+                " copy of it, or remove it: its items run again.",
                 code="file-unreadable",
             ) from error
 
     def add_tree(self, name: str, tree: Tree) -> None:
         """Writes a tree; it is on the disk when this returns."""
-        LineFile(self.trees_path(name)).append(tree_to_json(tree))
+        files.LineFile(self.trees_path(name)).append(measuring.tree_to_json(tree))
 
     # ------------------------------------------------------------------ verdicts
 
@@ -194,7 +181,7 @@ class EvalFolder:
         found: dict[str, str] = {}
         for number, line in self._lines(self.judge_path):
             try:
-                row = parse_json(line)
+                row = files.parse_json(line)
                 found[str(row["key"])] = str(row["verdict"])
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
@@ -213,22 +200,24 @@ class EvalFolder:
         if not self.report_path.exists():
             return None
         try:
-            model: str | None = parse_json(self.report_path.read_bytes()).get("judge_model")
+            model: str | None = files.parse_json(self.report_path.read_bytes()).get("judge_model")
         except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"'{self.report_path}' could not be read ({storage_fault(error) or error}). The"
-                " command that made this evaluation writes it again.",
+            raise errors.CheckpointError(
+                f"'{self.report_path}' could not be read ({files.storage_fault(error) or error})."
+                " The command that made this evaluation writes it again.",
                 code="evaluation-unreadable",
             ) from error
         return model
 
     def add_verdict(self, row: Mapping[str, str]) -> None:
         """Writes a verdict: "key", "verdict", and question, answer and reply for people."""
-        LineFile(self.judge_path).append(json.dumps(row, ensure_ascii=True))
+        files.LineFile(self.judge_path).append(json.dumps(row, ensure_ascii=True))
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Writes report.json."""
-        write_atomically(self.report_path, json.dumps(report, indent=1, ensure_ascii=True) + "\n")
+        files.write_atomically(
+            self.report_path, json.dumps(report, indent=1, ensure_ascii=True) + "\n"
+        )
 
     def close(self) -> None:
         """Lets other processes work here."""

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treegraft.core.text import plain
-from treegraft.evals.numbers import SetNumbers, SuiteNumbers
-from treegraft.evals.scores import Interval
-from treegraft.evals.versus import Comparison
+from treegraft.extras.suites.numbers import SetNumbers, SuiteNumbers
+from treegraft.extras.suites.scores import Interval
+from treegraft.extras.suites.versus import Comparison
+from treegraft.parts import plain
 
 MAX_FLIPS = 10
 """Items of each kind that a table names; the JSON names all."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from treegraft.core.types import Status, Trajectory, Tree
-from treegraft.evals.judge import Verdict, verdict_key
-from treegraft.evals.scores import (
+from treegraft import Status, Trajectory, Tree
+from treegraft.extras.suites.judge import Verdict, verdict_key
+from treegraft.extras.suites.scores import (
     Interval,
     bootstrap,
     calls_by_tool,
@@ -18,9 +18,8 @@ from treegraft.evals.scores import (
     pass_ks,
     stratified_bootstrap,
 )
-from treegraft.evals.suites import GROUPS, MEASURES, EvalSet, SetRule
-from treegraft.rollout.measure import pass_at_k
-from treegraft.tasks.rewards import answer_of
+from treegraft.extras.suites.sets import GROUPS, MEASURES, EvalSet, SetRule
+from treegraft.parts import measuring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,7 @@ class Verdicts:
 
     def of(self, path: Trajectory) -> str | None:
         """Returns the verdict on a trajectory; None without an answer or a verdict."""
-        if (answer := answer_of(path)) is None:
+        if (answer := measuring.answer_of(path)) is None:
             return None
         return self.by_key.get(verdict_key(self.model, path.task, answer))
 
@@ -110,7 +109,7 @@ class SuiteNumbers:
     mean: Interval
     """Unweighted mean of the sets' scores."""
     groups: dict[str, Interval]
-    """The same of each group of `evals.suites` whose sets are all here, in the measures of its
+    """The same of each group of `sets.GROUPS` whose sets are all here, in the measures of its
     paper, unless it is all there is and says the same."""
     is_complete: bool
     """Every item of every set has been run."""
@@ -191,7 +190,7 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         score_completed=statistics.fmean(completed) if completed else None,
         **parts,
         pass_at={
-            k: statistics.fmean(pass_at_k(num, right, k) for num, right in counts)
+            k: statistics.fmean(measuring.pass_at_k(num, right, k) for num, right in counts)
             for k in pass_ks(num_samples)
         },
         tool_calls_mean=num_calls / len(paths),
