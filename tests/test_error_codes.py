@@ -22,6 +22,12 @@ CODES = {one.code for one in RAISED}
 KINDS = {one.kind for one in RAISED} | {"TreegraftError"}
 
 READ = """
+extras/test_verl test_no_recipe_and_other_versions_are_refused
+extras/test_verl test_refused_among_verls_arguments
+extras/test_verl_rows test_kl_beside_unequal_weights_is_refused
+extras/test_verl_rows test_other_versions_of_verl_are_refused
+extras/test_verl_rows test_refused_in_a_recipe
+extras/test_verl_rows test_sampled_entropies_are_refused_beside_grafts
 distributed/test_own_ranks test_a_rank_that_never_comes_is_named
 distributed/test_own_ranks test_python_starts_them_as_well
 distributed/test_plan test_the_number_of_ranks_is_checked
