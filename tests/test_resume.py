@@ -71,7 +71,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
         7,
         "before",
     ),
-    "an old checkpoint half removed": ("treegraft.runs.checkpoint:shutil.rmtree", 30, "before"),
+    "an old checkpoint half removed": ("treegraft.core.files:shutil.rmtree", 30, "before"),
     "all done but the end": ("treegraft.runs.run:RunResult", 1, "before"),
 }
 RARE = {

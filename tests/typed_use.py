@@ -54,7 +54,6 @@ from treegraft.parts import (
     Learner,
     NoDisplay,
     Start,
-    credit_trees,
     grove,
     interfaces,
     leaf_rows,
@@ -164,7 +163,7 @@ def learned(engine: ScriptedEngine, device: torch.device) -> torch.Tensor:
         assert_type(my_grove, Grove)
         trees = my_grove.grow(my_grove.tasks[:2], 1)
         learner: Learner = my_grove.learner
-        trees, metrics = learner.learn(credit_trees(trees, my_grove.config))
+        trees, metrics = learner.learn(trees)
         assert_type(metrics, dict[str, float])
         my_grove.publish(learner.weights(), 1)
         rows: list[LeafRow] = leaf_rows(trees, my_grove.config)

@@ -39,8 +39,9 @@ from treegraft.extras.trl.arguments import VLLM as VLLM_ONLY
 from treegraft.extras.trl.arguments import check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
 from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
-from treegraft.parts import BranchCause, Grove, RunReader, credit_trees, setting_rows
+from treegraft.parts import BranchCause, Grove, RunReader, setting_rows
 from treegraft.parts import recipe as recipe_files
+from treegraft.policy.learn.credit import credit_trees
 
 # transformers renames its own arguments, and TRL still says the old names.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

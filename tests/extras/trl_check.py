@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from treegraft import Config, Status, Tree, load_config
 from treegraft.extras.trl import TreeGRPOTrainer, grpo_config
-from treegraft.parts import GraftCause, Learner, credit_trees
+from treegraft.parts import GraftCause, Learner
+from treegraft.policy.learn.credit import credit_trees
 
 RAPO: Mapping[str, Any] = {
     "run": {"num_updates": 2, "tasks_per_update": 2, "seed": 11},
