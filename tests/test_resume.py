@@ -32,6 +32,7 @@ from treegraft.policy.learn.learner import Learner
 from treegraft.runs.checkpoint import latest_checkpoint, read_state
 from treegraft.runs.display import PlainDisplay
 from treegraft.runs.record import RunFolder, read_metrics
+from treegraft.runs.trust import trust
 from treegraft.train import RunResult, sft, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +72,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
         7,
         "before",
     ),
-    "an old checkpoint half removed": ("treegraft.core.files:shutil.rmtree", 30, "before"),
+    "an old checkpoint half removed": ("treegraft.runs.checkpoint:remove_folder", 5, "before"),
     "all done but the end": ("treegraft.runs.run:RunResult", 1, "before"),
 }
 RARE = {
@@ -254,6 +255,10 @@ def test_a_run_of_0_7_goes_on(tmp_path: Path) -> None:
             data["checksum"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
             state.write_text(json.dumps(data))
     longer = {"name": "a", "dir": str(tmp_path), "num_updates": 2}
+    # They have no mark of this user's, or one of other settings: once they are asked about.
+    with raises_code("folder-untrusted"):
+        train(tiny(run=longer), resume=run.run_dir)
+    trust(run.run_dir)
     assert train(tiny(run=longer), resume=run.run_dir)
     assert "trees/update-000002.jsonl" not in differing(tmp_path / "long", run.run_dir)
 
