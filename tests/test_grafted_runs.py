@@ -202,7 +202,7 @@ def test_a_file_of_trajectories_is_imported_into_the_runs_own_buffer(tmp_path: P
 
     path.write_text('{"question": "r1 of e1 ?"}\n')
     text = refused(tmp_path, settings)
-    assert "traces.jsonl, line 1: neither messages, steps, text nor output" in text
+    assert "traces.jsonl, line 1: neither messages, conversations, steps, text nor output" in text
     assert "there is no file" in refused(tmp_path, {**settings, "path": f"{path}x.jsonl"})
 
 

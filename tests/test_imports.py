@@ -245,7 +245,7 @@ def test_a_broken_line_is_named_and_the_others_are_imported(tmp_path: Path) -> N
         b'{"question": ': "not JSON: Expecting value at column 13",
         b"\xff\xfe": "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
         b"[1]": "a list, expected an object",
-        b'{"question": "q"}': "neither messages, steps, text nor output",
+        b'{"question": "q"}': "neither messages, conversations, steps, text nor output",
         b'{"text": "<answer>1</answer>"}': "no 'question'",
         b'{"question": " ", "text": "<answer>1</answer>"}': "an empty question",
         b'{"question": 7, "text": "<answer>1</answer>"}': "question is 7, expected text",

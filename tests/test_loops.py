@@ -106,7 +106,7 @@ def files(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         file.relative_to(folder).as_posix(): file.read_bytes()
         for file in folder.rglob("*")
-        if file.is_file() and file.name != "state.json"
+        if file.is_file() and file.name not in ("state.json", ".trust")
     }
     settings = json.loads(found["treegraft/config.json"])
     settings["run"]["dir"] = ""

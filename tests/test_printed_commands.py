@@ -41,6 +41,8 @@ ELSEWHERE = {
     r"torchrun": "several ranks; tests/distributed/test_train.py trains on them",
     r"python examples/own_": "tests/test_examples.py runs them",
     r"python -m verl\.": "a command of verl, which is not installed",
+    r"treegraft verl-": "tests/extras/test_verl_rows.py writes files and arguments",
+    r"python -m benchmarks\.trl": "minutes; tests/extras/test_trl.py trains",
     r"treegraft cluster": "several processes of Ray; tests/cluster runs it",
     r"treegraft profile runs/spread": "spans of a cluster; tests/test_spans.py prints them",
     r"treegraft eval suite \S+ (arpo|web|rapo)": "a hub's sets; tests/test_eval_suites.py",
@@ -201,7 +203,9 @@ def treegraft(words: list[str], _: pytest.MonkeyPatch) -> None:
         assert {*(given["only"] or ())} <= {*known.worlds, *known.arms}
     recipe = given.get("recipe")
     is_run = given.get("resume") or (recipe and recipe.startswith("runs/"))
-    if recipe and not is_run and recipe != "recipe.toml":  # that of `treegraft init`, in its folder
+    if (
+        recipe and not is_run and recipe not in ("recipe.toml", "agent.toml")
+    ):  # that of `treegraft init`, in its folder
         taken = [word for word in overrides if not word.startswith("buffer.build.")]
         loads(recipe, *taken, smoke=bool(given.get("smoke")))
 
@@ -254,6 +258,13 @@ def python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return None
     if name == "benchmarks.speed":
         return speed(arguments)
+    if name == "benchmarks.trl":
+        from benchmarks.trl import app
+
+        command: Any = typer.main.get_command(app)
+        _, command, rest = command.resolve_command(click.Context(command), arguments)
+        command.parse_args(click.Context(command), rest)
+        return None
     parse = argparse.ArgumentParser.parse_args
 
     def only_parse(self: Any, args: Any = None, namespace: Any = None) -> Any:

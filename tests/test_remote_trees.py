@@ -38,6 +38,8 @@ GRAFTING: Mapping[str, Any] = {
     "explore": {"explorers": ["graft"], "num_leaves": 4, "graft": {"num_hybrid": 3}},
     "buffer": {"path": "expert", "encoder": "hashing", "random_prob": 0.2}
     | {"grow": {"num_best": 2}},
+    # An agent that now and then answers well, so that the buffer grows.
+    "warmup": {"batch_size": 12},
 }
 
 

@@ -353,7 +353,7 @@ def test_which_server_is_slow_by_hand(
     speeds: list[tuple[float, float] | None], slow: list[int]
 ) -> None:
     settings = load_config(tiny()).engine
-    many = Fleet([Server(str(n), None) for n in range(3)], settings, {})  # type: ignore[arg-type]
+    many = Fleet([Server(str(n), None) for n in range(3)], settings, {}, False)  # type: ignore[arg-type]
     for _ in range(fleet.SLOW_LOOKS):
         assert not many.num_drained
         for member, speed in zip(many.members, speeds, strict=True):

@@ -46,6 +46,7 @@ from treegraft import (
     shared_advantages,
     token_scores,
     train,
+    trust,
 )
 from treegraft.parts import (
     Grove,
@@ -144,6 +145,7 @@ def looked_at(result: RunResult) -> None:
     assert_type(result.metrics["eval/accuracy"], float)
     assert_type(result.evaluations[0]["accuracy"], float)
     assert_type(result.checkpoint, Path)
+    trust(result.run_dir)
     print(RunResult.read(result.run_dir), len(result.history.frame()))
     for tree in [*result.trees(), *read_trees(result.run_dir)]:
         assert_type(tree, Tree)

@@ -52,6 +52,7 @@ def import_settings() -> bool:
     module.ConfigDict = dict  # type: ignore[attr-defined]
     module.TypeAdapter = TypeAdapter  # type: ignore[attr-defined]
     module.Field = lambda default=..., **_: FieldInfo(default)  # type: ignore[attr-defined]
+    module.field_validator = lambda *_: lambda method: method  # type: ignore[attr-defined]
     # No table of plugins: settings are those of the core.
     module.create_model = lambda name, *, __base__, **_: __base__  # type: ignore[attr-defined]
     fields.FieldInfo = FieldInfo  # type: ignore[attr-defined]
