@@ -81,6 +81,8 @@ class Fetched(HTMLParser):
         self.found += [value for name, value in attrs if value and name == LOADS.get(tag)]
 
 
+# Two minutes; `make smoke` runs it, and with it .ci/run.
+@pytest.mark.slow
 def test_tables_of_studies_are_those_of_their_runs(builder: ModuleType) -> None:
     with_tables = [page for page in PAGES.values() if "<!-- table: " in page]
     assert with_tables

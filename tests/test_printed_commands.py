@@ -203,9 +203,8 @@ def treegraft(words: list[str], _: pytest.MonkeyPatch) -> None:
         assert {*(given["only"] or ())} <= {*known.worlds, *known.arms}
     recipe = given.get("recipe")
     is_run = given.get("resume") or (recipe and recipe.startswith("runs/"))
-    if (
-        recipe and not is_run and recipe not in ("recipe.toml", "agent.toml")
-    ):  # that of `treegraft init`, in its folder
+    # That of `treegraft init`, in its folder, and one of the reader's own.
+    if recipe and not is_run and recipe not in ("recipe.toml", "agent.toml"):
         taken = [word for word in overrides if not word.startswith("buffer.build.")]
         loads(recipe, *taken, smoke=bool(given.get("smoke")))
 

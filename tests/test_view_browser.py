@@ -282,6 +282,7 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     assert "entropy rose by 0.25" in text(page, "article.step.branch") and "leaf=1" in query(page)
     page.keyboard.press("j")
     page.wait_for_selector(".pathpane[data-leaf='2']")
+    page.wait_for_selector(".part.result.error")
     assert "no such entity" in text(page, ".part.result.error")
     refused = (
         "after the result of search entropy did not change against the start of the trajectory"

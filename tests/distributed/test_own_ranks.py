@@ -62,6 +62,8 @@ def job(tmp_path: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], It
         process.stdout.close()
 
 
+# `make smoke` runs it, and with it .ci/run.
+@pytest.mark.slow
 def test_ctrl_c_saves_and_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
     with job(tmp_path, "demo", "run.num_updates=500", *SMALL) as (process, lines):
         next(line for line in lines if line.startswith("update 1/"))
