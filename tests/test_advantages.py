@@ -70,12 +70,12 @@ def test_reinforce_plus_plus_by_hand() -> None:
         pytest.approx([-math.sqrt(0.75)] * 2),
     ]
     assert [g.tolist() for g in whitened([[2.0], []], [[3], []], has_baseline=False)] == [[0.0], []]
-    # A leaf without a loss token makes no difference among those that have some.
-    found = whitened([[1.0, 1.0, 0.0]], [[3, 2, 0]], has_baseline=False)
-    assert [g.tolist() for g in found] == [[0.0, 0.0, 0.0]]
     # A leaf without tokens does not count: the others are all equal.
     found = whitened([[1, 1], [5]], [[2, 2], [0]], has_baseline=False)
     assert [g.tolist() for g in found] == [[0.0, 0.0], [0.0]]
+    # Nor where it comes first.
+    found = whitened([[5, 1, 1]], [[0, 2, 2]], has_baseline=False)
+    assert [g.tolist() for g in found] == [[0.0, 0.0, 0.0]]
 
 
 def test_refusals() -> None:
