@@ -48,7 +48,7 @@ test: install
 border: install
 	rm -rf build/core && mkdir -p build/core && cp -r src/treegraft build/core && rm -rf build/core/treegraft/extras
 	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/test_%.py)
-BORDER := files names rapo explore loop pack tools buffer rewards evals_scores health view assemble train
+BORDER := files names rapo explore loop pack tools buffer rewards preflight health view assemble train
 
 # Each of the papers' recipes, each study and each benchmark of speed, in miniature; the notebooks; tables of studies; own ranks.
 smoke: install
