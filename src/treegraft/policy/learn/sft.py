@@ -131,9 +131,19 @@ class Demonstrations:
         else:
             places = range(step * size, (step + 1) * size)
             chosen = [self._stored[self._place(place)] for place in places]
-            # Those that were not looked at are left out when their turn comes.
-            chosen = [one for one in chosen if not self._misfit(one)] or chosen
-        return [self._demonstrate(task, steps, (step, n)) for n, (task, steps) in enumerate(chosen)]
+        trees: list[Tree] = []
+        fault: DataError | None = None
+        for task, steps in chosen:
+            try:
+                trees.append(self._demonstrate(task, steps, (step, len(trees))))
+            except DataError as error:
+                # A stored one that was not looked at is left out when its turn comes.
+                if self._stored is None:
+                    raise
+                fault = error
+        if fault is not None and not trees:
+            raise fault
+        return trees
 
     def _misfit(self, one: Demonstration) -> str:
         """Which demonstration the format cannot write, and why; empty where it can."""
