@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 
 # One thread unless a test says otherwise: the models are tiny, and two threads that wait for each
 # other on a busy machine take five times as long. Read by torch when it is imported, here and in
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["TREEGRAFT_TRUST_KEY"] = f"{tempfile.gettempdir()}/treegraft-tests-{os.getuid()}/key"
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 from tests.smollm2 import SHARED
 
@@ -54,6 +56,15 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group() -> Iterator[None]:
+    """The test that leaves torch's default process group fails, not the next one that needs it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left torch.distributed's default process group initialised")
 
 
 # A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose
