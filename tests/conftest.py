@@ -58,13 +58,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.fixture(autouse=True)
-def _leaves_no_process_group() -> Iterator[None]:
-    """The test that leaves torch's default process group fails, not the next one that needs it."""
+def _leaves_no_group_of_processes() -> Iterator[None]:
+    """The test that leaves torch's process group or torchrun's variables behind fails, not the next
+    one that trips over them."""
+    before = {name: os.environ.get(name) for name in TORCHRUN}
     yield
-    if dist.is_initialized():
+    left = {name: os.environ.get(name) for name in TORCHRUN if os.environ.get(name) != before[name]}
+    for name in left:
+        os.environ.pop(name, None)
+    is_joined = dist.is_initialized()
+    if is_joined:
         dist.destroy_process_group()
-        pytest.fail("the test left torch.distributed's default process group initialised")
+    assert not left and not is_joined, f"left behind: {left}, a process group: {is_joined}"
 
 
 # A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose

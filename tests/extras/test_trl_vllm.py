@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,8 +36,11 @@ def one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install(monkeypatch.setattr)
+    # TRL sets torchrun's variables for vLLM; a later trainer here would join a group by them.
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module")
