@@ -50,9 +50,9 @@ border: install
 	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/test_%.py)
 BORDER := files names rapo explore loop pack tools buffer rewards preflight health view assemble train
 
-# Each of the papers' recipes, each study and each benchmark of speed, in miniature; the notebooks; tables of studies; own ranks.
+# What takes long from end to end: recipes of papers, studies, benchmarks, notebooks, pages, ranks, the viewer at every width.
 smoke: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k "smoke_test or test_bench.py or tables_of_studies or own_ranks" tests/test_recipe_files.py tests/test_study.py tests/test_bench.py tests/test_notebooks.py tests/test_docs.py tests/distributed/test_own_ranks.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m smoke
 
 # Every command of the pages, run in miniature: a quarter of an hour.
 printed: install

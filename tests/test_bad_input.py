@@ -441,6 +441,7 @@ def halve(path: Path) -> None:
         ("treegraft/state.json", Path.unlink, "there is no treegraft/state.json"),
     ],
 )
+@pytest.mark.smoke
 def test_damaged_checkpoints(
     file: str, damage: Callable[[Path], None], part: str, treegraft: Command, copy: Path
 ) -> None:

@@ -257,7 +257,7 @@ def test_update(tmp_path: Path) -> None:
     assert "share ratio 3.33 (96 of 320 tokens)" in rows[0]["what"]  # 32 + 8 x 8 and 8 x (32 + 8)
 
 
-@pytest.mark.slow  # trains each method; the other tests train them too
+@pytest.mark.smoke  # trains each method; the other tests train them too
 def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without TRL its row is left out; the methods are compared."""
     monkeypatch.delenv("TREEGRAFT_TRL_PYTHON", raising=False)
@@ -265,7 +265,7 @@ def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["what"].partition(",")[0] for row in rows} == {"RAPO", "ARPO"} and len(rows) == 6
 
 
-@pytest.mark.slow  # loads an encoder; tests of the buffer and of encoders compare the same numbers
+@pytest.mark.smoke  # loads an encoder; tests of the buffer and of encoders compare the same numbers
 def test_buffer(tmp_path: Path) -> None:
     rows = bench(tmp_path, "buffer")["rows"]
     assert [row["unit"] for row in rows] == [
@@ -462,6 +462,7 @@ assert gc.isenabled() and sum(recorder.looks[ROLLOUT].values()) > 0
 """
 
 
+@pytest.mark.smoke
 def test_looks_do_not_hang_where_threads_end_and_garbage_takes_its_time() -> None:
     result = subprocess.run(
         [sys.executable, "-c", HANGS], capture_output=True, text=True, check=False
@@ -469,7 +470,7 @@ def test_looks_do_not_hang_where_threads_end_and_garbage_takes_its_time() -> Non
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow  # three processes, each of which loads torch
+@pytest.mark.smoke  # three processes, each of which loads torch
 def test_update_memory(tmp_path: Path) -> None:
     rows = bench(tmp_path, "update", "--only", "memory bfloat16")["rows"]
     assert [row["unit"] for row in rows] == ["MB", "MB"]

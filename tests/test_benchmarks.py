@@ -51,6 +51,7 @@ def small_demo(tmp_path: Path) -> Iterator[Path]:
     logging.disable(disabled)
 
 
+@pytest.mark.smoke
 def test_seeds_of_the_demo_are_what_its_commands_give(
     small_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

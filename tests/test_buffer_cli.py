@@ -211,6 +211,7 @@ def test_a_server_that_went_down_is_an_error_after_the_counts(
     assert "Traceback" not in told
 
 
+@pytest.mark.smoke
 def test_a_checkpoint_answers(
     treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

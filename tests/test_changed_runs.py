@@ -31,6 +31,8 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.run_buffer import OWN_FILE
 from treegraft.train import train
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:

@@ -81,8 +81,7 @@ class Fetched(HTMLParser):
         self.found += [value for name, value in attrs if value and name == LOADS.get(tag)]
 
 
-# Two minutes; `make smoke` runs it, and with it .ci/run.
-@pytest.mark.slow
+@pytest.mark.smoke  # two minutes
 def test_tables_of_studies_are_those_of_their_runs(builder: ModuleType) -> None:
     with_tables = [page for page in PAGES.values() if "<!-- table: " in page]
     assert with_tables
@@ -90,6 +89,7 @@ def test_tables_of_studies_are_those_of_their_runs(builder: ModuleType) -> None:
         assert builder.with_tables(page) == page, "run: python docs/build.py --tables"
 
 
+@pytest.mark.smoke
 def test_every_page_is_built_and_fetches_nothing(site: Path, builder: ModuleType) -> None:
     names = {path.name.replace(".md", ".html") for path in DOCS} | {
         f"reference/{name}.html" for name in builder.references()
@@ -154,6 +154,7 @@ def test_pages_in_a_browser(site: Path) -> None:
     )
 
 
+@pytest.mark.smoke
 def test_a_bad_link_fails_the_build(builder: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip(
         "zensical", reason="zensical is not installed: pip install 'treegraft[docs]'"

@@ -158,6 +158,7 @@ def test_stopped_and_resumed_is_as_if_nothing_had_happened(done: Path, tmp_path:
     ] == []
 
 
+@pytest.mark.smoke
 def test_eval_and_run_open_environments_of_their_own(done: Path) -> None:
     result = evaluate_checkpoint(done)
     assert result.metrics["eval/failed_frac"] == 0 and "eval/environment_reward" in result.metrics

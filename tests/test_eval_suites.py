@@ -344,6 +344,7 @@ def test_a_damaged_evaluation_is_left_to_others(agent: tuple[Path, Path], tmp_pa
     folder.release()
 
 
+@pytest.mark.smoke
 def test_an_evaluation_stopped_twice_equals_one_that_was_not(
     agent: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +382,7 @@ def test_an_evaluation_stopped_twice_equals_one_that_was_not(
     assert evaluated(agent, tmp_path / "cut").report == whole.report
 
 
+@pytest.mark.smoke
 def test_a_killed_evaluation_goes_on(agent: tuple[Path, Path], tmp_path: Path) -> None:
     command = [
         *("treegraft", "eval", "suite", str(agent[0]), "bamboogle,webwalker"),

@@ -270,6 +270,7 @@ ALL = (*RUN_FILES, *EVAL_FILES, *DATA_FILES)
 
 @given(damaged=damages(ALL))
 @settings(max_examples=12, derandomize=True, **QUIET)
+@pytest.mark.smoke
 def test_damage_is_told(material: Path, damaged: tuple[str, Any]) -> None:
     check(material, damaged)
 

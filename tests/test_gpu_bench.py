@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
 @pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.smoke
 def test_each_part_runs_and_writes_its_rows(part: int, tmp_path: Path) -> None:
     assert gpu.main([str(part), "--tiny", "--out", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / f"part-{part}.jsonl").open()]
@@ -45,6 +46,7 @@ sys.exit(code)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
+@pytest.mark.smoke
 def test_a_machine_without_pydantic(tmp_path: Path) -> None:
     """Part 4 with engine, learner and models alone, in a process that cannot import it."""
     done = subprocess.run(

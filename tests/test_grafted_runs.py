@@ -169,6 +169,7 @@ def test_an_encoder_that_cannot_be_loaded_is_refused_before_the_run(tmp_path: Pa
     )
 
 
+@pytest.mark.smoke
 def test_a_growing_run_resumes_without_the_file_that_it_copied(tmp_path: Path) -> None:
     path = made(tmp_path / "b.sqlite", TRACE)
     growing = {"path": str(path), "encoder": "hashing", "grow": {"num_best": 1}}
@@ -179,6 +180,7 @@ def test_a_growing_run_resumes_without_the_file_that_it_copied(tmp_path: Path) -
     assert train(settings, resume=first.run_dir).metrics["buffer/num_traces"] >= 1
 
 
+@pytest.mark.smoke
 def test_a_file_of_trajectories_is_imported_into_the_runs_own_buffer(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     steps = [
@@ -219,6 +221,7 @@ def test_a_buffer_that_is_not_there_or_without_the_source_is_refused(tmp_path: P
     assert "buffer.path" in refused(tmp_path, {"path": "", "encoder": "hashing"}, SettingError)
 
 
+@pytest.mark.smoke
 def test_a_buffer_of_another_task_family_is_used_and_harmless(tmp_path: Path) -> None:
     """Nothing about sums helps with search; the run goes on, and similarity shows it."""
     sums = [

@@ -35,6 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.smoke
 def test_the_project_is_trained_and_passes_its_tests(project: Path, tmp_path: Path) -> None:
     overrides = ["num_updates=1", "warmup.num_steps=40", "warmup.lr_warmup_steps=0", "num_eval=4"]
     done = train(load_config("recipe.toml", overrides))

@@ -273,6 +273,7 @@ def test_a_bad_answer_fails_its_own_call_and_no_other() -> None:
     assert [one.is_error for one in seen] == [False, True] * 3 + [False]
 
 
+@pytest.mark.smoke
 def test_a_storm_of_restarts_ends(caplog: pytest.LogCaptureFixture) -> None:
     """A server that lists its tools once and then never starts again."""
     flag = (
@@ -304,6 +305,7 @@ def test_a_storm_of_restarts_ends(caplog: pytest.LogCaptureFixture) -> None:
     assert "its last line on stderr: not again" in told[1]
 
 
+@pytest.mark.smoke
 def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCaptureFixture) -> None:
     tools = build_tools(with_servers([over_stdio(max_restarts=1, tools=["crash", "about"])]), ())
     assert [tool.name for tool in tools] == ["crash", "about"]

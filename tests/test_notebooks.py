@@ -64,7 +64,7 @@ def executed(name: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
     return printed, [one.data for one in outputs if one.output_type != "stream"]
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_smoke_test_of_a_first_agent(tmp_path: Path) -> None:
     printed, results = executed("first_agent", tmp_path)
     (run,) = (tmp_path / "runs").iterdir()
@@ -78,7 +78,7 @@ def test_smoke_test_of_a_first_agent(tmp_path: Path) -> None:
     assert "\rwarm-up " in printed and "finished runs/" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -103,7 +103,7 @@ def kernel(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     made.shutdown_kernel(now=True)
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_smoke_test_of_an_interrupted_kernel(kernel: tuple[Any, Any], tmp_path: Path) -> None:
     """It saves, says how to go on, and does."""
     manager, client = kernel

@@ -97,6 +97,7 @@ def test_an_index_shows_authors_papers_and_a_page_without_dead_links(wheel: Path
     assert "[Quick start]" not in page and "Quick start" in page
 
 
+@pytest.mark.smoke
 def test_the_demo_is_trained_viewed_and_reported_without_the_repository(
     treegraft: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
@@ -110,6 +111,7 @@ def test_the_demo_is_trained_viewed_and_reported_without_the_repository(
     assert reported.returncode == 0 and "runs/first/report.html" in reported.stdout, reported.stderr
 
 
+@pytest.mark.smoke
 def test_a_recipe_of_the_repository_leads_to_the_shipped_one(
     treegraft: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

@@ -117,6 +117,7 @@ def with_core_alone(code: str, cwd: Path) -> str:
     return run.stdout
 
 
+@pytest.mark.smoke
 def test_the_demo_runs_and_the_core_imports_with_required_packages_alone(tmp_path: Path) -> None:
     """The demo first, in the same process."""
     modules = [one for one in FILES if one and is_core(one) and one not in OF_OTHERS]

@@ -244,6 +244,7 @@ load_config("demo", ['explorers=["axpo"]'])
 # ---------------------------------------------------------------------- a package from outside
 
 
+@pytest.mark.smoke
 def test_a_plugin_in_a_wheel_of_its_own_extends_a_run(tmp_path: Path, site: Path) -> None:
     """An explorer with settings and a check, a way to compare outcomes, a reward and a tracker,
     against the public face alone."""

@@ -316,6 +316,7 @@ def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
     assert best == {task: min(len(before[task, "0"]), len(before[task, "1"])) for task in questions}
 
 
+@pytest.mark.smoke
 def test_an_interrupted_pruning_goes_on_and_gives_the_same(
     treegraft: Run, agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,13 @@ def test_the_marked_sections_are_found() -> None:
     assert sum(map(len, runnable().values())) == marked
 
 
-@pytest.mark.parametrize("place", runnable())
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=() if place.startswith("README") else pytest.mark.smoke)
+        for place in runnable()
+    ],
+)
 def test_section_runs(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +234,7 @@ def test_the_table_of_the_demo_is_that_of_its_runs() -> None:
         assert row.endswith(f" {min(seeds):.0f} to {max(seeds):.0f} %")
 
 
+@pytest.mark.smoke
 def test_the_table_of_results_is_that_of_its_studies(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,7 +157,7 @@ def check_smoke(name: str, run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PAPERS],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.smoke) for name in PAPERS],
 )
 def test_the_smoke_test_of_a_papers_recipe_trains_an_update(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

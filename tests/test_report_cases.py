@@ -203,6 +203,7 @@ def test_foreign_text_cannot_leave_its_place(tmp_path: Path) -> None:
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
 )
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 400)])
+@pytest.mark.smoke
 def test_the_page_in_a_browser(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
     # A tree with a graft and a branch among the trajectories, and texts that are markup.
     hostile = [asked(n, True, question=one) for n, one in enumerate(INJECTIONS)]

@@ -89,6 +89,7 @@ def test_without_matplotlib_it_says_what_to_install(
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
 )
+@pytest.mark.smoke
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: pip install playwright"

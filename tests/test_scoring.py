@@ -210,6 +210,7 @@ def test_many_threads_share_the_pool() -> None:
     assert verdicts == [True] * 8
 
 
+@pytest.mark.smoke
 def test_a_killed_worker_is_replaced() -> None:
     pool = math_pool.MathPool(num_workers=1)
     try:

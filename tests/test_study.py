@@ -354,6 +354,7 @@ def ran(path: Path, out: Path, **options: Any) -> list[str]:
 
 
 @pytest.mark.usefixtures("loaded_workers")
+@pytest.mark.smoke
 def test_a_study_is_run_and_finds_itself_done(tmp_path: Path) -> None:
     path = written(tmp_path, SMALL.replace("pairs = 2", "pairs = 1"))
     assert len(ran(path, tmp_path / "out", minutes=0)) == 0
@@ -837,7 +838,7 @@ def test_lines_have_the_settings_that_this_study_names(tmp_path: Path, study: Co
     assert "expected the file of a study" in study(str(shared), "--lines")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_the_smoke_test_of_each_study_runs(path: Path, tmp_path: Path) -> None:
     """Every kind of job: warm-ups, buffers built and pruned, training, imitation, one after the

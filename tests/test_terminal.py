@@ -391,6 +391,7 @@ def test_streams_closed_before_the_start_are_stood_in_for(closed: str, tmp_path:
     assert int((tmp_path / "opened").read_text()) > 2
 
 
+@pytest.mark.smoke
 def test_training_goes_on_without_standard_output(tmp_path: Path) -> None:
     own = {"name": "a", "dir": str(tmp_path), "num_updates": 1}
     recipe = tmp_path / "recipe.json"

@@ -27,6 +27,8 @@ from treegraft.runs.tree_json import tree_to_json
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 
+pytestmark = pytest.mark.smoke
+
 RECIPE = ROOT / "recipes" / "toolstar.toml"
 
 ALMOST = {

@@ -172,6 +172,7 @@ def plainly_served(root: Path) -> Iterator[str]:
 
 
 @needs_chromium
+@pytest.mark.smoke
 def test_every_page_of_a_bundle_opens(browser: Any, home: Path, tmp_path: Path) -> None:
     root = write_bundle(open_runs([home]), tmp_path / "copy", updates="1,2").path
     page = browser.new_page(viewport={"width": 1280, "height": 800})

@@ -223,6 +223,7 @@ def test_long_lists_are_paged_and_say_what_is_equal(page: Any, address: str) -> 
         for theme in ("light", "dark")
     ],
 )
+@pytest.mark.smoke
 def test_every_page_fits_every_width(page: Any, address: str, width: int, theme: str) -> None:
     page.set_viewport_size({"width": width, "height": HEIGHTS[width]})
     for name, place in VIEWS.items():

@@ -73,6 +73,7 @@ NOTHING: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.smoke
 def test_nothing_overlaps_or_is_cut(page: Any, address: str, shape: str) -> None:
     open_tree(page, address, shape)
     resize(page, LAPTOP)

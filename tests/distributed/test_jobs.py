@@ -65,6 +65,7 @@ def updates(folder: Path) -> list[int]:
     return [json.loads(line)["update"] for line in lines]
 
 
+@pytest.mark.smoke
 def test_a_killed_rank_ends_the_job_and_fewer_ranks_go_on(tmp_path: Path) -> None:
     with job(tmp_path, "demo", "run.num_updates=500", *SMALL) as (_, ranks, lines):
         next(line for line in lines if line.startswith("update 2/"))

@@ -62,8 +62,7 @@ def job(tmp_path: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], It
         process.stdout.close()
 
 
-# `make smoke` runs it, and with it .ci/run.
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_ctrl_c_saves_and_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
     with job(tmp_path, "demo", "run.num_updates=500", *SMALL) as (process, lines):
         next(line for line in lines if line.startswith("update 1/"))
@@ -85,6 +84,7 @@ def test_ctrl_c_saves_and_nothing_listens_beyond_loopback(tmp_path: Path) -> Non
     assert updates(tmp_path / "run") == list(range(done + 2))
 
 
+@pytest.mark.smoke
 def test_a_killed_rank_is_named_and_none_outlives_the_first(tmp_path: Path) -> None:
     with job(tmp_path, "demo", "run.num_updates=500", *SMALL) as (process, lines):
         next(line for line in lines if line.startswith("update 1/"))
@@ -102,6 +102,7 @@ def test_a_killed_rank_is_named_and_none_outlives_the_first(tmp_path: Path) -> N
             time.sleep(0.1)
 
 
+@pytest.mark.smoke
 def test_python_starts_them_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     settings = tiny(

@@ -110,6 +110,7 @@ def test_tasks_without_their_environment_are_refused() -> None:
 
 
 @real
+@pytest.mark.smoke
 def test_training_warmup_and_evaluation_share_no_world() -> None:
     source = make_source(LONGEST.name, "find-plant")
     sets = [source.train_tasks(), source.warmup_tasks(60, 0), source.eval_tasks()]
@@ -155,6 +156,7 @@ def test_gold_paths_complete_their_tasks_in_known_words() -> None:
 
 
 @real
+@pytest.mark.smoke
 def test_equal_actions_have_equal_results_beside_other_games_and_in_other_processes() -> None:
     alone = told(LONGEST, SOME)
     with playing(LONGEST) as one, playing(Game("find-plant", 3, "easy")) as other:

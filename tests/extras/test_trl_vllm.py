@@ -167,6 +167,7 @@ def check_training(trainer: Noted, num_moves: int) -> None:
 CAP = "loss.engine_ratio_cap=2.0"
 
 
+@pytest.mark.smoke
 def test_trees_from_trls_server(base: Path, tmp_path: Path) -> None:
     config = recipe(base, CAP, "loss.shaping_weight=0.6", "loss.clip_high=0.05")
     with serving(base) as server:
