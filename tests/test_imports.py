@@ -26,7 +26,7 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.rollout.formats.tags import read_trajectory
-from treegraft.runs.record import write_trees
+from treegraft.runs.tree_files import write_trees
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.imports import (
     Columns,

@@ -26,8 +26,9 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.runs.record import RunFolder, read_metrics, read_trees, write_trees
+from treegraft.runs.record import RunFolder, read_metrics, read_trees
 from treegraft.runs.start import find_checkpoint
+from treegraft.runs.tree_files import write_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.load import load_config
 from treegraft.train import train

@@ -38,7 +38,8 @@ from treegraft.extras.lab.report.records import (
     split_label,
 )
 from treegraft.extras.lab.report.trees import read_updates, spread
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 from treegraft.settings.recipe import flatten
 from treegraft.view.metrics import clean_lines
 from treegraft.view.runs import RunReader

@@ -20,8 +20,9 @@ from tests.trees import Part, build_tree
 from treegraft.algo.advantages import assign_credit
 from treegraft.algo.losses import clipped_surrogate, engine_correction
 from treegraft.core.types import Tree
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
 from treegraft.runs.replay import Replay
+from treegraft.runs.tree_files import write_trees
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings

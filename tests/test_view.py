@@ -42,7 +42,8 @@ from treegraft.core.errors import DataError
 from treegraft.core.listener import is_own_name
 from treegraft.core.types import Observation, Step, Tree
 from treegraft.runs.health import recorded
-from treegraft.runs.record import RunFolder, read_places, read_trajectory, write_trees
+from treegraft.runs.record import RunFolder, read_places, read_trajectory
+from treegraft.runs.tree_files import write_trees
 from treegraft.runs.tree_json import tree_to_json
 from treegraft.view.pages import draw, page_warnings, path_tokens, summarise
 from treegraft.view.query import grafts_of

@@ -23,7 +23,8 @@ from tests.viewed import expert_hash, write_run, write_update
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 from treegraft.view.bundle import join_modules, write_bundle
 from treegraft.view.runs import open_runs
 from treegraft.view.server import Api, static_files

@@ -30,7 +30,8 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 
 MOST_MB = 300
 """What the server may take."""

@@ -36,7 +36,8 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
 from treegraft.view.runs import open_runs
