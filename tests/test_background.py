@@ -59,7 +59,7 @@ def test_a_line_of_metrics_comes_after_its_trees(
     )
 
     def write(path: Path, trees: object) -> None:
-        if path.name == "update-000002.jsonl":
+        if path.name == "update-000002":
             raise OSError(28, "No space left on device")
         write_trees(path, trees)  # type: ignore[arg-type]
 

@@ -103,7 +103,7 @@ def other_metrics(run: Path) -> None:
 
 
 STATE = "checkpoints/update-000002/treegraft/state.json"
-EVALUATION = "trees/eval-000000-greedy.jsonl"
+EVALUATION = "trees/evals-000000.jsonl.zst"
 CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     # what is done; what is said; whether --accept-changes goes on
     "settings": (
@@ -260,11 +260,14 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-TREES = "trees/update-000001.jsonl"
+TREES = "trees/updates-000000.jsonl.zst"
 RESULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "trees cut": (lambda run: cut(run / TREES), TREES),
-    "trees flipped": (lambda run: flip(run / TREES), TREES),
-    "trees removed": (lambda run: (run / TREES).unlink(), TREES),
+    "trees cut": (lambda run: cut(run / TREES), "trees/update-000002: missing or not as written"),
+    "trees flipped": (lambda run: flip(run / TREES), "trees/update-00000"),
+    "trees removed": (
+        lambda run: (run / TREES).unlink(),
+        "trees/update-000001, trees/update-000002: missing",
+    ),
     "best": (
         lambda run: flip(run / "checkpoints" / "best" / "model.safetensors"),
         "best is damaged; the run goes on without it",
@@ -281,7 +284,8 @@ def test_damaged_results_are_told_and_cost_nothing(
     train(None, resume=copy, display=PlainDisplay(sys.stdout))
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if "warning: " in line and text in line], out
-    damaged = {"trees/update-000001.jsonl", "checkpoints/best/model.safetensors"}
+    damaged = {TREES, "checkpoints/best/model.safetensors"}
+    damaged |= {f"trees/update-{number:06d}" for number in (1, 2)}
     assert {str(one) for one in differing(whole, copy)} <= damaged
 
 

@@ -143,8 +143,10 @@ def test_law_16_trees_that_a_resume_replays_do_not_change_unseen(tmp_path: Path)
     run = train(settings).run_dir
     longer = json.loads((run / "config.json").read_text())
     longer["run"]["num_updates"] = 2
-    trees = run / "trees" / "update-000001.jsonl"
-    trees.write_text(trees.read_text().replace('"reward":', '"reward": '))
+    trees = run / "trees" / "updates-000000.jsonl.zst"
+    data = bytearray(trees.read_bytes())
+    data[-1] ^= 1
+    trees.write_bytes(data)
     with raises_code("inputs-changed"):
         train(longer, resume=run)
     trees.unlink()

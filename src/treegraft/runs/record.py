@@ -249,7 +249,7 @@ class RunFolder:
         numbers = {part.update for part in parts if part.kind == "update"}
         first = 1 if has_all else min(numbers, default=update + 1)
         missing = [f"trees/update-{n:06d}" for n in range(first, update + 1) if n not in numbers]
-        return [*missing, *(part.label for part in parts if not part.is_whole())]
+        return [*missing, *(one.label for one in parts if one.checksum not in ("", one.sum_here()))]
 
     def cut_before(self, update: int) -> None:
         """Removes the metrics and trees of `update` and of later ones."""

@@ -19,7 +19,8 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,11 +54,11 @@ _HEAD = re.compile(
 _MOST_HEAD = 128
 _MOST_HOPS = 1000
 """From head to head in a file, which a stranger may have written."""
-_MOST_LINE = 1 << 30
+_MOST_LINE = 1 << 28
 """Longest tree in bytes: a small frame can hold zeros without end."""
 _TASK = re.compile(rb'\{"group_id":"(?:[^"\\]|\\.)*","task":\{"id":("(?:[^"\\]|\\.)*")')
 """How a line begins: ten thousand files are not parsed for the ids of their tasks."""
-_OPTIONS = {
+_OPTIONS: Mapping[int, int] = {
     zstd.CompressionParameter.compression_level: 6,
     zstd.CompressionParameter.checksum_flag: 1,
 }
@@ -98,85 +99,66 @@ class TreePart:
         return f"trees/{self.name}" if self.checksum else f"trees/{self.path.name}"
 
     def places(self) -> list[tuple[str, int, int]]:
-        """Returns task, begin and end of each tree. Raises DataError for a damaged head."""
+        """Returns task, begin and end of each tree; the task "" for a damaged line. Raises
+        DataError for a damaged head."""
         begin, found = self.body, list[tuple[str, int, int]]()
-        if not self.checksum:
-            return [*self._places_of_lines()]
-        try:
-            with open_inside(self.path, self.path.parents[1]) as file:
-                file.seek(self.begin)
-                head = _HEAD.match(data := file.read(self.body - self.begin))
-                for task, size in parse_json(data[head.end() :]) if head else ():
-                    found.append((str(task), begin, begin := begin + int(size)))
+        with open_inside(self.path, self.path.parents[1]) as file, self._reading():
+            if not self.checksum:
+                for line in file:
+                    task = _TASK.match(line)
+                    name = str(json.loads(task[1])) if task else ""
+                    found.append((name, begin, begin := begin + len(line)))
+                return found
+            file.seek(self.begin)
+            head = _HEAD.match(data := file.read(self.body - self.begin))
+            for name, size in parse_json(data[head.end() :]) if head else ():
+                found.append((str(name), begin, begin := begin + int(size)))
             if begin != self.end:
-                raise ValueError("its head says otherwise")
-        except DAMAGE as error:
-            raise DataError(
-                f"{self.label}: the trees cannot be found ({error}); the file was damaged",
-                code="tree-unreadable",
-            ) from error
+                raise ValueError("the sizes of its trees are others")
         return found
 
-    def _places_of_lines(self) -> Iterator[tuple[str, int, int]]:
-        end = 0
+    def lines(self, first: int = 0, num: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """Yields the texts of trees with their numbers from `first` on, `num` of them; None for
+        all. Raises DataError for a damaged one."""
+        chosen = slice(first, None if num is None else first + num)
         with open_inside(self.path, self.path.parents[1]) as file:
-            for line in file:
-                begin, end, found = end, end + len(line), _TASK.match(line)
-                yield str(json.loads(found[1])) if found else "", begin, end
+            for number, (_, begin, end) in enumerate(self.places()[chosen], start=first):
+                file.seek(begin)
+                data = file.read(end - begin)
+                if self.checksum:
+                    reader = zstd.ZstdDecompressor()
+                    with self._reading(f", line {number + 1}"):
+                        data = reader.decompress(data, max_length=_MOST_LINE)
+                        if not reader.eof:
+                            raise ValueError(f"cut off, or over {_MOST_LINE >> 20} MB")
+                yield number, data
 
-    def line(self, number: int, place: tuple[str, int, int], file: BinaryIO) -> bytes:
-        """Returns the text of a tree. Raises DataError for a damaged one."""
-        _, begin, end = place
-        file.seek(begin)
-        data = file.read(end - begin)
-        if not self.checksum:
-            return data
-        reader = zstd.ZstdDecompressor()
+    @contextmanager
+    def _reading(self, where: str = "") -> Iterator[None]:
         try:
-            line = reader.decompress(data, max_length=_MOST_LINE)
-        except zstd.ZstdError as error:
+            yield
+        except (*DAMAGE, zstd.ZstdError) as error:
             raise DataError(
-                f"{self.label}, line {number + 1}: not a recorded tree ({error})",
-                code="tree-unreadable",
+                f"'{self.label}'{where}: not a recorded tree ({error})", code="tree-unreadable"
             ) from error
-        if not reader.eof:
-            raise DataError(
-                f"{self.label}, line {number + 1}: the tree is cut off, or has more than"
-                f" {_MOST_LINE >> 30} GB",
-                code="tree-unreadable",
-            )
-        return line
-
-    def lines(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yields the texts of the trees, with their numbers from `first` on."""
-        with open_inside(self.path, self.path.parents[1]) as file:
-            if not self.checksum:
-                yield from ((n, line) for n, line in enumerate(file) if n >= first)
-                return
-            for number, place in enumerate(self.places()[first:], start=first):
-                yield number, self.line(number, place, file)
 
     def trees(self) -> Iterator[Tree]:
         """Yields the trees. Raises DataError for a damaged one."""
-        where = self.label if self.checksum else str(self.path)
+        where = self.label if self.checksum else self.path
         for number, line in self.lines():
             yield parse_tree(line, f"trees '{where}', line {number + 1}")
 
-    def is_whole(self) -> bool:
-        """Returns whether it is as it was written, as far as that is noted."""
-        return not self.checksum or self.sum_here() == self.checksum
+    def data(self) -> bytes:
+        """Returns its bytes."""
+        with open_inside(self.path, self.path.parents[1]) as file:
+            file.seek(self.begin)
+            return file.read(self.size)
 
     def sum_here(self) -> str:
-        """Returns the checksum of what is there."""
-        data = _bytes_of(self)
+        """Returns the checksum of what is there: `checksum`, if that is what was written."""
+        data = self.data()
         head = _HEAD.match(data)
         return checksum(data[head.end() if head else 0 :])
-
-
-def _bytes_of(part: TreePart) -> bytes:
-    with open_inside(part.path, part.path.parents[1]) as file:
-        file.seek(part.begin)
-        return file.read(part.size)
 
 
 def pack_of(path: Path) -> Path | None:
@@ -302,4 +284,4 @@ def drop_parts(folder: Path, update: int) -> None:
         if parts and not kept:
             path.unlink()
         elif len(kept) < len(parts):
-            write_atomically(path, b"".join(map(_bytes_of, kept)))
+            write_atomically(path, b"".join(part.data() for part in kept))

@@ -1,8 +1,8 @@
 """Run folders as the viewer reads them: metrics as they grow, and trees one at a time.
 
 Nothing is parsed before it is asked for. Opening a run lists its updates; a page of one reads its
-trees alone; a search through all updates looks at the bytes of a tree before it parses it. Places
-and summaries of the last few updates stay in memory.
+trees alone; a search through all updates looks at the bytes of a tree before it parses it. The
+summaries of the last few updates stay in memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import leads_outside, open_inside, parse_json, read_inside
+from treegraft.core.files import leads_outside, parse_json, read_inside
 from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.metrics import meaning
@@ -39,9 +39,8 @@ _LOOK_S = 5.0
 _DEEPEST = 4
 """Folders below a folder of runs in which runs are looked for."""
 _KEPT_FILES = 24
-"""Updates and evaluations whose places and summaries stay in memory."""
+"""Updates and evaluations whose summaries stay in memory."""
 _KEPT_TREES = 4
-Place: TypeAlias = tuple[str, int, int]
 
 
 class RunReader:
@@ -59,7 +58,7 @@ class RunReader:
         self._state: tuple[Any, dict[str, Any]] | None = None
         self._listed: tuple[set[Any], dict[str, TreePart]] = (set(), {})
         self._parts: dict[tuple[Path, int, int], list[TreePart]] = {}
-        self._places: OrderedDict[Any, list[Place]] = OrderedDict()
+        self._sizes: OrderedDict[Any, int] = OrderedDict()
         self._summaries: OrderedDict[Any, list[dict[str, Any]]] = OrderedDict()
         self._trees: OrderedDict[Any, Tree] = OrderedDict()
 
@@ -247,27 +246,23 @@ class RunReader:
                 kept.popitem(last=False)
         return found
 
-    def _places_of(self, part: TreePart) -> list[Place]:
-        return self._kept(part.key, self._places, part.places, _KEPT_FILES)
-
     def num_trees(self, name: str) -> int:
         """Returns the number of trees of an update or evaluation."""
-        return len(self._places_of(self._part(name)))
+        part = self._part(name)
+        return self._kept(part.key, self._sizes, lambda: len(part.places()), _KEPT_FILES)
 
     def tree(self, name: str, number: int) -> Tree:
         """Returns one tree. Raises DataError: there is none, or it is damaged."""
         part = self._part(name)
-        places = self._places_of(part)
-        if not 0 <= number < len(places):
+        if not 0 <= number < (total := self.num_trees(name)):
             raise DataError(
-                f"'{name}' of run '{self.name}' holds {len(places)} trees; there is no number"
-                f" {number}, expected 0 to {len(places) - 1}",
+                f"'{name}' of run '{self.name}' holds {total} trees; there is no number"
+                f" {number}, expected 0 to {total - 1}",
                 code="no-such-tree",
             )
 
         def read() -> Tree:
-            with open_inside(part.path, self.path) as file:
-                line = part.line(number, places[number], file)
+            ((_, line),) = part.lines(number, 1)
             return parse_tree(line, f"'{name}', line {number + 1}")
 
         # The page of a tree asks for one leaf after another.
