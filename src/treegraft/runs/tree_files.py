@@ -51,7 +51,9 @@ _HEAD = re.compile(
     re.escape(_OPENING) + rb"(.{4})((?:update|eval)-[0-9a-z-]{6,34}) ([0-9]{1,15}) ([0-9a-f]{32}) ",
     re.DOTALL,
 )
-_MOST_HEAD = 128
+_READ = 4096
+"""Bytes read at a head; the name and the checksum are in the first hundred."""
+_MOST_HEAD = 1 << 20
 _MOST_HOPS = 1000
 """From head to head in a file, which a stranger may have written."""
 _MOST_LINE = 1 << 28
@@ -82,6 +84,8 @@ class TreePart:
     """Of what follows the head's own; empty for a file of lines."""
     mtime_ns: int = field(compare=False)
     """Of its file, to which others may have been added."""
+    index: bytes = field(compare=False, repr=False, default=b"")
+    """What its head says of each tree, as JSON."""
 
     @property
     def size(self) -> int:
@@ -102,19 +106,18 @@ class TreePart:
         """Returns task, begin and end of each tree; the task "" for a damaged line. Raises
         DataError for a damaged head."""
         begin, found = self.body, list[tuple[str, int, int]]()
-        with open_inside(self.path, self.path.parents[1]) as file, self._reading():
-            if not self.checksum:
+        with self._reading():
+            if self.checksum:
+                for name, size in parse_json(self.index):
+                    found.append((str(name), begin, begin := begin + int(size)))
+                if begin != self.end:
+                    raise ValueError("the sizes of its trees are others")
+                return found
+            with open_inside(self.path, self.path.parents[1]) as file:
                 for line in file:
                     task = _TASK.match(line)
                     name = str(json.loads(task[1])) if task else ""
                     found.append((name, begin, begin := begin + len(line)))
-                return found
-            file.seek(self.begin)
-            head = _HEAD.match(data := file.read(self.body - self.begin))
-            for name, size in parse_json(data[head.end() :]) if head else ():
-                found.append((str(name), begin, begin := begin + int(size)))
-            if begin != self.end:
-                raise ValueError("the sizes of its trees are others")
         return found
 
     def lines(self, first: int = 0, num: int | None = None) -> Iterator[tuple[int, bytes]]:
@@ -196,13 +199,13 @@ def parts_of(path: Path) -> list[TreePart]:
             return [_part(path.stem, path, 0, 0, stat.st_size, "", stat.st_mtime_ns)]
         for _ in range(_MOST_HOPS):
             file.seek(begin)
-            head = _HEAD.match(file.read(_MOST_HEAD))
-            if head is not None:
-                body = begin + 8 + int.from_bytes(head[1], "little")
-                end = body + int(head[3])
+            head = _HEAD.match(data := file.read(_READ))
+            if head and (length := 8 + int.from_bytes(head[1], "little")) <= _MOST_HEAD:
+                end = begin + length + int(head[3])
                 if end <= stat.st_size:
-                    about = head[4].decode(), stat.st_mtime_ns
-                    found.append(_part(head[2].decode(), path, begin, body, end, *about))
+                    data += file.read(max(0, length - len(data)))
+                    about = head[4].decode(), stat.st_mtime_ns, data[head.end() : length]
+                    found.append(_part(head[2].decode(), path, begin, begin + length, end, *about))
                     begin = end
                     continue
             if (begin := _next_head(file, begin + 1)) < 0:
@@ -225,7 +228,7 @@ def _next_head(file: BinaryIO, begin: int) -> int:
             return begin + found.start()
         if len(data) < 1 << 20:
             return -1
-        begin += len(data) - _MOST_HEAD
+        begin += len(data) - _READ
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ summaries of the last few updates stay in memory.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -314,9 +315,11 @@ class RunReader:
 
     def with_task(self, task_id: str) -> list[tuple[TreePart, int]]:
         """Returns every tree of a task: its file and number, in order of updates."""
+        needle = json.dumps(task_id).encode()
         return [
             (part, number)
             for part in self.files()
+            if not part.checksum or needle in part.index
             for number, place in enumerate(part.places())
             if place[0] == task_id
         ]
