@@ -97,6 +97,12 @@ def edit(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pat
     return changed
 
 
+def flip(path: Path, share: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * share)] ^= 1
+    path.write_bytes(data)
+
+
 def other_metrics(run: Path) -> None:
     path = run / "metrics.jsonl"
     path.write_text(path.read_text().replace('"eval/accuracy": 0', '"eval/accuracy": 1', 1))
@@ -123,11 +129,15 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         True,
     ),
     "an evaluation": (
-        lambda run: (run / EVALUATION).write_text(""),
-        f"{EVALUATION} has changed",
+        lambda run: flip(run / EVALUATION, 0.1),
+        "trees/eval-000000-greedy has changed",
         True,
     ),
-    "no evaluation": (lambda run: (run / EVALUATION).unlink(), f"{EVALUATION} is missing", True),
+    "no evaluation": (
+        lambda run: (run / EVALUATION).unlink(),
+        "eval-000000-greedy is missing",
+        True,
+    ),
     "metrics": (other_metrics, "metrics.jsonl has changed", True),
     "metrics cut": (
         lambda run: (run / "metrics.jsonl").write_text(""),
@@ -252,12 +262,6 @@ def test_a_checkpoint_that_is_a_link_is_pruned_and_its_target_stays(
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 TREES = "trees/updates-000000.jsonl.zst"

@@ -126,11 +126,11 @@ def test_the_files_of_the_groups_that_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     few, all_of_them = (Replay(settings_of(capacity=size), folder, 0) for size in (2, 512))
     run_updates(few, folder, range(1, 6))
-    names = [path.name for path in few.files()]
+    names = few.labels()
     kept = {int(tree.group_id.split("/")[0]) for tree in few._groups.values()}
-    assert names == [f"update-{n:06d}.jsonl" for n in range(min(kept), 6)] and min(kept) > 1
-    assert len(all_of_them.files()) == 5
-    assert Replay(settings_of(1.0), folder, 5).files() == ()
+    assert names == [f"trees/update-{n:06d}" for n in range(min(kept), 6)] and min(kept) > 1
+    assert len(all_of_them.labels()) == 5
+    assert Replay(settings_of(1.0), folder, 5).labels() == ()
 
 
 def test_law_16_trees_that_a_resume_replays_do_not_change_unseen(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
     run = RunReader(path)
     assert len(run.groups("update-000001")) == 2
-    file = path / "trees" / "update-000001.jsonl"
+    file = as_lines(path)
     file.write_text(file.read_text().splitlines()[0] + "\n")
     assert len(run.groups("update-000001")) == 1 and run.num_trees("update-000001") == 1
     write_update(path, 2)

@@ -160,6 +160,7 @@ def test_nothing_outside_the_run_is_shown(whole: Path, tmp_path: Path, name: str
     run, outside = tmp_path / "run", tmp_path / "elsewhere"
     shutil.copytree(whole, run)
     shutil.copytree(whole, outside)
+    as_lines(outside)
     for file in outside.rglob("*.json*"):
         file.write_text(file.read_text().replace("e1", SECRET).replace('"update"', f'"{SECRET}"'))
     (outside / "config.json").write_text(json.dumps({"run": {"name": SECRET}}))
