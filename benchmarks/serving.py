@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from treegraft.runs.record import read_metrics, read_trees
+from treegraft.runs.tree_files import parts_in
 
 ROWS = (
     ("sampled tokens a second", "rollout/num_sampled_tokens", "time/rollout_s"),
@@ -111,8 +112,8 @@ def medians(runs: Sequence[Sequence[Mapping[str, float]]]) -> list[float]:
 def num_different(one: Path, other: Path) -> tuple[int, int]:
     """Returns how many trees of two runs have other tokens, and the number of trees."""
     different = count = 0
-    for file in sorted((one / "trees").glob("update-*.jsonl")):
-        pairs = zip(read_trees(file), read_trees(other / "trees" / file.name), strict=True)
+    for part in parts_in(one / "trees", "update"):
+        pairs = zip(part.trees(), read_trees(other / "trees" / part.name), strict=True)
         for first, second in pairs:
             tokens = ([step.token_ids for step in tree.steps] for tree in (first, second))
             different += next(tokens) != next(tokens)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.view [--updates 10000] [--keep FOLDER]
 
-The run is made of copies of one update's trees with their index, and of lines of metrics as a run
+The run is made of copies of one update's trees, and of lines of metrics as a run
 with grafts, branches and two tools writes them.
 """
 
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from starlette.datastructures import QueryParams
-from tests.viewed import write_run
+from tests.viewed import repeat_update, write_run
 
 from treegraft.runs.metrics import METRICS
 from treegraft.view.runs import open_runs
@@ -33,10 +33,7 @@ NOWHERE = "no-such-id"
 def make_run(folder: Path, num_updates: int) -> Path:
     """Returns a run folder with the trees and metrics of so many updates."""
     path = write_run(folder / "run", num_updates=1, with_buffer=False)
-    for home, ending in (("trees", "jsonl"), ("trees-index", "json")):
-        data = (path / home / f"update-000001.{ending}").read_bytes()
-        for number in range(2, num_updates + 1):
-            (path / home / f"update-{number:06d}.{ending}").write_bytes(data)
+    repeat_update(path, num_updates)
     keys = [key for key in METRICS if "{" not in key][:NUM_KEYS]
     with (path / "metrics.jsonl").open("w") as file:
         for number in range(1, num_updates + 1):

@@ -7,7 +7,8 @@ Faults: SIGKILL; signals that ask for an end, one or several; a full disk (RLIMI
 needs no root); a read-only folder (a mount where root may, else the folders' modes); killed
 workers. Every end has to be one that the documentation names, with its sentence and without a
 traceback. The counts go to standard output; the exit code is 1 where something differs, with FOLDER
-kept.
+kept. A line for each run goes to FOLDER/results.jsonl, and a campaign that was stopped goes on
+behind the last one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from tests.test_grafted_runs import BOTH
 from tests.tiny import differing, tiny
 from tests.tiny_parts import PooledSearch
 
+from treegraft.core.files import LineFile
 from treegraft.core.interrupt import OTHERS
 
 SETTINGS: Mapping[str, Any] = tiny(
@@ -186,6 +189,8 @@ class Campaign:
         them need."""
         settings = self.folder / "settings.json"
         settings.write_text(json.dumps(SETTINGS), encoding="utf-8")
+        for name in ("undisturbed", "again"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
         job = {"name": "undisturbed", "kill": None, "resume": False}
         work(self.folder, SETTINGS, job)
         PooledSearch.pool.close()
@@ -291,18 +296,27 @@ def main() -> int:
     # Every kind as often as the others.
     left = [kinds[number % len(kinds)] for number in range(chosen.num)]
     campaign.draw.shuffle(left)
-    number = 0
-    while left:
-        taken, left = left[:MAX_FAULTS], left[MAX_FAULTS:]
-        campaign.run(number, taken)
-        number += 1
-        print(f"{chosen.num - len(left)} faults, {len(campaign.faults)} wrong", file=sys.stderr)
+    taken = [left[first : first + MAX_FAULTS] for first in range(0, len(left), MAX_FAULTS)]
+    results = LineFile(campaign.folder / "results.jsonl")
+    done = [json.loads(line) for _, line in results.lines()]
+    for number, faults in enumerate(taken[len(done) :], start=len(done)):
+        ends, wrong = campaign.ends.copy(), len(campaign.faults)
+        campaign.draw = random.Random(f"{chosen.seed}/{number}")
+        shutil.rmtree(campaign.folder / f"run-{number:03d}", ignore_errors=True)
+        campaign.run(number, faults)
+        line = {"run": number, "faults": faults, "wrong": campaign.faults[wrong:]}
+        results.append(json.dumps({**line, "ends": campaign.ends - ends}))
+        print(f"run {number}: {faults}, {len(campaign.faults)} wrong", file=sys.stderr)
+    for line in done:
+        campaign.faults += line["wrong"]
+        campaign.ends.update(line["ends"])
     for fault in campaign.faults:
         print(f"wrong: {fault}")
     for what, count in sorted(campaign.ends.items()):
         print(f"{count:4} {what}")
     minutes = (time.time() - began) / 60
-    print(f"{chosen.num} faults in {number} runs, {len(campaign.faults)} wrong, {minutes:.1f} min")
+    told = f"{chosen.num} faults in {len(taken)} runs, {len(campaign.faults)} wrong"
+    print(f"{told}, {minutes:.1f} min since it was started")
     return 1 if campaign.faults else 0
 
 

@@ -11,8 +11,9 @@ from tests.tiny import tiny
 
 from treegraft import train
 from treegraft.runs import reporter as runs
-from treegraft.runs.record import read_metrics, read_trees, write_trees
+from treegraft.runs.record import read_metrics, read_trees
 from treegraft.runs.reporter import BackgroundWriter
+from treegraft.runs.tree_files import write_trees
 
 
 def test_writes_come_in_order_and_beside_the_caller() -> None:
@@ -58,7 +59,7 @@ def test_a_line_of_metrics_comes_after_its_trees(
     )
 
     def write(path: Path, trees: object) -> None:
-        if path.name == "update-000002.jsonl":
+        if path.name == "update-000002":
             raise OSError(28, "No space left on device")
         write_trees(path, trees)  # type: ignore[arg-type]
 

@@ -99,13 +99,19 @@ def edit(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pat
     return changed
 
 
+def flip(path: Path, share: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * share)] ^= 1
+    path.write_bytes(data)
+
+
 def other_metrics(run: Path) -> None:
     path = run / "metrics.jsonl"
     path.write_text(path.read_text().replace('"eval/accuracy": 0', '"eval/accuracy": 1', 1))
 
 
 STATE = "checkpoints/update-000002/treegraft/state.json"
-EVALUATION = "trees/eval-000000-greedy.jsonl"
+EVALUATION = "trees/evals-000000.jsonl.zst"
 CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     # what is done; what is said; whether --accept-changes goes on
     "settings": (
@@ -125,11 +131,15 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         True,
     ),
     "an evaluation": (
-        lambda run: (run / EVALUATION).write_text(""),
-        f"{EVALUATION} has changed",
+        lambda run: flip(run / EVALUATION, 0.1),
+        "trees/eval-000000-greedy has changed",
         True,
     ),
-    "no evaluation": (lambda run: (run / EVALUATION).unlink(), f"{EVALUATION} is missing", True),
+    "no evaluation": (
+        lambda run: (run / EVALUATION).unlink(),
+        "eval-000000-greedy is missing",
+        True,
+    ),
     "metrics": (other_metrics, "metrics.jsonl has changed", True),
     "metrics cut": (
         lambda run: (run / "metrics.jsonl").write_text(""),
@@ -256,17 +266,14 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-TREES = "trees/update-000001.jsonl"
+TREES = "trees/updates-000000.jsonl.zst"
 RESULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "trees cut": (lambda run: cut(run / TREES), TREES),
-    "trees flipped": (lambda run: flip(run / TREES), TREES),
-    "trees removed": (lambda run: (run / TREES).unlink(), TREES),
+    "trees cut": (lambda run: cut(run / TREES), "trees/update-000002: missing or not as written"),
+    "trees flipped": (lambda run: flip(run / TREES), "trees/update-00000"),
+    "trees removed": (
+        lambda run: (run / TREES).unlink(),
+        "trees/update-000001, trees/update-000002: missing",
+    ),
     "best": (
         lambda run: flip(run / "checkpoints" / "best" / "model.safetensors"),
         "best is damaged; the run goes on without it",
@@ -283,7 +290,8 @@ def test_damaged_results_are_told_and_cost_nothing(
     train(None, resume=copy, display=PlainDisplay(sys.stdout))
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if "warning: " in line and text in line], out
-    damaged = {"trees/update-000001.jsonl", "checkpoints/best/model.safetensors"}
+    damaged = {TREES, "checkpoints/best/model.safetensors"}
+    damaged |= {f"trees/update-{number:06d}" for number in (1, 2)}
     assert {str(one) for one in differing(whole, copy)} <= damaged
 
 

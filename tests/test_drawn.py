@@ -15,7 +15,8 @@ from tests.grown import SHAPES, Grown, chat, flat, grafted, search, wide
 from tests.viewed import write_run
 
 from treegraft.core.types import Observation, StepContent, ToolCall, Tree
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 from treegraft.view.drawn import MOST_BYTES
 from treegraft.view.runs import RunReader
 from treegraft.view.text import show

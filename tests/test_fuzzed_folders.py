@@ -82,8 +82,13 @@ def _threads_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped before its last update, two evaluations of it, and data."""
     folder = tmp_path_factory.mktemp("material")
+    make_material(folder)
+    return folder
+
+
+def make_material(folder: Path) -> None:
+    """A run that was stopped before its last update, two evaluations of it, and data."""
     original, count = Learner.learn, 0
 
     def stopping(*arguments: Any) -> Any:
@@ -94,7 +99,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return original(*arguments)
 
     with _threads_kept(), mock.patch.object(Learner, "learn", stopping):
-        with pytest.raises(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
             train({**SHAPES, "run": {**SHAPES["run"], "dir": str(folder)}})
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         (folder / "rows.json").write_text(json.dumps(ROWS))
@@ -104,7 +109,6 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
             where = ["--into", str(folder / name)]
             code, printed = command("eval", "suite", str(folder / "a"), suite, *where)
             assert code == 0, printed
-    return folder
 
 
 def _write_parquet(path: Path) -> None:
@@ -140,9 +144,8 @@ RUN_FILES = (
     "a/metrics.jsonl",
     "a/buffer.json",
     "a/buffer/traces.sqlite",
-    "a/trees/update-000001.jsonl",
-    "a/trees/eval-000000-greedy.jsonl",
-    "a/trees-index/update-000001.json",
+    "a/trees/updates-000000.jsonl.zst",
+    "a/trees/evals-000000.jsonl.zst",
     "a/checkpoints/update-000001/treegraft/state.json",
     "a/checkpoints/update-000001/treegraft/config.json",
     "a/checkpoints/update-000001/treegraft/optimiser.safetensors",

@@ -23,6 +23,7 @@ from treegraft.core.errors import (
 from treegraft.core.types import BranchCause, GraftCause, Origin, StepContent, ToolCall, Trace
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
+from treegraft.runs.tree_files import parts_in
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.run_buffer import OWN_FILE
 from treegraft.train import RunResult, train
@@ -86,8 +87,8 @@ def test_it_branches_grafts_learns_and_says_so(run: RunResult) -> None:
 
 
 def test_law_11_evaluation_neither_retrieves_nor_branches(run: RunResult) -> None:
-    files = list((run.run_dir / "trees").glob("eval-*.jsonl"))
-    steps = [step for file in files for tree in read_trees(file) for step in tree.steps]
+    files = parts_in(run.run_dir / "trees", "greedy")
+    steps = [step for file in files for tree in file.trees() for step in tree.steps]
     assert files and not any(isinstance(step.cause, BranchCause | GraftCause) for step in steps)
     assert not any(Origin.RETRIEVED in step.origins for step in steps)
 

@@ -27,6 +27,7 @@ from treegraft import (
 )
 from treegraft.core.errors import EngineError
 from treegraft.parts import Grove, grove
+from treegraft.view.runs import RunReader
 
 SMALL = {"run": {"seed": 5}, "loss": {"graft_coef": 0.0}}
 GRAFTED: dict[str, Any] = {
@@ -308,6 +309,6 @@ def test_a_loop_s_trees_are_recorded_for_the_viewer(tmp_path: Path) -> None:
         assert trees_of.engine.policy_version == 1
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2]
-    names = sorted(path.name for path in (tmp_path / "trees").iterdir())
-    assert names == ["update-000001.jsonl", "update-000002.jsonl"]
+    names = [file.name for file in RunReader(tmp_path).files()]
+    assert names == ["update-000001", "update-000002"]
     assert read_trees(tmp_path) == [*trees, *trees]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.viewed import as_lines
 
 from treegraft.core.types import (
     GraftCause,
@@ -26,7 +27,7 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.rollout.formats.tags import read_trajectory
-from treegraft.runs.record import write_trees
+from treegraft.runs.tree_files import write_trees
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.imports import (
     Columns,
@@ -356,7 +357,7 @@ def test_a_run_folder_gives_the_best_of_each_task_in_all_its_updates(tmp_path: P
         run / "trees" / "update-000001.jsonl", [tree("a", [0.5, None, 0.0]), tree("b", [-1.0])]
     )
     write_trees(run / "trees" / "update-000002.jsonl", [tree("a", [1.0, 0.25, 0.75])])
-    with (run / "trees" / "update-000001.jsonl").open("a") as file:
+    with as_lines(run).open("a") as file:
         file.write('{"group_id": "x", "leaves": [], "steps": []}\n')
     (run / "trees" / "eval-000002-greedy.jsonl").write_text("not read\n")
     with TraceBuffer(tmp_path / "b", "hashing") as buffer:

@@ -18,6 +18,8 @@ from tests.tiny import tiny
 
 from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, offered, offered_commands, plugins
 from treegraft.extras import BUILT_IN, WITH_COMMANDS
+from treegraft.runs.record import read_trees
+from treegraft.runs.tree_json import tree_to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -229,7 +231,7 @@ assert not [name for name in sys.modules if name.startswith("treegraft.extras")]
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) <= 260
-    assert (tmp_path / "alone" / "trees" / "update-000001.jsonl").exists()
+    assert (tmp_path / "alone" / "trees" / "updates-000000.jsonl.zst").exists()
 
 
 def test_a_method_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
@@ -262,8 +264,7 @@ def test_a_plugin_in_a_wheel_of_its_own_extends_a_run(tmp_path: Path, site: Path
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "extended"
     assert (run_dir / "mine.txt").read_text().split() == ["0", "1", "2"]
-    trees = "".join(path.read_text() for path in (run_dir / "trees").glob("update-*.jsonl"))
-    assert '"echo"' in trees
+    assert '"echo"' in "".join(map(tree_to_json, read_trees(run_dir)))
     saved = json.loads((run_dir / "config.json").read_text())
     assert saved["explore"]["echo"] == {"num_starts": 2, "num": 2}
     # It is gone: its recipes are refused by name, and nothing else is lost.

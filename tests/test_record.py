@@ -13,7 +13,7 @@ from tests.error_codes import raises_code
 from tests.tiny import tiny
 from tests.trees import Part, build_tree, recorded_trees
 
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import DataError, SettingError
 from treegraft.core.files import write_atomically
 from treegraft.core.steps import observation_from
 from treegraft.core.types import (
@@ -26,11 +26,14 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.runs.record import RunFolder, read_metrics, read_trees, write_trees
+from treegraft.runs import tree_files
+from treegraft.runs.record import RunFolder, read_metrics, read_trees
 from treegraft.runs.start import find_checkpoint
+from treegraft.runs.tree_files import TreePart, drop_parts, parts_in, parts_of, write_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.load import load_config
 from treegraft.train import train
+from treegraft.view.runs import RunReader
 
 TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
 
@@ -174,14 +177,17 @@ def test_a_run_is_cut_to_its_checkpoint(tmp_path: Path) -> None:
         {"update": n, "a": 1.0, "reward/mean": n / 4} for n in (1, 2)
     ]
     assert sorted(file.name for file in folder.trees_dir.iterdir()) == [
-        "eval-000001-greedy.jsonl",
-        "eval-000002-greedy.jsonl",
-        "update-000001.jsonl",
-        "update-000002.jsonl",
+        "evals-000000.jsonl.zst",
+        "updates-000000.jsonl.zst",
     ]
-    assert sorted(file.stem for file in folder.index_dir.iterdir()) == [
-        file.stem for file in sorted(folder.trees_dir.iterdir())
+    assert [part.name for part in parts_in(folder.trees_dir)] == [
+        "update-000001",
+        "eval-000001-greedy",
+        "update-000002",
+        "eval-000002-greedy",
     ]
+    folder.cut_to(-1, 0)
+    assert not [*folder.trees_dir.iterdir()]
 
 
 def test_a_folder_in_the_way_is_refused_and_a_foreign_one_too(tmp_path: Path) -> None:
@@ -226,24 +232,123 @@ def test_a_missing_run_leads_to_those_that_are_there(
 
 def test_old_trees_are_dropped_and_evaluations_stay(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "{}")
-    for number in (1, 2, 10, 11):
+    for number in (1, 2, 10, 11, 100):
         write_trees(folder.trees_path(number), [TREE])
     write_trees(folder.trees_path(1, "greedy"), [TREE])
-    folder.drop_trees(9)
-    left = {"update-000010", "update-000011", "eval-000001-greedy"}
-    assert {path.stem for path in folder.trees_dir.iterdir()} == left
-    assert {path.stem for path in folder.index_dir.iterdir()} == left
-    assert folder.damaged_trees(11) == []
-    folder.drop_trees(-1)
-    assert len(folder.update_files()) == 2
+    before = folder.trees_dir / "updates-000000.jsonl.zst"
+    kept = before.read_bytes()[before.stat().st_size // 2 :]
+    drop_parts(folder.trees_dir, 9)
+    assert before.read_bytes() == kept
+    left = ["eval-000001-greedy", "update-000010", "update-000011", "update-000100"]
+    assert [part.name for part in parts_in(folder.trees_dir)] == left
+    assert folder.damaged_trees(11, has_all=False) == []
+    assert folder.damaged_trees(2, has_all=True) == ["trees/update-000001", "trees/update-000002"]
+    drop_parts(folder.trees_dir, 99)
+    assert not before.exists() and len(parts_in(folder.trees_dir, "update")) == 1
+
+
+def packed(folder: Path) -> tuple[bytes, list[TreePart]]:
+    """The bytes of a file with updates 1 to 3 of one tree each, and its parts."""
+    run = RunFolder.create(folder / "run", "{}")
+    for number in (1, 2, 3):
+        write_trees(run.trees_path(number), [TREE])
+    path = run.trees_dir / "updates-000000.jsonl.zst"
+    return path.read_bytes(), parts_of(path)
+
+
+def test_zstd_reads_a_file_as_lines_of_trees(tmp_path: Path) -> None:
+    data, _ = packed(tmp_path)
+    text = tree_files.zstd.decompress(data).decode()  # type: ignore[attr-defined]
+    assert text == 3 * f"{tree_to_json(TREE)}\n"
+
+
+def test_a_write_that_was_killed_costs_nothing_that_was_whole(tmp_path: Path) -> None:
+    """Whatever length a crash leaves: earlier updates are read, the resume cuts the rest away, and
+    what then follows gives the bytes of an undisturbed run."""
+    data, parts = packed(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    (path,) = folder.trees_dir.iterdir()
+    for size in range(parts[1].begin, len(data) + 1, 7):
+        path.write_bytes(data[:size])
+        whole = [one for one in parts if one.end <= size]
+        assert [part.name for part in parts_of(path)] == [part.name for part in whole]
+        assert read_trees(folder.path) == [TREE] * len(whole)
+        folder.cut_to(1, 0)
+        for number in (2, 3):
+            write_trees(folder.trees_path(number), [TREE])
+        assert path.read_bytes() == data
+
+
+def test_damage_in_the_middle_costs_one_update(tmp_path: Path) -> None:
+    data, parts = packed(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    (path,) = folder.trees_dir.iterdir()
+    for place in range(parts[1].begin, parts[1].end, 5):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
+        assert read_trees(folder.trees_path(1)) == read_trees(folder.trees_path(3)) == [TREE]
+        assert folder.damaged_trees(3, has_all=True) == ["trees/update-000002"], place
+        try:
+            assert read_trees(folder.trees_path(2)) == [TREE]  # in its checksum alone
+        except DataError as error:
+            assert error.code in ("tree-unreadable", "trees-missing")
+
+
+def test_a_small_frame_of_a_huge_line_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path)
+    monkeypatch.setattr(tree_files, "_MOST_LINE", 100)
+    with raises_code("tree-unreadable"):
+        read_trees(tmp_path / "run")
+
+
+def test_a_full_disk_leaves_no_half_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, _ = packed(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("treegraft.core.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_trees(folder.trees_path(4), [TREE])
+    assert (folder.trees_dir / "updates-000000.jsonl.zst").read_bytes() == data
+
+
+def test_a_reader_beside_the_writer_sees_whole_updates(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    reader = RunReader(folder.path)
+    for number in range(1, 4):
+        write_trees(folder.trees_path(number), [TREE])
+        assert [file.update for file in reader.files()] == [*range(1, number + 1)]
+        assert reader.tree(f"update-{number:06d}", 0) == TREE
+    # The beginning of the next one, as a write that is under way leaves it.
+    (path,) = folder.trees_dir.iterdir()
+    with path.open("ab") as file:
+        file.write(path.read_bytes()[:90])
+    assert len(reader.files()) == 3 and reader.tree("update-000003", 0) == TREE
+
+
+def test_trees_of_0_7_are_read_and_cut(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    for number in (1, 2):
+        (folder.trees_dir / f"update-{number:06d}.jsonl").write_text(f"{tree_to_json(TREE)}\n")
+    write_trees(folder.trees_path(3), [TREE])
+    for name in ("update-000001", "update-000001.jsonl", "update-000003.jsonl"):
+        assert read_trees(folder.trees_dir / name) == [TREE]
+    assert read_trees(folder.path) == [TREE] * 3
+    assert folder.damaged_trees(3, has_all=True) == []
+    folder.cut_to(1, 0)
+    assert [path.name for path in folder.trees_dir.iterdir()] == ["update-000001.jsonl"]
+    drop_parts(folder.trees_dir, 1)
+    assert not [*folder.trees_dir.iterdir()]
 
 
 def test_a_run_keeps_the_trees_of_its_latest_updates(tmp_path: Path) -> None:
     run = {"name": "a", "dir": str(tmp_path), "num_updates": 3}
     done = train(tiny(run=run, track={"keep_trees": 2}))
-    names = sorted(path.stem for path in (done.run_dir / "trees").glob("update-*"))
-    assert names == ["update-000002", "update-000003"]
-    assert list((done.run_dir / "trees").glob("eval-000000-*"))
+    kinds = {(part.update, part.kind) for part in parts_in(done.run_dir / "trees")}
+    assert {(0, "greedy"), (2, "update"), (3, "update")} <= kinds and (1, "update") not in kinds
     replaying = {"track": {"keep_trees": 2}, "replay": {"fresh_frac": 0.5}}
     with pytest.raises(SettingError, match=r"track\.keep_trees: got 2, but groups of any earlier"):
         load_config(replaying)

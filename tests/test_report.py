@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.viewed import grown_tree, write_run
+from tests.viewed import as_lines, grown_tree, write_run
 
 pytest.importorskip(
     "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[reports]'"
@@ -38,7 +38,8 @@ from treegraft.extras.lab.report.records import (
     split_label,
 )
 from treegraft.extras.lab.report.trees import read_updates, spread
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 from treegraft.settings.recipe import flatten
 from treegraft.view.metrics import clean_lines
 from treegraft.view.runs import RunReader
@@ -415,7 +416,7 @@ def test_trajectories_of_a_tree_by_hand(tmp_path: Path) -> None:
 
 def test_damaged_trees_are_left_out_and_said(tmp_path: Path) -> None:
     path = made_run(tmp_path / "run", {}, [], {1: [grown_tree(1, "t/1")]})
-    with (path / "trees" / "update-000001.jsonl").open("a") as file:
+    with as_lines(path).open("a") as file:
         file.write('{"group_id":"1/t/2"}\nnonsense\n')
     notes: list[str] = []
     assert len(list(read_updates(RunReader(path), notes))) == 1

@@ -19,7 +19,8 @@ from tests.viewed import grown_tree, step, write_run
 
 from treegraft.core.types import Leaf, StartCause, Status, StepContent, Task, Tree
 from treegraft.extras.lab.report.cases import Cases, compare, write_cases
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 
 __all__ = ["browser"]
 

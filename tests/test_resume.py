@@ -61,10 +61,9 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
         "before",
     ),
     "learned, not published": ("treegraft.policy.publish:Publisher.publish", 3, "before"),
-    # The settings; then trees and their index of two evaluations, the first update, two
-    # evaluations, the second update.
-    "half of the trees written": ("treegraft.runs.record:write_atomically", 12, "half"),
-    "half of an index written": ("treegraft.runs.record:write_atomically", 13, "half"),
+    # Trees of two evaluations, the first update, two evaluations, the second update.
+    "half of an evaluation written": ("treegraft.runs.tree_files:append_whole", 5, "half"),
+    "half of the trees written": ("treegraft.runs.tree_files:append_whole", 6, "half"),
     "in an evaluation between": ("treegraft.runs.reporter:write_trees", 5, "before"),
     "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
     "a checkpoint renamed, old ones not removed": (
@@ -136,8 +135,9 @@ def test_what_is_compared_is_everything(killed: tuple[Path, dict[str, int]]) -> 
     for name in (
         "config.json",
         "metrics.jsonl",
-        "trees/update-000003.jsonl",
-        "trees/eval-000000-greedy.jsonl",
+        "trees/update-000003",
+        "trees/eval-000000-greedy",
+        "trees/updates-000000.jsonl.zst",
     ):
         assert name in names
     for name in (
@@ -176,7 +176,7 @@ def test_one_seed_is_one_run_and_another_is_another(undisturbed: Path, tmp_path:
     for name, seed in (("b", 3), ("c", 4)):
         start(tmp_path, name, run={"seed": seed})
     assert differing(undisturbed, tmp_path / "b") == []
-    assert "trees/update-000001.jsonl" in differing(undisturbed, tmp_path / "c")
+    assert "trees/update-000001" in differing(undisturbed, tmp_path / "c")
 
 
 def test_latencies_of_tools_change_nothing(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_run_of_0_7_goes_on(tmp_path: Path) -> None:
         train(tiny(run=longer), resume=run.run_dir)
     trust(run.run_dir)
     assert train(tiny(run=longer), resume=run.run_dir)
-    assert "trees/update-000002.jsonl" not in differing(tmp_path / "long", run.run_dir)
+    assert "trees/update-000002" not in differing(tmp_path / "long", run.run_dir)
 
 
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from tests.trees import Part, build_tree
 from treegraft.algo.advantages import assign_credit
 from treegraft.algo.losses import clipped_surrogate, engine_correction
 from treegraft.core.types import Tree
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
 from treegraft.runs.replay import Replay
+from treegraft.runs.tree_files import write_trees
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
@@ -125,11 +126,11 @@ def test_the_files_of_the_groups_that_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     few, all_of_them = (Replay(settings_of(capacity=size), folder, 0) for size in (2, 512))
     run_updates(few, folder, range(1, 6))
-    names = [path.name for path in few.files()]
+    names = few.labels()
     kept = {int(tree.group_id.split("/")[0]) for tree in few._groups.values()}
-    assert names == [f"update-{n:06d}.jsonl" for n in range(min(kept), 6)] and min(kept) > 1
-    assert len(all_of_them.files()) == 5
-    assert Replay(settings_of(1.0), folder, 5).files() == ()
+    assert names == [f"trees/update-{n:06d}" for n in range(min(kept), 6)] and min(kept) > 1
+    assert len(all_of_them.labels()) == 5
+    assert Replay(settings_of(1.0), folder, 5).labels() == ()
 
 
 def test_law_16_trees_that_a_resume_replays_do_not_change_unseen(tmp_path: Path) -> None:
@@ -142,8 +143,10 @@ def test_law_16_trees_that_a_resume_replays_do_not_change_unseen(tmp_path: Path)
     run = train(settings).run_dir
     longer = json.loads((run / "config.json").read_text())
     longer["run"]["num_updates"] = 2
-    trees = run / "trees" / "update-000001.jsonl"
-    trees.write_text(trees.read_text().replace('"reward":', '"reward": '))
+    trees = run / "trees" / "updates-000000.jsonl.zst"
+    data = bytearray(trees.read_bytes())
+    data[-1] ^= 1
+    trees.write_bytes(data)
     with raises_code("inputs-changed"):
         train(longer, resume=run)
     trees.unlink()

@@ -23,7 +23,7 @@ from tests.toolstar_agent import HABITS, search_of
 from treegraft.core.types import Origin, Status, StopReason, Trajectory, Tree
 from treegraft.rollout.formats.markup import clean
 from treegraft.runs.record import read_metrics, read_trees
-from treegraft.runs.tree_json import tree_to_json
+from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 
@@ -279,11 +279,8 @@ def test_records_read_back_equal_and_metrics_agree(made: Made) -> None:
     run_dir, watcher = made[0], made[3]
     metrics = read_metrics(run_dir)[-2:]
     for update, line in enumerate(metrics, start=1):
-        file = run_dir / "trees" / f"update-{update:06d}.jsonl"
-        trees = read_trees(file)
-        assert file.read_text(encoding="utf-8") == "".join(
-            tree_to_json(tree) + "\n" for tree in trees
-        )
+        trees = read_trees(run_dir / "trees" / f"update-{update:06d}")
+        assert list(map(tree_from_json, map(tree_to_json, trees))) == trees
         assert watcher.trees[update - 1] == trees[0]
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         assert line["reward/mean"] == pytest.approx(

@@ -35,6 +35,7 @@ from treegraft.runs.checkpoint import read_state
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.runs.run import Run
+from treegraft.runs.tree_files import parts_in
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import WarmupSettings
@@ -86,11 +87,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 def test_the_run_folder_holds_what_the_design_says(run: RunResult) -> None:
     folder = run.run_dir
     assert load_config(folder / "config.json").run.num_updates == 2
-    trees = {path.name for path in (folder / "trees").iterdir()}
-    kinds = {
-        f"eval-00000{update}-{kind}.jsonl" for update in (0, 1, 2) for kind in ("greedy", "sampled")
-    }
-    assert trees == {"update-000001.jsonl", "update-000002.jsonl"} | kinds
+    files = {path.name for path in (folder / "trees").iterdir()}
+    assert files == {"updates-000000.jsonl.zst", "evals-000000.jsonl.zst"}
+    parts = [part.name for part in parts_in(folder / "trees")]
+    kinds = [
+        [f"eval-00000{update}-{kind}" for kind in ("greedy", "sampled")] for update in (0, 1, 2)
+    ]
+    assert parts == [*kinds[0], "update-000001", *kinds[1], "update-000002", *kinds[2]]
     assert run.checkpoint_dir == folder / "checkpoints" / "update-000002"
     assert not [path for path in folder.rglob("*") if path.name.endswith(".partial")]
 

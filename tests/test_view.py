@@ -27,6 +27,7 @@ from starlette.testclient import TestClient
 from tests.error_codes import raises_code
 from tests.trees import recorded_trees
 from tests.viewed import (
+    as_lines,
     copy_without_checkpoints,
     expert_hash,
     grown_tree,
@@ -42,8 +43,9 @@ from treegraft.core.errors import DataError
 from treegraft.core.listener import is_own_name
 from treegraft.core.types import Observation, Step, Tree
 from treegraft.runs.health import recorded
-from treegraft.runs.record import RunFolder, read_places, read_trajectory, write_trees
-from treegraft.runs.tree_json import tree_to_json
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import find_part, parts_of, write_trees
+from treegraft.runs.tree_json import parse_tree, tree_from_json, tree_to_json
 from treegraft.view.pages import draw, page_warnings, path_tokens, summarise
 from treegraft.view.query import grafts_of
 from treegraft.view.runs import RunReader, open_runs
@@ -141,7 +143,7 @@ def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
     run = RunReader(path)
     assert len(run.groups("update-000001")) == 2
-    file = path / "trees" / "update-000001.jsonl"
+    file = as_lines(path)
     file.write_text(file.read_text().splitlines()[0] + "\n")
     assert len(run.groups("update-000001")) == 1 and run.num_trees("update-000001") == 1
     write_update(path, 2)
@@ -324,20 +326,17 @@ def test_a_search_of_grafts_stops_in_time_and_always_comes_further(
     assert (num_answers, found) == (len(run.files()), [])
 
 
-def test_a_task_is_found_by_indexes_that_are_missing_or_stale_too(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_task_is_found_in_files_of_lines_too(run_dir: Path, tmp_path: Path) -> None:
     copy = copy_without_checkpoints(run_dir, tmp_path / "run")
     run = open_runs([copy])["run"]
     task = run.tree("update-000001", 0).task.id
     found = [(file.name, number) for file, number in run.with_task(task)]
     assert found and run.with_task("nowhere") == []
-    first, second, *_ = sorted((copy / "trees-index").iterdir())
-    first.unlink()
-    data = second.read_text().replace(task, "another")
-    second.write_text(re.sub(r'^\{"size":\d+', '{"size":1', data))
-    again = open_runs([copy])["run"]
-    assert [(file.name, number) for file, number in again.with_task(task)] == found
+    drawn = run.drawn(*found[0])
+    as_lines(copy)
+    for again in (run, open_runs([copy])["run"]):
+        assert [(file.name, number) for file, number in again.with_task(task)] == found
+        assert again.drawn(*found[0]) == drawn
 
 
 def test_large_answers_are_compressed(client: TestClient) -> None:
@@ -383,7 +382,7 @@ def test_a_copied_folder_without_checkpoints_and_buffer(run_dir: Path, tmp_path:
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
-    with (path / "trees" / "update-000001.jsonl").open("a") as file:
+    with as_lines(path).open("a") as file:
         file.write('{"group_id": "half')
     answer = TestClient(build_app(open_runs([path])), base_url="http://localhost").get(
         "/api/runs/first/groups?file=update-000001"
@@ -460,13 +459,19 @@ def test_paths_lead_nowhere(client: TestClient, path: str, run_dir: Path) -> Non
 def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
     path = write_run(tmp_path / "first", num_updates=1)
     outside = write_run(tmp_path / "other", num_updates=1)
-    (path / "trees" / "update-000007.jsonl").symlink_to(outside / "trees" / "update-000001.jsonl")
+    for number, name in ((100, "updates-000100.jsonl.zst"), (7, "update-000007.jsonl")):
+        write_update(outside, number)
+        file = outside / "trees" / name
+        if number == 7:
+            file.write_text(tree_to_json(plain_tree(7, "t/1")) + "\n")
+        (path / "trees" / name).symlink_to(file)
     (path / "buffer" / "traces.sqlite").unlink()
     (path / "buffer" / "traces.sqlite").symlink_to(outside / "buffer" / "traces.sqlite")
     run = RunReader(path)
     assert [file.update for file in run.files()] == [1, 2]
-    with pytest.raises(DataError):
-        run.tree("update-000007", 0)
+    for name in ("update-000007", "update-000100"):
+        with pytest.raises(DataError):
+            run.tree(name, 0)
     client = TestClient(build_app(open_runs([path])), base_url="http://localhost")
     assert ask(client, "/buffer")["stats"]["is_there"] is False
 
@@ -595,55 +600,48 @@ def test_the_viewer_starts_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ---------------------------------------------------------------------- one path of a large tree
+# ---------------------------------------------------------------------- trees that change
 
 
 @given(trees=st.lists(recorded_trees(), max_size=3))
 @hypothesis_settings(max_examples=40, deadline=None)
-def test_a_path_read_by_its_places_is_the_path_of_the_whole_tree(trees: list[Tree]) -> None:
+def test_each_tree_is_found_by_its_place(trees: list[Tree]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trees" / "update-000001.jsonl"
-        write_trees(path, trees)
-        index = Path(folder) / "trees-index" / "update-000001.json"
-        places = read_places(path)
-        index.unlink()
-        # Without the index the same places are found by parsing, those of steps apart.
-        assert read_places(path) == [replace(place, steps={}) for place in places]
-        for tree, place in zip(trees, places, strict=True):
-            assert list(place.steps) == [step.id for step in tree.steps]
-            for known in (place, replace(place, steps={})):
-                for number, wanted in enumerate(tree.trajectories()):
-                    assert read_trajectory(path, known, number, "here") == wanted
+        path = Path(folder) / "trees" / "update-000001"
+        write_trees(path, trees[:1])
+        write_trees(path.with_name("update-000002"), trees)
+        part = find_part(path.with_name("update-000002"))
+        assert part is not None and [*part.trees()] == trees
+        assert [task for task, *_ in part.places()] == [tree.task.id for tree in trees]
+        for number, tree in enumerate(trees):
+            ((_, line),) = part.lines(number, 1)
+            assert tree_from_json(line) == tree
 
 
-def test_the_next_leaf_parses_its_path_alone(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_leaves_of_a_tree_are_read_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunReader(run_dir)
-    whole = run.tree("update-000001", 0).trajectories()
-    parsed: list[str] = []
-    loads = json.loads
+    read: list[str] = []
     monkeypatch.setattr(
-        "treegraft.runs.record.json.loads", lambda text: parsed.append(text) or loads(text)
+        "treegraft.view.runs.parse_tree",
+        lambda line, where: read.append(where) or parse_tree(line, where),
     )
-    for leaf in range(4):
-        assert run.path_of("update-000001", 0, leaf) == whole[leaf]
-    # For each leaf the head of the tree and the steps of the path; the index is known by now.
-    assert len(parsed) == sum(1 + len(path.steps) for path in whole)
-    with raises_code("tree-unreadable"):
-        run.path_of("update-000001", 0, 4)
+    whole = run.tree("update-000001", 0).trajectories()
+    assert [run.path_of("update-000001", 0, leaf) for leaf in range(len(whole))] == whole
+    assert len(read) == 1
+    with raises_code("no-such-leaf"):
+        run.path_of("update-000001", 0, len(whole))
 
 
-def test_a_file_written_anew_is_indexed_anew(tmp_path: Path) -> None:
+def test_trees_written_anew_are_read_anew(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
     run, file = RunReader(path), path / "trees" / "update-000001.jsonl"
     assert len(run.path_of("update-000001", 0, 0).steps) == 4
     write_trees(file, [plain_tree(1, "t/1")])
     assert len(run.path_of("update-000001", 0, 0).steps) == 2
-    # An index that does not fit the size of its file does not count.
+    file = as_lines(path)
     file.write_text(tree_to_json(grown_tree(1, "t/1")) + "\n" + "damaged\n")
     assert len(run.path_of("update-000001", 0, 0).steps) == 4
-    assert [place.task_id for place in read_places(file)] == ["t/1", ""]
+    assert [task for task, *_ in parts_of(file)[0].places()] == ["t/1", ""]
 
 
 def test_a_graft_stands_beside_what_the_policy_did_itself() -> None:

@@ -24,7 +24,8 @@ from tests.viewed import (
 )
 
 from treegraft.core.types import Leaf, StartCause, Status, StepContent, Task, Tree
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install playwright"

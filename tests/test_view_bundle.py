@@ -19,11 +19,12 @@ import pytest
 from tests.error_codes import raises_code
 from tests.test_view_browser import CHROMIUM, INJECTIONS, browser, hostile_tree, show, text, until
 from tests.test_view_damage import DAMAGES, SECRET
-from tests.viewed import expert_hash, write_run, write_update
+from tests.viewed import as_lines, expert_hash, write_run, write_update
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 from treegraft.view.bundle import join_modules, write_bundle
 from treegraft.view.runs import open_runs
 from treegraft.view.server import Api, static_files
@@ -127,7 +128,7 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named_and_the_others_are_kept(home: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(home / "first", tmp_path / "first"))
-    (copy / "trees" / "update-000002.jsonl").write_text("damaged\n")
+    as_lines(copy).with_name("update-000002.jsonl").write_text("damaged\n")
     made = write_bundle(open_runs([copy]), tmp_path / "copy")
     assert len(made.notes) == 1 and "update-000002" in made.notes[0]
     assert "error" in held(made.path, "0/update-000002")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 from tests.error_codes import raises_code
-from tests.viewed import write_run
+from tests.viewed import as_lines, write_run
 
 from treegraft.extras.lab.report.records import read_run
 from treegraft.view.compare import compare_runs
@@ -52,11 +52,26 @@ def _line(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """Changes the first tree of the first update."""
 
     def damage(run: Path) -> None:
-        file = run / "trees" / "update-000001.jsonl"
+        file = as_lines(run)
         first, *rest = file.read_text().splitlines()
         tree = json.loads(first)
         change(tree)
         file.write_text("\n".join([json.dumps(tree), *rest]) + "\n")
+
+    return damage
+
+
+def _all_lines(content: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        as_lines(run).write_text(content)
+
+    return damage
+
+
+def _pack(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        (file,) = (run / "trees").glob("updates-*")
+        file.write_bytes(change(file.read_bytes()))
 
     return damage
 
@@ -97,8 +112,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "metrics are nested deeply": _text("metrics.jsonl", f"{DEEP}\n"),
     "a metric is a table": _text("metrics.jsonl", '{"update": 1, "eval/accuracy": {"a": [1]}}\n'),
     "metrics are not text": _text("metrics.jsonl", b"\xff\xfe\n\x00\n"),
-    "trees are nested deeply": _text("trees/update-000001.jsonl", f"{DEEP}\n"),
-    "a tree is a number": _text("trees/update-000001.jsonl", "5\n"),
+    "trees are nested deeply": _all_lines(f"{DEEP}\n"),
+    "a tree is a number": _all_lines("5\n"),
     "a leaf without its step": _line(lambda tree: tree["leaves"][0].update(step_id="0.9.9")),
     "no leaves": _line(lambda tree: tree.pop("leaves")),
     "a step without a parent": _line(lambda tree: tree["steps"].pop(0)),
@@ -106,8 +121,12 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a question is a number": _line(lambda tree: tree["task"].update(question=5)),
     "tokens are a text": _line(lambda tree: tree["steps"][1].update(token_ids="abc")),
     "an observation is a number": _line(lambda tree: tree["steps"][1]["content"].update(calls=[3])),
-    "the index is damaged": _text("trees-index/update-000001.json", '{"size": "x"}'),
-    "the index is nested deeply": _text("trees-index/update-000001.json", DEEP),
+    "trees are cut": _pack(lambda data: data[:-5]),
+    "trees are flipped": _pack(lambda data: data[:-9] + bytes([data[-9] ^ 8]) + data[-8:]),
+    "no name of trees": _pack(lambda data: data.replace(b"update-000001", b"update-00000x")),
+    "sizes are cut": _pack(lambda data: data.replace(b"]]", b"]x")),
+    "sizes are others": _pack(lambda data: data.replace(b"[[", b"[{")),
+    "heads alone": _pack(lambda data: data[:80] * 30_000),
     "settings lie outside": _link("config.json"),
     "metrics lie outside": _link("metrics.jsonl"),
     "trees lie outside": _link("trees"),
@@ -141,6 +160,7 @@ def test_nothing_outside_the_run_is_shown(whole: Path, tmp_path: Path, name: str
     run, outside = tmp_path / "run", tmp_path / "elsewhere"
     shutil.copytree(whole, run)
     shutil.copytree(whole, outside)
+    as_lines(outside)
     for file in outside.rglob("*.json*"):
         file.write_text(file.read_text().replace("e1", SECRET).replace('"update"', f'"{SECRET}"'))
     (outside / "config.json").write_text(json.dumps({"run": {"name": SECRET}}))

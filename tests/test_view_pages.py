@@ -14,7 +14,8 @@ from tests.test_view_browser import CHROMIUM, browser, query, show, text, until
 from tests.viewed import expert_hash, metrics_of, plain_tree, served, write_run
 
 from treegraft.core.types import Status
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 
 __all__ = ["browser"]
 pytestmark = pytest.mark.skipif(

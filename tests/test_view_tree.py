@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
 from treegraft.core.types import BranchCause, ToolCall, Tree
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 from treegraft.traces.imports import read_messages
 from treegraft.view.branching import content_numbers, entropy_changes
 from treegraft.view.pages import draw

@@ -36,7 +36,8 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import pack_of, parts_in, write_trees
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
 from treegraft.view.runs import open_runs
@@ -227,6 +228,30 @@ def metrics_of(update: int) -> dict[str, float]:
         "graft/hybrid_frac": 0.25,
     }
     return metrics | ({"eval/accuracy": 0.5} if update % 2 == 0 else {})
+
+
+def as_lines(run: Path) -> Path:
+    """Rewrites the trees of a run as 0.7 kept them, a file of lines for each update; returns the
+    first update's."""
+    for part in parts_in(run / "trees"):
+        lines = b"".join(line for _, line in part.lines())
+        (run / "trees" / f"{part.name}.jsonl").write_bytes(lines)
+    for pack in (run / "trees").glob("*.zst"):
+        pack.unlink()
+    return run / "trees" / "update-000001.jsonl"
+
+
+def repeat_update(run: Path, num_updates: int) -> None:
+    """Writes the trees of a run's first update as those of 2 to `num_updates` too."""
+    (part,) = parts_in(run / "trees", "update")
+    packs: dict[Path, list[bytes]] = {}
+    for number in range(1, num_updates + 1):
+        pack = pack_of(run / "trees" / f"update-{number:06d}")
+        assert pack is not None
+        data = part.data().replace(part.name.encode(), b"update-%06d" % number, 1)
+        packs.setdefault(pack, []).append(data)
+    for pack, parts in packs.items():
+        pack.write_bytes(b"".join(parts))
 
 
 def write_run(

@@ -95,7 +95,7 @@ class Killer:
 
     def go_on(self) -> None:
         """Kills and measures until the time is over, from the first update on."""
-        self._await_whole(lambda: (self.run / "trees" / "update-000001.jsonl").exists())
+        self._await_whole(lambda: (self.run / "trees" / "updates-000000.jsonl.zst").exists())
         self._began = time.monotonic()
         next_death, next_rank = self.age + DEATH_S, self.age + RANK_S
         while self.age < 60 * MINUTES:

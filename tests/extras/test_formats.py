@@ -109,6 +109,7 @@ def test_traces_of_verifiers_have_the_tokens_of_their_paths(run: Path, tmp_path:
 def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["export", str(run), "--to", "elsewhere"])
     assert "got 'elsewhere', expected one of inspect, verifiers" in str(done.exception)
+    (tmp_path / "config.json").write_text("{}")
     done = CliRunner().invoke(app, ["export", str(tmp_path), "--to", "inspect"])
     assert "it has no trees" in str(done.exception)
 

@@ -389,8 +389,8 @@ def test_trees_are_recorded_as_in_our_runs(base: Path, tmp_path: Path) -> None:
     assert reader.config()["explore"]["num_leaves"] == 4 and reader.tokens.is_there
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2]
-    names = [path.name for path in sorted((folder / "trees").iterdir())]
-    assert names == ["update-000001.jsonl", "update-000002.jsonl"]
+    assert [file.name for file in reader.files()] == ["update-000001", "update-000002"]
+    assert not (folder / "trees" / "update-000009.jsonl").exists()
     last = read_trees(folder)[-2:]
     assert [tree.leaves for tree in last] == [tree.leaves for tree in trainer.trees]
     logged = [line for line in trainer.state.log_history if "tree/reward/mean" in line]

@@ -30,7 +30,8 @@ from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.publish import Publisher
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.runs.checkpoint import TrainState
-from treegraft.runs.record import read_metrics, read_trees
+from treegraft.runs.record import read_metrics
+from treegraft.runs.tree_files import parts_in
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import VllmSettings
 from treegraft.train import train
@@ -60,7 +61,7 @@ def served(max_rows: int = 16, **vllm: Any) -> dict[str, Any]:
 
 
 def grown(run_dir: Path) -> dict[str, list[Tree]]:
-    return {file.name: [*read_trees(file)] for file in sorted((run_dir / "trees").glob("*.jsonl"))}
+    return {part.name: [*part.trees()] for part in parts_in(run_dir / "trees")}
 
 
 def assert_same_trees(one: Path, other: Path) -> int:

@@ -101,7 +101,7 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str | bytes) -> None:
     """Writes a file so that it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, since a rename is atomic only within a file system.
@@ -110,7 +110,7 @@ def write_atomically(path: Path, text: str) -> None:
         # What a crash, or somebody else, has left under this name.
         partial.unlink(missing_ok=True)
         with open_own(partial, "xb") as file:
-            left = memoryview(text.encode())
+            left = memoryview(text.encode() if isinstance(text, str) else text)
             while left:
                 left = left[file.write(left) :]
             # Else a power cut may leave the new name with no contents.
@@ -123,6 +123,23 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def append_whole(path: Path, data: bytes) -> None:
+    """Adds to a file; all of it is on the disk when this returns, and nothing of it where it could
+    not be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(path, "ab") as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            # A disk that fills up takes a part of it.
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
+
+
 class LineFile:
     """A file of one record a line, which a crash leaves readable: what it cut off is no line."""
 
@@ -130,20 +147,8 @@ class LineFile:
         self.path = path
 
     def append(self, line: str) -> None:
-        """Adds a line; it is on the disk when this returns, and not there at all where it could not
-        be written."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open_own(self.path, "ab") as file:
-            size, data = file.seek(0, os.SEEK_END), line.encode() + b"\n"
-            try:
-                # A disk that fills up takes a part of it.
-                if file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-                os.fsync(file.fileno())
-            except OSError:
-                with suppress(OSError):
-                    file.truncate(size)
-                raise
+        """Adds a line, as `append_whole` does."""
+        append_whole(self.path, line.encode() + b"\n")
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yields the complete lines, without line breaks, with their numbers from 1; none where

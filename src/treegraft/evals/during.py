@@ -9,8 +9,8 @@ from treegraft.core.spans import span
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.rollout.measure import paired_gain
 from treegraft.rollout.watch import Watch
-from treegraft.runs.record import read_trees
 from treegraft.runs.run import Run
+from treegraft.runs.tree_files import find_part
 
 
 async def evaluate_and_keep(run: Run, parts: Parts) -> None:
@@ -65,12 +65,12 @@ def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
     metrics: dict[str, float] = {}
     run.reporter.written()
     for kind, after in evaluation.passes.items():
-        path = run.folder.trees_path(0, kind)
-        if path.exists() and run.state.update > 0:
+        part = find_part(run.folder.trees_path(0, kind))
+        if part is not None and run.state.update > 0:
             name = "eval/gain" if kind == "greedy" else "eval/gain_sampled"
-            before = read_trees(path)
+            before = [*part.trees()]
             if {tree.task.id for tree in before} != {tree.task.id for tree in after}:
-                run.display.warn(f"{path} has other tasks than this evaluation: no {name}")
+                run.display.warn(f"{part.label} has other tasks than this evaluation: no {name}")
                 continue
             gain, low, high = paired_gain(before, after)
             metrics |= {name: gain, f"{name}_low": low, f"{name}_high": high}

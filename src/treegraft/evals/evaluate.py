@@ -18,8 +18,8 @@ from treegraft.explore.independent import Independent
 from treegraft.rollout.measure import eval_metrics
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
-from treegraft.runs.record import write_trees
 from treegraft.runs.start import open_with
+from treegraft.runs.tree_files import write_trees
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects
 from treegraft.tasks.build import build_tasks

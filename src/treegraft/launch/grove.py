@@ -28,7 +28,8 @@ from treegraft.core.types import Task, Tree
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.runs.checkpoint import TrainState
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import write_trees
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
 from treegraft.settings.objects import Objects, with_objects

@@ -213,7 +213,7 @@ class Training:
             self.replay = Replay(config, run.folder, run.state.update)
             if doubt := unusable(self.buffer.buffer, config, parts.train_tasks):
                 run.display.warn(doubt)
-            run.checkpoints.replays(self.replay.files)
+            run.checkpoints.replays(self.replay.labels)
             self.grower = parts.grower(parts.explorer, retriever=self.buffer.retriever)
             yield
 

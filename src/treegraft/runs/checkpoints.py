@@ -24,7 +24,7 @@ class Checkpoints:
         # A run that goes on from a checkpoint has nothing to save before something changes.
         self._saved = None if start.checkpoint is None else start.state
         self._more: Callable[[], dict[str, str]] = dict
-        self._replayed: Callable[[], Sequence[Path]] = tuple
+        self._replayed: Callable[[], Sequence[str]] = tuple
         self._imitated: dict[str, str] = {}
 
     def open(self, folder: RunFolder, write: Write) -> None:
@@ -72,9 +72,9 @@ class Checkpoints:
         `runs.resume_inputs`."""
         self._more = checksums
 
-    def replays(self, files: Callable[[], Sequence[Path]]) -> None:
-        """Has checkpoints hold the checksums of the files of trees that a resume replays."""
-        self._replayed = files
+    def replays(self, labels: Callable[[], Sequence[str]]) -> None:
+        """Has checkpoints hold the checksums of the trees that a resume replays."""
+        self._replayed = labels
 
     def imitates(self, path: Path, checksum: str) -> None:
         """Has the checkpoints of the warm-up hold the checksum of its demonstrations.

@@ -4,173 +4,62 @@
       config.json                       resolved settings
       objects.json                      the Python objects that they lead to, where there are any
       metrics.jsonl                     one line per update
-      trees/update-000012.jsonl         whole trees, one per line, advantages and ratios included
-      trees/eval-000010-greedy.jsonl    the same of an evaluation
-      trees-index/update-000012.json    where trees/update-000012.jsonl has each tree and step
+      trees/updates-000000.jsonl.zst    whole trees, advantages and ratios included (`tree_files`)
+      trees/evals-000000.jsonl.zst      the same of evaluations
       checkpoints/update-000010/        a folder that transformers loads, and treegraft/ in it
 
-Every file but metrics.jsonl is written whole under another name and then renamed, so that no
-reader finds half of one.
+metrics.jsonl and the files of trees grow; every other file is written whole under another name and
+then renamed, so that no reader finds half of one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
     LineFile,
-    checksum,
-    file_checksum,
-    open_inside,
     open_own,
     parse_json,
-    read_inside,
     storage_fault,
     write_atomically,
 )
 from treegraft.core.given import Record
 from treegraft.core.text import plain
-from treegraft.core.types import Trajectory, Tree
-from treegraft.runs.tree_json import DAMAGE, parse_tree, tree_from_dict, tree_texts
+from treegraft.core.types import Tree
+from treegraft.runs.tree_files import cut_parts, find_part, in_order, parts_in, parts_of
 from treegraft.runs.trust import RUN, mark
-
-# ---------------------------------------------------------------------- the index of a file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreePlace:
-    """Where a file has one tree: all places in bytes from its beginning."""
-
-    task_id: str
-    """Empty for a damaged line of which no index was written."""
-    begin: int
-    end: int
-    """Behind the line break."""
-    steps: Mapping[str, tuple[int, int]]
-    """Step id -> where its object begins and ends; empty where no index was written."""
-
-
-def _index_path(path: Path) -> Path | None:
-    """None outside the trees/ folder of a run: elsewhere an index would be in the way."""
-    if path.parent.name != "trees":
-        return None
-    return path.parent.with_name("trees-index") / f"{path.stem}.json"
-
-
-def write_trees(path: Path, trees: Iterable[Tree]) -> None:
-    """Writes trees to `path`, one per line, and in a run folder the index of the file."""
-    lines, places, begin = list[str](), list[dict[str, Any]](), 0
-    for tree in trees:
-        head, texts = tree_texts(tree)
-        end, steps = begin + len(head.encode()), {}
-        for step, text in zip(tree.steps, texts, strict=True):
-            first = end
-            end += len(text.encode()) + 1  # a comma follows, or the bracket behind the last step
-            steps[step.id] = (first, end - 1)
-        lines.append(f"{head}{','.join(texts)}]}}\n")
-        end += len("}\n")
-        places.append({"task_id": tree.task.id, "begin": begin, "end": end, "steps": steps})
-        begin = end
-    index = _index_path(path)
-    if index is not None:
-        # An index of the file's earlier content must not be there beside the new one.
-        index.unlink(missing_ok=True)
-    text = "".join(lines)
-    write_atomically(path, text)
-    if index is not None:
-        data = {"size": begin, "checksum": checksum(text.encode()), "trees": places}
-        write_atomically(index, json.dumps(data, separators=(",", ":")))
-
-
-def read_places(path: Path) -> list[TreePlace]:
-    """Returns where a file has each tree: by its index, or, where that is missing or was written
-    for a file of another size, by parsing the file, then without the places of steps."""
-    if (index := _index_path(path)) is not None:
-        # Runs of 0.6 have no index, and one may be damaged: parsing is slow but always possible.
-        with suppress(OSError, *DAMAGE):
-            data = parse_json(read_inside(index, path.parents[1]))
-            if data["size"] == path.stat().st_size:
-                return [TreePlace(**place) for place in data["trees"]]
-    places, end = list[TreePlace](), 0
-    with open_inside(path, path.parents[1]) as file:
-        for line in file:
-            task_id = ""
-            # A damaged line keeps its number, so that the trees behind it keep theirs.
-            with suppress(*DAMAGE):
-                task_id = str(parse_json(line)["task"]["id"])
-            begin, end = end, end + len(line)
-            places.append(TreePlace(task_id=task_id, begin=begin, end=end, steps={}))
-    return places
-
-
-def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Trajectory:
-    """Returns the trajectory of a leaf; of a tree with an index no other step is read.
-
-    Raises:
-        DataError: the tree is damaged or has no such leaf; the message begins with `where`.
-    """
-    with open_inside(path, path.parents[1]) as file:
-
-        def part(begin: int, end: int) -> bytes:
-            file.seek(begin)
-            return file.read(end - begin)
-
-        try:
-            # With an index, only the head and the steps of one path are read: a line may be of
-            # many megabytes, and a page shows one path.
-            head_end = min((begin for begin, _ in place.steps.values()), default=place.end)
-            data = parse_json(part(place.begin, head_end) + (b"]}" if place.steps else b""))
-            if not 0 <= leaf < len(data["leaves"]):
-                raise DataError(
-                    f"{where}: {len(data['leaves'])} leaves; there is no leaf {leaf}",
-                    code="no-such-leaf",
-                )
-            chosen = data["leaves"][leaf]
-            # Ids name their ancestors: "0.2.1" stands below "0.2" and "0".
-            ids = accumulate(chosen["step_id"].split("."), "{}.{}".format)
-            known = {step["id"]: step for step in data["steps"]}
-            data["leaves"] = [chosen]
-            data["steps"] = [
-                parse_json(part(*place.steps[one])) if place.steps else known[one] for one in ids
-            ]
-            return tree_from_dict(data).trajectories()[0]
-        except DAMAGE as error:
-            raise DataError(
-                f"{where}: not a recorded tree ({plain(repr(error), 200)})", code="tree-unreadable"
-            ) from error
 
 
 def read_trees(path: Path | str) -> list[Tree]:
-    """Returns the trees of a file, or of all `update-*.jsonl` files of a folder in order.
+    """Returns the trees of all updates of a run folder in order, of one update or evaluation
+    (RUN/trees/update-000012), or of a file.
 
     Raises:
-        DataError: no such file, or a line that is not a tree, by number.
+        DataError: there is nothing of that name, or a tree is damaged, by number.
     """
     place = Path(path)
     if place.is_dir():
         folder = place / "trees" if (place / "trees").is_dir() else place
-        return [tree for file in sorted(folder.glob("update-*.jsonl")) for tree in read_trees(file)]
-    if not place.exists():
+        parts = parts_in(folder, "update")
+    elif place.suffix == ".zst" and place.is_file():
+        parts = in_order(parts_of(place))
+    elif part := find_part(place):
+        parts = [part]
+    else:
         raise DataError(
-            f"trees '{path}': there is no such file; expected a .jsonl file from a run's trees/"
-            " folder",
+            f"trees '{path}': there is nothing of that name; expected a run folder, a part of it"
+            " such as RUN/trees/update-000012, or a .jsonl file of trees",
             code="trees-missing",
         )
-    with place.open("rb") as file:
-        return [
-            parse_tree(line, f"trees '{path}', line {number}")
-            for number, line in enumerate(file, start=1)
-        ]
+    return [tree for part in parts for tree in part.trees()]
 
 
 # ---------------------------------------------------------------------- the folder
@@ -194,7 +83,6 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
         self.warmup_path = path / "warmup.jsonl"
         self.trees_dir = path / "trees"
-        self.index_dir = path / "trees-index"
         self.checkpoints_dir = path / "checkpoints"
         self.objects_path = path / "objects.json"
         self._lock: IO[str] | None = None
@@ -350,39 +238,18 @@ class RunFolder:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def trees_path(self, update: int, kind: str = "") -> Path:
-        """Returns the path of an update's trees, or (kind "greedy", "sampled") of those of an
-        evaluation after it."""
-        name = f"eval-{update:06d}-{kind}" if kind else f"update-{update:06d}"
-        return self.trees_dir / f"{name}.jsonl"
+        """Returns what `read_trees` and `write_trees` call an update's trees, or (kind "greedy",
+        "sampled") those of an evaluation after it."""
+        return self.trees_dir / (f"eval-{update:06d}-{kind}" if kind else f"update-{update:06d}")
 
-    def update_files(self) -> list[tuple[int, Path]]:
-        """Returns (update, its trees) for each one recorded, in order."""
-        files = self.trees_dir.glob("update-*.jsonl")
-        return sorted((int(one.stem.removeprefix("update-")), one) for one in files)
-
-    def drop_trees(self, update: int) -> None:
-        """Removes the trees of an update and of earlier ones; those of evaluations stay."""
-        for number, path in self.update_files():
-            if number <= update:
-                # The index first: without its file it would tell of a loss.
-                (self.index_dir / f"{path.stem}.json").unlink(missing_ok=True)
-                path.unlink()
-
-    def damaged_trees(self, update: int) -> list[str]:
-        """Returns the files of trees, up to those of an update, that are missing or not as they
-        were written, by what their indexes say."""
-        damaged = []
-        for index in sorted(self.index_dir.glob("*.json")):
-            number = re.search(r"-(\d{6,})", index.name)
-            path = self.trees_dir / f"{index.stem}.jsonl"
-            if number is None or int(number[1]) > update:
-                continue
-            with suppress(OSError, *DAMAGE):
-                # An index of 0.7 has none.
-                noted = parse_json(index.read_bytes()).get("checksum")
-                if not path.is_file() or (noted and file_checksum(path) != noted):
-                    damaged.append(f"trees/{path.name}")
-        return damaged
+    def damaged_trees(self, update: int, *, has_all: bool) -> list[str]:
+        """Returns the trees, up to those of an update, that are missing or not as they were
+        written; where earlier ones may have been dropped (`has_all` is false), those between."""
+        parts = [part for part in parts_in(self.trees_dir) if part.update <= update]
+        numbers = {part.update for part in parts if part.kind == "update"}
+        first = 1 if has_all else min(numbers, default=update + 1)
+        missing = [f"trees/update-{n:06d}" for n in range(first, update + 1) if n not in numbers]
+        return [*missing, *(one.label for one in parts if one.checksum not in ("", one.sum_here()))]
 
     def cut_before(self, update: int) -> None:
         """Removes the metrics and trees of `update` and of later ones."""
@@ -399,10 +266,7 @@ class RunFolder:
         if self.metrics_path.exists():
             with open_own(self.metrics_path, "ab") as metrics:
                 metrics.truncate(metrics_size)
-        for file in (*self.trees_dir.glob("*.jsonl"), *self.index_dir.glob("*.json")):
-            number = re.search(r"-(\d{6,})", file.name)
-            if number and int(number[1]) > update:
-                file.unlink()
+        cut_parts(self.trees_dir, update)
 
 
 def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[str, float]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from treegraft.core.keyed import keyed_unit
 from treegraft.core.types import Tree
-from treegraft.runs.record import RunFolder, read_trees
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import parts_in
 from treegraft.settings.config import Config
 
 
@@ -38,23 +38,23 @@ class Replay:
     def _latest(self, folder: RunFolder, update: int) -> Iterator[Tree]:
         """The newest first, as many as are kept."""
         seen: set[str] = set()
-        for number in range(update, 0, -1):
-            path = folder.trees_path(number)
-            for tree in reversed(read_trees(path) if path.exists() else []):
+        for part in reversed(parts_in(folder.trees_dir, "update")):
+            for tree in reversed([*part.trees()] if part.update <= update else []):
                 if len(seen) == self._settings.capacity:
                     return
                 if tree.task.id not in seen and _teaches(tree):
                     seen.add(tree.task.id)
                     yield tree
 
-    def files(self) -> Sequence[Path]:
-        """Returns the files that a resume from the present state reads its groups from."""
+    def labels(self) -> Sequence[str]:
+        """Returns the parts that a resume from the present state reads its groups from."""
         if not self._num_wanted:
             return ()
         oldest = 1
         if len(self._groups) == self._settings.capacity:
             oldest = min(map(_update_of, self._groups.values()))
-        return [path for number, path in self._folder.update_files() if number >= oldest]
+        parts = parts_in(self._folder.trees_dir, "update")
+        return [part.label for part in parts if part.update >= oldest]
 
     @property
     def num_due(self) -> int:

@@ -12,9 +12,10 @@ from treegraft.core.plugin import loaded, offered
 from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
 from treegraft.runs.health import Monitor, explained
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import RunFolder
 from treegraft.runs.start import Start, update_latest
 from treegraft.runs.trackers import Trackers, as_trackers, find_trackers
+from treegraft.runs.tree_files import drop_parts, write_trees
 from treegraft.settings.table import value_of
 
 
@@ -149,7 +150,7 @@ class Reporter:
             def write() -> None:
                 write_trees(path, trees)
                 if keep is not None:
-                    self._folder.drop_trees(update - keep)
+                    drop_parts(self._folder.trees_dir, update - keep)
 
             with span("record"):
                 self._writer.submit(write)

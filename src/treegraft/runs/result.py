@@ -13,8 +13,9 @@ from treegraft.core.interfaces import Tokenizer
 from treegraft.core.packages import not_installed
 from treegraft.core.shown import above
 from treegraft.core.types import Observation, ToolCall, Trajectory, Tree
-from treegraft.runs.record import RunFolder, read_metrics, read_trees
+from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.start import find_checkpoint, update_latest
+from treegraft.runs.tree_files import parts_in
 from treegraft.settings.objects import Objects
 
 if TYPE_CHECKING:
@@ -157,15 +158,16 @@ class RunResult:
         Raises:
             DataError: no trees of it are recorded, with those that are.
         """
-        files = dict(RunFolder.open(self.run_dir).update_files())
-        wanted = max(files, default=None) if update is None else update
-        if wanted not in files:
-            there = f"{min(files)} to {max(files)}" if files else "none"
+        folder = RunFolder.open(self.run_dir).trees_dir
+        parts = {part.update: part for part in parts_in(folder, "update")}
+        wanted = max(parts, default=None) if update is None else update
+        if wanted not in parts:
+            there = f"{min(parts)} to {max(parts)}" if parts else "none"
             raise DataError(
                 f"run '{self.run_dir}' has no trees of update {update}; recorded are: {there}",
                 code="update-without-trees",
             )
-        return read_trees(files[wanted])
+        return [*parts[wanted].trees()]
 
     def agent(
         self, *overrides: str, system_prompt: str | None = None, **objects: Unpack[Objects]

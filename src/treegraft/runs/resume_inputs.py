@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import file_checksum
@@ -21,43 +22,53 @@ from treegraft.runs.checkpoint import (
     read_state,
     whole_state,
 )
+from treegraft.runs.tree_files import TreePart, parts_in
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import differences, load_config
 
 METRICS = "metrics.jsonl"
-_FILES = ("trees/eval-000000-*.jsonl", "reference/*.safetensors")
+_REFERENCE = "reference/*.safetensors"
 _REPLAYED = "trees/update-"
 
 
 class ResumeInputs:
-    """The checksums of a run folder. A file is read once, unless it changes."""
+    """The checksums of a run folder. What has not changed is read once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._known: dict[Path, tuple[tuple[int, int], str]] = {}
+        self._known: dict[Any, str] = {}
 
-    def checksums(self, state: TrainState, replayed: Iterable[Path] = ()) -> dict[str, str]:
+    def checksums(self, state: TrainState, replayed: Iterable[str] = ()) -> dict[str, str]:
         """Returns the checksum of each thing but the buffer; of metrics.jsonl that of the beginning
         that the state has seen.
 
         Args:
-            replayed: the files of `Replay.files`.
+            replayed: `Replay.labels`.
         """
         # Before, what is there was left by a process that was killed, and is written again.
-        is_begun = state.is_closed or state.update > 0
-        files = [one for pattern in _FILES for one in self._run_dir.glob(pattern) if is_begun]
-        files += [one for one in replayed if one.is_file()]
+        is_begun, wanted = state.is_closed or state.update > 0, {*replayed}
+        files = self._run_dir.glob(_REFERENCE) if is_begun else ()
         found = {one.relative_to(self._run_dir).as_posix(): self._checksum(one) for one in files}
+        for part in parts_in(self._run_dir / "trees"):
+            is_start = part.update == 0 and part.kind != "update" and is_begun
+            if is_start or part.label in wanted:
+                found[part.label] = self._sum(part)
         if state.metrics_size:
             found[METRICS] = file_checksum(self._run_dir / METRICS, state.metrics_size)
         return dict(sorted(found.items()))
 
     def _checksum(self, path: Path) -> str:
         facts = path.stat()
-        stamp = (facts.st_size, facts.st_mtime_ns)
-        if path not in self._known or self._known[path][0] != stamp:
-            self._known[path] = (stamp, file_checksum(path))
-        return self._known[path][1]
+        key = (path, facts.st_size, facts.st_mtime_ns)
+        if key not in self._known:
+            self._known[key] = file_checksum(path)
+        return self._known[key]
+
+    def _sum(self, part: TreePart) -> str:
+        # Not by its file, which grows with each update.
+        if part.key not in self._known:
+            self._known[part.key] = part.sum_here()
+        return self._known[part.key]
 
 
 def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
@@ -171,7 +182,7 @@ def refuse_changes(
     Raises:
         CheckpointError: something has changed or is missing.
     """
-    replayed = [run_dir / name for name in state.beside if name.startswith(_REPLAYED)]
+    replayed = [name for name in state.beside if name.startswith(_REPLAYED)]
     changed = _changes(state.beside, ResumeInputs(run_dir).checksums(state, replayed))
     if changed and not accepts:
         raise CheckpointError(

@@ -199,7 +199,7 @@ def resumed_start(
             require_trust(checkpoint, CHECKPOINT)
             refuse_other_settings(run_dir, own, checkpoint)
             notices += refuse_changes(run_dir, state, checkpoint, accepts=accepts_changes)
-            notices += _damaged_results(folder, state.update)
+            notices += _damaged_results(folder, state.update, settings)
         if settings.run.num_updates < state.update:
             raise CheckpointError(
                 f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
@@ -265,9 +265,10 @@ def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[st
         )
 
 
-def _damaged_results(folder: RunFolder, update: int) -> Iterator[str]:
+def _damaged_results(folder: RunFolder, update: int, config: Config) -> Iterator[str]:
     """What a resume does not depend on, and is not as it was written."""
-    if damaged := folder.damaged_trees(update):
+    has_all = config.track.record_trees and config.track.keep_trees is None
+    if damaged := folder.damaged_trees(update, has_all=has_all):
         more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
         yield (
             f"{', '.join(damaged[:3])}{more}: missing or not as written, so that what is shown of"

@@ -53,8 +53,10 @@ T = TypeVar("T")
 
 def tree_to_json(tree: Tree) -> str:
     """Returns a tree as one line; `tree_from_json` gives an equal tree back."""
-    head, steps = tree_texts(tree)
-    return f"{head}{','.join(steps)}]}}"
+    write = functools.partial(json.dumps, tree_to_dict(tree), separators=(",", ":"), default=str)
+    text = write(ensure_ascii=False)
+    # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
+    return write() if re.search("[\ud800-\udfff]", text) else text
 
 
 def tree_to_dict(tree: Tree) -> dict[str, Any]:
@@ -90,19 +92,6 @@ def _task_to_dict(task: Task) -> dict[str, Any]:
     if not task.messages:
         del data["messages"]
     return data
-
-
-def tree_texts(tree: Tree) -> tuple[str, list[str]]:
-    """A line up to its first step, and each of its steps; the index needs their places."""
-    head = tree_to_dict(tree)
-    steps, head["steps"] = head["steps"], []
-    data = [head, *steps]
-    write = functools.partial(json.dumps, separators=(",", ":"), default=str)
-    texts = [write(part, ensure_ascii=False) for part in data]
-    # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
-    if any(re.search("[\ud800-\udfff]", text) for text in texts):
-        texts = [write(part) for part in data]
-    return texts[0].removesuffix("]}"), texts[1:]
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:

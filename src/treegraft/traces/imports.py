@@ -40,6 +40,7 @@ from treegraft.core.types import (
 )
 from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import read_trajectory
+from treegraft.runs.tree_files import TreePart, parts_in
 from treegraft.runs.tree_json import tree_from_json
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import StoredCounts
@@ -151,31 +152,40 @@ def check_paths(paths: Sequence[Path]) -> None:
                 " run folder",
                 code="import-missing",
             )
-        if path.is_dir() and not _tree_files(path):
+        if path.is_dir() and not _parts(path):
             raise DataError(
-                f"folder '{path}' holds no trees/update-*.jsonl; expected the folder of a run that"
+                f"folder '{path}' holds no trees of updates; expected the folder of a run that"
                 " recorded its trees",
                 code="import-folder-invalid",
             )
 
 
-def _tree_files(path: Path) -> list[Path]:
-    return sorted((path / "trees" if (path / "trees").is_dir() else path).glob("update-*.jsonl"))
+def _parts(path: Path) -> list[TreePart]:
+    return parts_in(path / "trees" if (path / "trees").is_dir() else path, "update")
+
+
+def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
+    """The lines of a file or of a run's trees: where, with which number."""
+    if path.is_dir():
+        for part in _parts(path):
+            place = path / part.label if part.checksum else part.path
+            yield from ((place, number + 1, line) for number, line in part.lines())
+        return
+    # As bytes, so that one line that is not UTF-8 is a problem of that line alone.
+    with path.open("rb") as lines:
+        yield from ((path, number, line) for number, line in enumerate(lines, start=1))
 
 
 def read_file(path: Path, columns: Columns, report: ImportReport) -> Iterator[Read]:
     """Yields the trajectories of a file or run folder; lines that are none are the report's
     problems."""
-    for file in _tree_files(path) if path.is_dir() else [path]:
-        # As bytes, so that one line that is not UTF-8 is a problem of that line alone.
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield from _read_row(line.decode().strip(), file.stem, number, columns)
-                except _BAD_ROW as error:
-                    report.problems.append(Problem(file, number, _reason(error)))
+    for file, number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            yield from _read_row(line.decode().strip(), file.stem, number, columns)
+        except _BAD_ROW as error:
+            report.problems.append(Problem(file, number, _reason(error)))
 
 
 def _reason(error: Exception) -> str:

@@ -30,8 +30,9 @@ from starlette.requests import Request
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.text import plain
 from treegraft.core.types import GraftCause
+from treegraft.runs.tree_files import TreePart
 from treegraft.view.query import places_of
-from treegraft.view.runs import RunReader, RunSet, TreeFile
+from treegraft.view.runs import RunReader, RunSet
 from treegraft.view.server import DAMAGE, Api, answering, json_bytes, static_files
 
 MOST_UPDATES = 10
@@ -95,7 +96,7 @@ def write_bundle(
     return made
 
 
-def _parse_updates(text: str) -> Callable[[TreeFile], bool]:
+def _parse_updates(text: str) -> Callable[[TreePart], bool]:
     """Returns whether a file of trees is wanted."""
     if text.strip() in ("all", "none"):
         return lambda _: text.strip() == "all"
@@ -112,7 +113,7 @@ def _parse_updates(text: str) -> Callable[[TreeFile], bool]:
     return lambda file: any(file.update in some for some in ranges)
 
 
-def _spread(files: Sequence[TreeFile]) -> Callable[[TreeFile], bool]:
+def _spread(files: Sequence[TreePart]) -> Callable[[TreePart], bool]:
     """Chooses updates evenly, with the first and the last, and the first and last evaluations."""
     updates = sorted({file.update for file in files if file.kind == "update"})
     last = len(updates) - 1
@@ -130,7 +131,7 @@ class _Writer:
         self._runs, self._root, self._made = runs, root, made
         self._api = Api(runs, buffer)
 
-    def write(self, wanted: Callable[[TreeFile], bool] | None) -> None:
+    def write(self, wanted: Callable[[TreePart], bool] | None) -> None:
         for name, body in _pages().items():
             self._put(name, body)
         # One that appears meanwhile is not in this copy.
@@ -167,7 +168,7 @@ class _Writer:
         scope |= {"path_params": path, "query_string": urlencode(query or {}).encode()}
         return json.loads(bytes(answering(method)(Request(scope)).body))
 
-    def _write_run(self, key: str, run: RunReader, files: Sequence[TreeFile]) -> None:
+    def _write_run(self, key: str, run: RunReader, files: Sequence[TreePart]) -> None:
         about = self._ask(self._api.run, run=run.name)
         if "files" in about:
             about["files"] = [

@@ -12,9 +12,10 @@ from typing import Any
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import GraftCause, Tree
+from treegraft.runs.tree_files import TreePart
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.pages import summarise, texts
-from treegraft.view.runs import RunReader, TreeFile
+from treegraft.view.runs import RunReader
 
 MAX_FOUND = 100
 """Trees of one answer; its cursor asks for the next."""
@@ -81,7 +82,7 @@ def _snippet(tree: Tree, text: str) -> str | None:
 
 
 def _candidates(
-    run: RunReader, wanted: Filter, file: TreeFile, first: int
+    run: RunReader, wanted: Filter, file: TreePart, first: int
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yields the number of each tree of a file with its summary, None where it does not match."""
     # Without a text the summaries decide, which stay in memory.

@@ -1,46 +1,36 @@
 """Run folders as the viewer reads them: metrics as they grow, and trees one at a time.
 
-Nothing is parsed before it is asked for. Opening a run lists its files; a page of one update reads
-that update's file; a search through all updates looks at the bytes of a line before it parses it.
-The places of trees and the summaries of the last few files stay in memory.
+Nothing is parsed before it is asked for. Opening a run lists its updates; a page of one reads its
+trees alone; a search through all updates looks at the bytes of a tree before it parses it. The
+summaries of the last few updates stay in memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import leads_outside, open_inside, parse_json, read_inside
+from treegraft.core.files import leads_outside, parse_json, read_inside
 from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.metrics import meaning
-from treegraft.runs.record import (
-    RunFolder,
-    TreePlace,
-    read_metrics,
-    read_places,
-    read_trajectory,
-    runs_beside,
-)
+from treegraft.runs.record import RunFolder, read_metrics, runs_beside
 from treegraft.runs.roles import Role, read_roles, roles_line
+from treegraft.runs.tree_files import TreePart, files_in, in_order, parts_of
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
 from treegraft.view.pages import draw, spell_unread, summarise
 from treegraft.view.tokens import TokenTexts
 
 T = TypeVar("T")
-FILE_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
-"""The stem of a file of trees; nothing else is served."""
 LAST = ("reward/mean", "eval/accuracy", "eval/accuracy_sampled")
 """Metrics whose last values stand in the list of runs."""
 _LIVE_S = 600.0
@@ -50,20 +40,8 @@ _LOOK_S = 5.0
 _DEEPEST = 4
 """Folders below a folder of runs in which runs are looked for."""
 _KEPT_FILES = 24
-"""Files whose places and summaries stay in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreeFile:
-    """One file of trees/."""
-
-    name: str
-    """Without the suffix, e.g. "update-000012" or "eval-000010-greedy"."""
-    kind: str
-    """"update", or the kind of evaluation: "greedy" or "sampled"."""
-    update: int
-    size: int
-    mtime_ns: int
+"""Updates and evaluations whose summaries stay in memory."""
+_KEPT_TREES = 4
 
 
 class RunReader:
@@ -79,8 +57,11 @@ class RunReader:
         self._lock = threading.Lock()
         self._metrics = MetricsTable()
         self._state: tuple[Any, dict[str, Any]] | None = None
-        self._places: OrderedDict[tuple[str, int, int], list[TreePlace]] = OrderedDict()
-        self._summaries: OrderedDict[tuple[str, int, int], list[dict[str, Any]]] = OrderedDict()
+        self._listed: tuple[set[Any], dict[str, TreePart]] = (set(), {})
+        self._parts: dict[tuple[Path, int, int], list[TreePart]] = {}
+        self._sizes: OrderedDict[Any, int] = OrderedDict()
+        self._summaries: OrderedDict[Any, list[dict[str, Any]]] = OrderedDict()
+        self._trees: OrderedDict[Any, Tree] = OrderedDict()
 
     def config(self) -> dict[str, Any]:
         """Returns the resolved settings.
@@ -212,89 +193,81 @@ class RunReader:
 
     # ------------------------------------------------------------------ files of trees
 
-    def files(self) -> list[TreeFile]:
-        """Returns the files of trees, updates and evaluations in order."""
-        found = []
+    def files(self) -> list[TreePart]:
+        """Returns the updates and evaluations whose trees are recorded, in order."""
         folder = self.path / "trees"
-        if not folder.is_dir() or leads_outside(folder, self.path):
+        if leads_outside(folder, self.path):
             return []
-        for entry in os.scandir(folder):
-            stem, _, ending = entry.name.rpartition(".")
-            match = FILE_NAME.fullmatch(stem)
-            # Of ten thousand files only the links are followed.
-            if match is None or ending != "jsonl":
-                continue
-            if entry.is_symlink() and leads_outside(Path(entry.path), self.path):
-                continue
+        found = dict[tuple[Path, int, int], list[TreePart]]()
+        for path in files_in(folder):
             try:
-                stat = entry.stat()
+                stat = path.stat()
+                key = (path, stat.st_mtime_ns, stat.st_size)
+                found[key] = self._parts[key] if key in self._parts else parts_of(path)
             except OSError:  # a resume has just cut it away, or a link points to itself
                 continue
-            kind = "update" if match[1] == "update" else match[3] or "eval"
-            found.append(TreeFile(stem, kind, int(match[2]), stat.st_size, stat.st_mtime_ns))
-        return sorted(found, key=lambda file: (file.update, file.kind != "update", file.name))
+        if self._listed[0] != found.keys():
+            ordered = in_order(chain.from_iterable(found.values()))
+            self._listed = ({*found}, {part.name: part for part in ordered})
+        self._parts = found
+        return [*self._listed[1].values()]
 
-    def _path(self, name: str) -> Path:
-        path = self.path / "trees" / f"{name}.jsonl"
-        # The name is checked first: a long one would be an error of the file system.
-        if (
-            FILE_NAME.fullmatch(name) is None
-            or leads_outside(path, self.path)
-            or not path.is_file()
-        ):
+    def _part(self, name: str) -> TreePart:
+        part = self._listed[1].get(name)
+        # One file tells more quickly than all of them whether the list still holds.
+        if part is None or not self._is_as_listed(part):
+            self.files()
+            part = self._listed[1].get(name)
+        if part is None:
             raise DataError(
                 f"run '{self.name}' has no trees '{name:.80}'; expected a name such as"
                 " update-000001",
                 code="trees-missing",
             )
-        return path
+        return part
 
-    def _kept(
-        self,
-        name: str,
-        kept: OrderedDict[tuple[str, int, int], list[T]],
-        read: Callable[[Path], list[T]],
-    ) -> list[T]:
-        """What was read from a file of trees, read again when the file has changed."""
-        path = self._path(name)
-        stat = path.stat()
-        key = (name, stat.st_mtime_ns, stat.st_size)
+    def _is_as_listed(self, part: TreePart) -> bool:
+        try:
+            stat = part.path.stat()
+        except OSError:
+            return False
+        return (part.path, stat.st_mtime_ns, stat.st_size) in self._parts
+
+    def _kept(self, key: Any, kept: OrderedDict[Any, T], read: Callable[[], T], most: int) -> T:
+        """What was read of an update, read again when that has changed."""
         with self._lock:
             if key in kept:
                 kept.move_to_end(key)
                 return kept[key]
         # Read without the lock: a large file must not stop the answers to other pages.
-        found = read(path)
+        found = read()
         with self._lock:
             kept[key] = found
-            while len(kept) > _KEPT_FILES:
+            while len(kept) > most:
                 kept.popitem(last=False)
         return found
 
-    def _places_of(self, name: str) -> list[TreePlace]:
-        return self._kept(name, self._places, read_places)
-
     def num_trees(self, name: str) -> int:
-        """Returns the number of trees in a file."""
-        return len(self._places_of(name))
-
-    def _place(self, name: str, number: int) -> TreePlace:
-        places = self._places_of(name)
-        if not 0 <= number < len(places):
-            raise DataError(
-                f"'{name}' of run '{self.name}' holds {len(places)} trees; there is no number"
-                f" {number}, expected 0 to {len(places) - 1}",
-                code="no-such-tree",
-            )
-        return places[number]
+        """Returns the number of trees of an update or evaluation."""
+        part = self._part(name)
+        return self._kept(part.key, self._sizes, lambda: len(part.places()), _KEPT_FILES)
 
     def tree(self, name: str, number: int) -> Tree:
         """Returns one tree. Raises DataError: there is none, or it is damaged."""
-        place = self._place(name, number)
-        with open_inside(self._path(name), self.path) as file:
-            file.seek(place.begin)
-            line = file.read(place.end - place.begin)
-        return parse_tree(line, f"'{name}', line {number + 1}")
+        part = self._part(name)
+        if not 0 <= number < (total := self.num_trees(name)):
+            raise DataError(
+                f"'{name}' of run '{self.name}' holds {total} trees; there is no number"
+                f" {number}, expected 0 to {total - 1}",
+                code="no-such-tree",
+            )
+
+        def read() -> Tree:
+            ((_, line),) = part.lines(number, 1)
+            return parse_tree(line, f"'{name}', line {number + 1}")
+
+        # The page of a tree asks for one leaf after another.
+        return self._kept((part.key, number), self._trees, read, _KEPT_TREES)
 
     def drawn(self, name: str, number: int) -> dict[str, Any]:
         """Returns one tree as pages show it: steps without their tokens, leaves with their rewards,
@@ -310,51 +283,46 @@ class RunReader:
         return found
 
     def path_of(self, name: str, number: int, leaf: int) -> Trajectory:
-        """Returns one trajectory, without parsing the others where the file has an index.
+        """Returns one trajectory.
 
         Raises:
             DataError: there is no such tree or leaf, or it is damaged.
         """
-        place = self._place(name, number)
-        return read_trajectory(self._path(name), place, leaf, f"'{name}', tree {number}")
+        tree = self.tree(name, number)
+        if not 0 <= leaf < len(tree.leaves):
+            raise DataError(
+                f"'{name}', tree {number}: {len(tree.leaves)} leaves; there is no leaf {leaf}",
+                code="no-such-leaf",
+            )
+        return tree.trajectories()[leaf]
 
     def groups(self, name: str) -> list[dict[str, Any]]:
-        """Returns a summary of each tree of a file, in order."""
+        """Returns a summary of each tree of an update or evaluation, in order."""
+        part = self._part(name)
 
-        def read(path: Path) -> list[dict[str, Any]]:
-            with open_inside(path, self.path) as file:
-                return [
-                    summarise(parse_tree(line, f"'{name}', line {number + 1}"))
-                    | {"file": name, "n": number}
-                    for number, line in enumerate(file)
-                ]
+        def read() -> list[dict[str, Any]]:
+            return [
+                summarise(parse_tree(line, f"'{name}', line {number + 1}"))
+                | {"file": name, "n": number}
+                for number, line in part.lines()
+            ]
 
-        return self._kept(name, self._summaries, read)
+        return self._kept(part.key, self._summaries, read, _KEPT_FILES)
 
     def raw_lines(self, name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yields the lines of a file with their numbers, from `first` on."""
-        with open_inside(self._path(name), self.path) as file:
-            yield from islice(enumerate(file), first, None)
+        """Yields the texts of trees with their numbers, from `first` on."""
+        yield from self._part(name).lines(first)
 
-    def with_task(self, task_id: str) -> list[tuple[TreeFile, int]]:
+    def with_task(self, task_id: str) -> list[tuple[TreePart, int]]:
         """Returns every tree of a task: its file and number, in order of updates."""
         needle = json.dumps(task_id).encode()
         return [
-            (file, number)
-            for file in self.files()
-            if self._may_hold(file, needle)
-            for number, place in enumerate(self._places_of(file.name))
-            if place.task_id == task_id
+            (part, number)
+            for part in self.files()
+            if not part.checksum or needle in part.index
+            for number, place in enumerate(part.places())
+            if place[0] == task_id
         ]
-
-    def _may_hold(self, file: TreeFile, needle: bytes) -> bool:
-        """Whether a file's index, unread, may name a task; True where it has none that fits."""
-        index = self.path / "trees-index" / f"{file.name}.json"
-        try:
-            data = index.read_bytes()
-        except OSError:
-            return True
-        return needle in data or not data.startswith(b'{"size":%d,' % file.size)
 
 
 class RunSet(Mapping[str, RunReader]):

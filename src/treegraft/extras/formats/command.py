@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from treegraft import DataError, SettingError, read_trees
+from treegraft import DataError, SettingError
 from treegraft.extras.formats.inspect import write_log
 from treegraft.extras.formats.verifiers import write_traces
 from treegraft.parts import RunReader
@@ -27,29 +27,28 @@ def export(
 ) -> None:
     """Write the trees of a run in the format of another project.
 
-    inspect: an evaluation log for each file of trees; a sample is a task, an epoch one of its
-    leaves. `inspect view` shows it.
+    inspect: an evaluation log of each update and evaluation; a sample is a task, an epoch one of
+    its leaves. `inspect view` shows it.
     verifiers: a line for each leaf, a trace with messages, tokens and advantages.
     """
     if to not in FORMATS:
         raise SettingError(
             f"--to: got '{to}', expected one of {', '.join(FORMATS)}.", code="unknown-export-format"
         )
-    files = sorted((run / "trees").glob("*.jsonl"))
-    if not files:
+    reader = RunReader(run)
+    if not (parts := reader.files()):
         raise DataError(
-            f"{run}: it has no trees; expected a run folder with files in its folder trees"
-            " (track.record_trees).",
+            f"{run}: it has no trees; expected a run folder with trees in it (track.record_trees).",
             code="no-trees-to-export",
         )
-    model = str(RunReader(run).config().get("model", {}).get("path", "unknown"))
+    model = str(reader.config().get("model", {}).get("path", "unknown"))
     folder = out or run / "export" / to
     folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        trees, path = read_trees(file), folder / f"{file.stem}{FORMATS[to]}"
-        when = datetime.fromtimestamp(file.stat().st_mtime, UTC)
+    for part in parts:
+        trees, path = [*part.trees()], folder / f"{part.name}{FORMATS[to]}"
+        when = datetime.fromtimestamp(part.mtime_ns / 1e9, UTC)
         if to == "inspect":
-            name = f"{run.resolve().name}-{file.stem}"
+            name = f"{run.resolve().name}-{part.name}"
             write_log(path, trees, model=f"treegraft/{model}", name=name, when=when)
         else:
             write_traces(path, trees, model=model, when=when)

@@ -33,7 +33,7 @@ from treegraft.extras.trl.rows import (
     trl_coefficients,
 )
 from treegraft.extras.trl.vllm import token_source
-from treegraft.parts import Grove, grove, losses, served
+from treegraft.parts import Grove, grove, losses, measuring, served
 
 OF_RECIPE = {
     "train_dataset": "[tasks]",
@@ -264,8 +264,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.accelerator.num_processes == 1:
             return list(trees)
         with tempfile.TemporaryDirectory() as folder:
-            self._grove.record(folder, trees, number)
-            (path,) = Path(folder, "trees").glob("*.jsonl")
+            path = Path(folder, "trees.jsonl")
+            path.write_text("".join(f"{measuring.tree_to_json(tree)}\n" for tree in trees), "utf-8")
             own = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
             own = own.to(self.accelerator.device)
             sizes = self.accelerator.gather(torch.tensor([len(own)], device=own.device)).tolist()

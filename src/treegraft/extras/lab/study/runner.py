@@ -252,7 +252,7 @@ def _tidy(run_dir: Path, keep: str) -> None:
     if keep == "none":
         shutil.rmtree(run_dir, ignore_errors=True)
     elif keep == "last":
-        for name in ("trees", "trees-index", "buffer"):
+        for name in ("trees", "buffer"):
             shutil.rmtree(run_dir / name, ignore_errors=True)
 
 

@@ -1,0 +1,245 @@
+"""Bad inputs and damaged run folders, each given to the command line: how does it end?
+
+    python -m benchmarks.fuzz FOLDER [--inputs 1000] [--folders 500] [--seed 0]
+
+Inputs are recipes, lines of tasks, data files, checkpoints and buffers with bytes cut, flipped or
+replaced, or with another value somewhere in their JSON. Each has to end in one of our errors (one
+paragraph, exit codes 1 to 3), or to be accepted for what it is: a resumed run that says nothing of
+a damage leaves what an undisturbed one does. A traceback, an end by time and a silent difference
+are wrong. A line for each input goes to FOLDER/fuzz.jsonl, and what was stopped goes on behind the
+last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.test_fuzzed_folders import (
+    RUN_FILES,
+    SHAPES,
+    VALUES,
+    WHOLES,
+    command,
+    damage,
+    make_material,
+)
+from tests.tiny import differing
+
+from treegraft.core.files import LineFile
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_S = 300
+"""Of one command, on a busy machine."""
+JUNK = ("[", "]", "=", '"', "\n", "\0", "\ufeff", "[run]\n", "a." * 900, "9" * 5000, "inf", "{}")
+BUFFER = ("a/buffer/traces.sqlite", "a/buffer.json")
+DATA = ("rows.jsonl", "rows.json", "rows.parquet")
+CHECKPOINT = tuple(name for name in RUN_FILES if "checkpoints" in name)
+FOLDER = tuple(name for name in RUN_FILES if name not in (*CHECKPOINT, *BUFFER))
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    how: str
+    """"refused", "accepted", "failed" or "wrong"."""
+    said: str
+
+
+def drawn(draw: random.Random, name: str) -> tuple[Any, ...]:
+    """Returns what becomes of a file, as `damage` takes it."""
+    kinds = ["cut", "flip", "whole", "gone", "folder", "loop"]
+    if name.endswith((".json", ".jsonl")):
+        kinds += ["value"] * 5
+    kind = draw.choice(kinds)
+    if kind == "whole":
+        return kind, draw.choice(WHOLES)
+    places = [draw.randrange(10**6) for _ in range(draw.randint(1, 6))]
+    return kind, places, draw.choice(VALUES)
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """Ends what is at work after a time."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not at its end after {LONGEST_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LONGEST_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def ended(*arguments: str) -> Ended:
+    """Runs a command."""
+    with in_time():
+        code, printed = command(*arguments)
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
+    # `data check` ends with 1 where it found defects, and lists them.
+    lists = arguments[:2] == ("data", "check") and code == 1
+    is_told = not code or len(errors) == 1 or lists
+    if "Traceback" in printed or code not in (0, 1, 2, 3) or not is_told:
+        return Ended("wrong", f"exit code {code}: {printed[-1500:]}")
+    if code:
+        return Ended("failed" if code == 1 and not lists else "refused", (errors or [""])[0][:300])
+    warned = [line for line in printed.splitlines() if "warning: " in line]
+    return Ended("accepted", " ".join(warned)[:300])
+
+
+# ---------------------------------------------------------------------- inputs
+
+
+def recipe(draw: random.Random, folder: Path, _: Path) -> Ended:
+    """One of ours with parts left out and others put in, or with any bytes."""
+    path, text = folder / "r.toml", draw.choice(RECIPES).read_text(encoding="utf-8")
+    for _ in range(draw.randint(1, 4)):
+        start = draw.randint(0, len(text))
+        text = text[:start] + draw.choice(JUNK) + text[start + draw.randint(0, 200) :]
+    path.write_bytes(text.encode() if draw.random() < 0.9 else draw.randbytes(200))
+    return ended("config", str(path))
+
+
+def tasks(draw: random.Random, folder: Path, _: Path) -> Ended:
+    """Lines of tasks, which are checked and trained on: no update, but all prompts are measured."""
+    path, recipe = folder / "rows.jsonl", folder / "r.json"
+    damage(path, drawn(draw, path.name))
+    if (checked := ended("data", "check", str(path))).how == "wrong":
+        return checked
+    tables = {**SHAPES, "run": {"name": "t", "dir": str(folder), "num_updates": 0}}
+    tables["tasks"] = {"kind": "dataset", "num_eval": 2, "dataset": {"train": [str(path)]}}
+    tables |= {"buffer": {}, "explore": {"num_leaves": 2}, "warmup": {"num_steps": 0}}
+    tables["model"] = {"path": str(folder / "a" / "checkpoints" / "update-000001")}
+    recipe.write_text(json.dumps(tables), encoding="utf-8")
+    return ended("train", str(recipe))
+
+
+def data(draw: random.Random, folder: Path, _: Path) -> Ended:
+    """A data file that an agent is measured on."""
+    name = draw.choice(DATA)
+    damage(folder / name, drawn(draw, name))
+    return ended("eval", "file", str(folder / "a"), str(folder / name))
+
+
+def of_run(names: tuple[str, ...]) -> Callable[[random.Random, Path, Path], Ended]:
+    """A damaged file of a run that is then resumed."""
+
+    def resumed(draw: random.Random, folder: Path, undisturbed: Path) -> Ended:
+        name = draw.choice(names)
+        what = drawn(draw, name)
+        damage(folder / name, what)
+        found = ended("train", "--resume", str(folder / "a"), *draw.choice(([], ["--trust"])))
+        if found.how != "accepted" or found.said:
+            return found
+        # The damaged file itself may stay as it is where nothing depends on it.
+        unlike = [one for one in differing(undisturbed / "a", folder / "a") if f"a/{one}" != name]
+        if unlike:
+            return Ended("wrong", f"accepted without a word, and other bytes in {unlike}")
+        return found
+
+    return resumed
+
+
+KINDS: dict[str, Callable[[random.Random, Path, Path], Ended]] = {
+    "recipe": recipe,
+    "tasks": tasks,
+    "data file": data,
+    "checkpoint": of_run(CHECKPOINT),
+    "buffer": of_run(BUFFER),
+}
+
+
+def read_all(draw: random.Random, folder: Path, undisturbed: Path) -> Ended:
+    """A damaged run folder, which is shown, compared, reported and resumed."""
+    name = draw.choice(RUN_FILES)
+    what = drawn(draw, name)
+    run = str(folder / "a")
+    damage(folder / name, what)
+    for arguments in (
+        ["view", run, "--text"],
+        ["compare", run, run],
+        ["report", run, "--out", f"{run}-r"],
+        ["export", run, "--to", "verifiers"],
+    ):
+        if (found := ended(*arguments)).how == "wrong":
+            return Ended("wrong", f"{arguments[0]}: {found.said}")
+    return ended("train", "--resume", run)
+
+
+# ---------------------------------------------------------------------- the campaign
+
+
+def one(kind: str, number: int, seed: int, material: Path, undisturbed: Path) -> dict[str, Any]:
+    """Returns the line of one input."""
+    draw = random.Random(f"{seed}/{kind}/{number}")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "m"
+        shutil.copytree(material, folder)
+        began = time.monotonic()
+        try:
+            make = read_all if kind == "folder" else KINDS[kind]
+            found = make(draw, folder, undisturbed)
+        except Exception as error:
+            found = Ended("wrong", repr(error)[:1500])
+    took = round(time.monotonic() - began, 1)
+    return {"kind": kind, "number": number, "end": found.how, "said": found.said, "s": took}
+
+
+def main() -> None:
+    """Goes on with the campaign and prints its table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--inputs", type=int, default=1000)
+    parser.add_argument("--folders", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    results = LineFile(asked.folder / "fuzz.jsonl")
+    lines = [json.loads(line) for _, line in results.lines()]
+    done = {(line["kind"], line["number"]) for line in lines}
+    kinds = list(KINDS)
+    wanted = [(kinds[n % len(kinds)], n) for n in range(asked.inputs)]
+    wanted += [("folder", n) for n in range(asked.folders)]
+    # Spread, so that a part of the campaign is a part of each kind.
+    random.Random(asked.seed).shuffle(wanted)
+    with tempfile.TemporaryDirectory() as place:
+        material, undisturbed = Path(place) / "material", Path(place) / "undisturbed"
+        make_material(material)
+        shutil.copytree(material, undisturbed)
+        assert ended("train", "--resume", str(undisturbed / "a")).how == "accepted"
+        for kind, number in wanted:
+            if (kind, number) not in done:
+                line = one(kind, number, asked.seed, material, undisturbed)
+                results.append(json.dumps(line))
+                lines.append(line)
+    counts = Counter((line["kind"], line["end"]) for line in lines)
+    print("| kind | inputs | refused | accepted | failed at work | wrong |")
+    print(f"|{'---|' * 6}")
+    for kind in (*KINDS, "folder"):
+        row = [counts[kind, end] for end in ("refused", "accepted", "failed", "wrong")]
+        print(f"| {kind} | {sum(row)} | {' | '.join(map(str, row))} |")
+    for line in lines:
+        if line["end"] == "wrong":
+            print(f"wrong: {line['kind']} {line['number']}: {line['said'][-700:]}")
+
+
+if __name__ == "__main__":
+    main()

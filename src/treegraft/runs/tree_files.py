@@ -1,0 +1,290 @@
+"""Files of trees: a hundred updates in one, each tree compressed by itself.
+
+    trees/updates-000100.jsonl.zst    updates 100 to 199, as they came
+    trees/evals-000100.jsonl.zst      evaluations after these
+
+`zstdcat` makes lines of it, one tree each. A part, the trees of one update or evaluation, is a head
+in a skippable frame of zstd (RFC 8878, section 3.1.2) and a frame for each tree:
+
+    NAME BYTES CHECKSUM [["TASK", BYTES], ...]    of its frames together, and of each
+
+Parts are appended. One that a crash cut off is none, and a resume removes it. Before 0.8 a part was
+a file of lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from treegraft.core.errors import DataError
+from treegraft.core.files import (
+    append_whole,
+    checksum,
+    leads_outside,
+    open_inside,
+    open_own,
+    parse_json,
+    write_atomically,
+)
+from treegraft.core.types import Tree
+from treegraft.runs.tree_json import DAMAGE, parse_tree, tree_to_json
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+PART_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
+_ENDING = ".jsonl.zst"
+_NUM_IN_FILE = 100
+_OPENING = b"\x5e\x2a\x4d\x18"
+_HEAD = re.compile(
+    re.escape(_OPENING) + rb"(.{4})((?:update|eval)-[0-9a-z-]{6,34}) ([0-9]{1,15}) ([0-9a-f]{32}) ",
+    re.DOTALL,
+)
+_READ = 4096
+"""Bytes read at a head; the name and the checksum are in the first hundred."""
+_MOST_HEAD = 1 << 20
+_MOST_HOPS = 1000
+"""From head to head in a file, which a stranger may have written."""
+_MOST_LINE = 1 << 28
+"""Longest tree in bytes: a small frame can hold zeros without end."""
+_TASK = re.compile(rb'\{"group_id":"(?:[^"\\]|\\.)*","task":\{"id":("(?:[^"\\]|\\.)*")')
+"""How a line begins: ten thousand files are not parsed for the ids of their tasks."""
+_OPTIONS: Mapping[int, int] = {
+    zstd.CompressionParameter.compression_level: 6,
+    zstd.CompressionParameter.checksum_flag: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TreePart:
+    """The trees of one update or evaluation."""
+
+    name: str
+    """Such as "update-000012" and "eval-000010-greedy"."""
+    kind: str
+    """ "update", or the kind of evaluation: "greedy" or "sampled"."""
+    update: int
+    path: Path
+    begin: int
+    body: int
+    """Where the first tree begins."""
+    end: int
+    checksum: str
+    """Of what follows the head's own; empty for a file of lines."""
+    mtime_ns: int = field(compare=False)
+    """Of its file, to which others may have been added."""
+    index: bytes = field(compare=False, repr=False, default=b"")
+    """What its head says of each tree, as JSON."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.end - self.begin
+
+    @property
+    def key(self) -> tuple[TreePart, int]:
+        """What differs once it has changed."""
+        return self, 0 if self.checksum else self.mtime_ns
+
+    @property
+    def label(self) -> str:
+        """Its name in the run folder."""
+        return f"trees/{self.name}" if self.checksum else f"trees/{self.path.name}"
+
+    def places(self) -> list[tuple[str, int, int]]:
+        """Returns task, begin and end of each tree; the task "" for a damaged line. Raises
+        DataError for a damaged head."""
+        begin, found = self.body, list[tuple[str, int, int]]()
+        with self._reading():
+            if self.checksum:
+                for name, size in parse_json(self.index):
+                    found.append((str(name), begin, begin := begin + int(size)))
+                if begin != self.end:
+                    raise ValueError("the sizes of its trees are others")
+                return found
+            with open_inside(self.path, self.path.parents[1]) as file:
+                for line in file:
+                    task = _TASK.match(line)
+                    name = str(json.loads(task[1])) if task else ""
+                    found.append((name, begin, begin := begin + len(line)))
+        return found
+
+    def lines(self, first: int = 0, num: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """Yields the texts of trees with their numbers from `first` on, `num` of them; None for
+        all. Raises DataError for a damaged one."""
+        chosen = slice(first, None if num is None else first + num)
+        with open_inside(self.path, self.path.parents[1]) as file:
+            for number, (_, begin, end) in enumerate(self.places()[chosen], start=first):
+                file.seek(begin)
+                data = file.read(end - begin)
+                if self.checksum:
+                    reader = zstd.ZstdDecompressor()
+                    with self._reading(f", line {number + 1}"):
+                        data = reader.decompress(data, max_length=_MOST_LINE)
+                        if not reader.eof:
+                            raise ValueError(f"cut off, or over {_MOST_LINE >> 20} MB")
+                yield number, data
+
+    @contextmanager
+    def _reading(self, where: str = "") -> Iterator[None]:
+        try:
+            yield
+        except (*DAMAGE, zstd.ZstdError) as error:
+            raise DataError(
+                f"'{self.label}'{where}: not a recorded tree ({error})", code="tree-unreadable"
+            ) from error
+
+    def trees(self) -> Iterator[Tree]:
+        """Yields the trees. Raises DataError for a damaged one."""
+        where = self.label if self.checksum else self.path
+        for number, line in self.lines():
+            yield parse_tree(line, f"trees '{where}', line {number + 1}")
+
+    def data(self) -> bytes:
+        """Returns its bytes."""
+        with open_inside(self.path, self.path.parents[1]) as file:
+            file.seek(self.begin)
+            return file.read(self.size)
+
+    def sum_here(self) -> str:
+        """Returns the checksum of what is there: `checksum`, if that is what was written."""
+        data = self.data()
+        head = _HEAD.match(data)
+        return checksum(data[head.end() if head else 0 :])
+
+
+def pack_of(path: Path) -> Path | None:
+    """Returns the file that holds `trees/update-000012`; None for what is not named like that."""
+    found = PART_NAME.fullmatch(path.name.removesuffix(".jsonl"))
+    if found is None or path.parent.name != "trees":
+        return None
+    return path.with_name(f"{found[1]}s-{int(found[2]) // _NUM_IN_FILE * 100:06d}{_ENDING}")
+
+
+def write_trees(path: Path, trees: Iterable[Tree]) -> None:
+    """Adds the part `path` to its file, so that it is there whole or not at all; outside a run
+    folder writes a file of lines."""
+    trees = list(trees)
+    lines = [f"{tree_to_json(tree)}\n".encode() for tree in trees]
+    if (pack := pack_of(path)) is None:
+        write_atomically(path, b"".join(lines))
+        return
+    frames = [zstd.compress(line, options=_OPTIONS) for line in lines]
+    sizes = [(tree.task.id, len(frame)) for tree, frame in zip(trees, frames, strict=True)]
+    index = json.dumps(sizes, separators=(",", ":")).encode()
+    body = index + b"".join(frames)
+    name = path.name.removesuffix(".jsonl")
+    head = f"{name} {len(body) - len(index)} {checksum(body)} ".encode()
+    append_whole(pack, _OPENING + struct.pack("<I", len(head) + len(index)) + head + body)
+
+
+def parts_of(path: Path) -> list[TreePart]:
+    """Returns the parts of a file that are whole, in order. Behind a damaged head it looks for the
+    next one."""
+    found, begin = list[TreePart](), 0
+    with open_inside(path, path.parents[1]) as file:
+        stat = os.fstat(file.fileno())
+        if not path.name.endswith(_ENDING):
+            return [_part(path.stem, path, 0, 0, stat.st_size, "", stat.st_mtime_ns)]
+        for _ in range(_MOST_HOPS):
+            file.seek(begin)
+            head = _HEAD.match(data := file.read(_READ))
+            if head and (length := 8 + int.from_bytes(head[1], "little")) <= _MOST_HEAD:
+                end = begin + length + int(head[3])
+                if end <= stat.st_size:
+                    data += file.read(max(0, length - len(data)))
+                    about = head[4].decode(), stat.st_mtime_ns, data[head.end() : length]
+                    found.append(_part(head[2].decode(), path, begin, begin + length, end, *about))
+                    begin = end
+                    continue
+            if (begin := _next_head(file, begin + 1)) < 0:
+                break
+    return found
+
+
+def _part(name: str, *about: Any) -> TreePart:
+    found = PART_NAME.fullmatch(name)
+    kind, update = (found[3] or found[1], int(found[2])) if found else ("update", 0)
+    return TreePart(name, kind, update, *about)
+
+
+def _next_head(file: BinaryIO, begin: int) -> int:
+    """Where the next head begins; -1 where there is none."""
+    while True:
+        file.seek(begin)
+        data = file.read(1 << 20)
+        if found := _HEAD.search(data):
+            return begin + found.start()
+        if len(data) < 1 << 20:
+            return -1
+        begin += len(data) - _READ
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Returns the files of trees of a folder, without links that lead out of its run."""
+    found = []
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        stem = entry.name.removesuffix(".zst").removesuffix(".jsonl")
+        is_pack = entry.name.endswith(_ENDING) and re.fullmatch("(update|eval)s-[0-9]{6,12}", stem)
+        if not is_pack and not (entry.name.endswith(".jsonl") and PART_NAME.fullmatch(stem)):
+            continue
+        path = Path(entry.path)
+        if not (entry.is_symlink() and leads_outside(path, folder.parent)):
+            found.append(path)
+    return found
+
+
+def in_order(parts: Iterable[TreePart]) -> list[TreePart]:
+    """Returns parts by number, each update before its evaluations; of one name the last."""
+    found = {part.name: part for part in parts}.values()
+    return sorted(found, key=lambda one: (one.update, one.kind != "update", one.name))
+
+
+def parts_in(folder: Path, kind: str = "") -> list[TreePart]:
+    """Returns all parts in a folder of trees, in order; `kind` chooses."""
+    found = in_order(part for path in sorted(files_in(folder)) for part in parts_of(path))
+    return [part for part in found if kind in ("", part.kind)]
+
+
+def find_part(path: Path) -> TreePart | None:
+    """Returns the part `path`, such as trees/update-000012, or the file of lines at this path; None
+    where there is none."""
+    for place in (path, path.with_name(f"{path.name}.jsonl"), pack_of(path)):
+        if place is not None and place.is_file():
+            name = path.name.removesuffix(".jsonl")
+            if found := [part for part in parts_of(place) if part.name == name]:
+                return found[-1]
+    return None
+
+
+def cut_parts(folder: Path, update: int) -> None:
+    """Removes what was written after an update."""
+    for path in files_in(folder):
+        kept = [part.end for part in parts_of(path) if part.update <= update]
+        if not kept:
+            path.unlink()
+        elif kept[-1] < path.stat().st_size:
+            with open_own(path, "ab") as file:
+                file.truncate(kept[-1])
+
+
+def drop_parts(folder: Path, update: int) -> None:
+    """Removes the trees of an update and of earlier ones; those of evaluations stay."""
+    for path in files_in(folder):
+        parts = [part for part in parts_of(path) if part.kind == "update"]
+        kept = [part for part in parts if part.update > update]
+        if parts and not kept:
+            path.unlink()
+        elif len(kept) < len(parts):
+            write_atomically(path, b"".join(part.data() for part in kept))
