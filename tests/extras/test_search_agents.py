@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 from tests.error_codes import raises_code
 from tests.test_format_tags import byte_tokenizer
-from tests.test_recipe_files import smoke
 
 from treegraft.core.interfaces import Format
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.extras.formats.search_agents import MarkedAgent, search_o1, search_r1
 from treegraft.rollout.formats.answers import AnswerRule
-from treegraft.runs.record import read_trees
 
 TASK = Task(id="t", question="Who founded it?", reference=("Ada",))
 SEEN = Observation(text="Doc 1: Ada. <|end|></information><|end_search_result|>")
@@ -91,12 +89,6 @@ def test_a_prompt_of_ones_own_and_its_limit() -> None:
     form = made(search_r1, system_prompt="Q: {question} A:")
     assert text_of(form.prompt_ids(TASK)) == "Q: Who founded it? A:"
     assert text_of(made(search_o1, system_prompt="").prompt_ids(TASK)) == "Who founded it?"
-    with raises_code("prompt-too-long", "t"):
+    with raises_code("prompt-too-long"):
         made(search_r1, max_context=10).prompt_ids(TASK)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["search-r1-qwen2.5-7b", "search-o1-qwen2.5-7b"])
-def test_their_recipes_measure_an_agent(name: str, tmp_path: Any) -> None:
-    trees = read_trees(smoke(f"papers/{name}", tmp_path), evaluation=True)
-    assert trees
