@@ -76,7 +76,7 @@ def searching() -> Iterator[str]:
     import uvicorn
 
     socket = listen("127.0.0.1", 0)
-    app = search_app(open_corpus(str(SMOKE / "corpus.jsonl")), default_top_k=1)
+    app = search_app(open_corpus(str(SMOKE / "corpus.jsonl")), default_top_k=1, host="127.0.0.1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
     thread.start()
