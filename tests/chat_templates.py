@@ -168,6 +168,26 @@ LLAMA31 = """
 """A call is the whole turn, bare JSON, one at a time; what stands before it is dropped; results are
 JSON texts."""
 
+MISTRAL = """
+{{- bos_token }}
+{%- if tools %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role in ('user', 'system') %}{{ '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls %}
+    {{- '[TOOL_CALLS] [' }}
+    {%- for call in message.tool_calls %}
+        {{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+        {{- ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last }}
+    {%- endfor %}
+    {{- ']' + eos_token }}
+{%- elif message.role == 'tool' %}
+    {{- '[TOOL_RESULTS] {"content": ' + message.content | tojson + ', "call_id": "' }}
+    {{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- else %}{{ ' ' + message.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+"""The id of each call stands beside its result."""
+
 GOOD = {
     "qwen25": QWEN25,
     "qwen3": QWEN3,

@@ -143,8 +143,9 @@ def slow_loss(
                     ratio = ratio.detach() * torch.exp(own - own.detach())
             carried = advantages[index]
             if getattr(loss, "future_weight", 0):
-                carried *= 1 + loss.future_weight * future_factor(
-                    loss, (logprobs - before).tolist(), mask, index, carried
+                places = [n for n, sampled in enumerate(path.sampled_mask) if sampled]
+                carried *= future_factor(
+                    loss, (logprobs - before).tolist(), mask, places, index, advantages
                 )
             objective = token_objective(loss, ratio, logprobs[index], carried)
             if loss.engine_ratio_cap is not None:
@@ -158,14 +159,26 @@ def slow_loss(
 
 
 def future_factor(
-    loss: LossSettings, gaps: Sequence[float], mask: Sequence[bool], index: int, advantage: float
+    loss: Any,
+    gaps: Sequence[float],
+    mask: Sequence[bool],
+    places: Sequence[int],
+    index: int,
+    advantages: Sequence[float],
 ) -> float:
-    """APPO's f of one token: its sum over all later loss tokens, each with its distance."""
-    later = [gap for gap, has_loss in zip(gaps[index:], mask[index:], strict=True) if has_loss]
-    total = sum(gap * 2 ** (-n / loss.future_half_life) for n, gap in enumerate(later))
-    if advantage < 0 and math.exp(gaps[index]) > 6:
-        return 1.0
-    return min(max(math.exp(total), 1.0), loss.future_highest)
+    """APPO's 1 + b f of one token: its sum over all later loss tokens, each with its distance on
+    the path; 0 where two tokens of the trajectory are past dual clip."""
+    past = [math.exp(gap) > loss.dual_clip for gap in gaps]
+    if sum(m and far and a < 0 for m, far, a in zip(mask, past, advantages, strict=True)) > 1:
+        return 0.0
+    total = sum(
+        gaps[n] * 2 ** (-(places[n] - places[index]) / loss.future_half_life)
+        for n in range(index, len(gaps))
+        if mask[n] and not past[n]
+    )
+    if advantages[index] < 0 and math.exp(gaps[index]) > 6:
+        return 1.0 + loss.future_weight
+    return 1.0 + loss.future_weight * min(max(math.exp(total), 1.0), loss.future_highest)
 
 
 def token_objective(

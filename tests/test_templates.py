@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from tests.chat_templates import BAD, MISTRAL
 from tests.error_codes import raises_code
 from tests.smollm2 import smollm2
 from tests.test_format_chat import TASK, TOOLS
@@ -20,6 +21,7 @@ ENDS = {
     "chatml": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "gemma": "<end_of_turn>",
+    "mistral": "</s>",
     "plain": "<|endoftext|>",
 }
 
@@ -27,7 +29,8 @@ ENDS = {
 def tokenizer_with(name: str) -> Any:
     """SmolLM2's tokenizer with the marks of a template, and without a template."""
     tokenizer = copy.deepcopy(smollm2())
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SHIPPED[name])})
+    marks = [*SHIPPED[name], *(["</s>"] if name == "mistral" else [])]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.eos_token = ENDS[name]
     tokenizer.chat_template = None
     return tokenizer
@@ -105,6 +108,23 @@ def test_smollm2_gets_one_and_keeps_its_own_where_that_will_do() -> None:
     assert "does not show the agent its tools" in form.notes[0] and "'chatml'" in form.notes[0]
     # As in a checkpoint, whose tokenizer has the template already.
     assert not build_format(settings(), tokenizer, TOOLS).notes
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "part"),
+    [("chatml", BAD["the name of each call beside"], "name"), ("mistral", MISTRAL, "tool_call_id")],
+)
+def test_where_calls_are_named_beside_their_results_ours_takes_its_place(
+    name: str, own: str, part: str
+) -> None:
+    """As vLLM's Hermes file does with the name, and Mistral's templates with the id: neither is
+    known before the call is made, so no result could be appended."""
+    tokenizer = tokenizer_with(name)
+    tokenizer.chat_template = own
+    form = build_format(settings(require_think=False), tokenizer, TOOLS)
+    assert tokenizer.chat_template == shipped_template(name)
+    assert f"it writes the {part} of each call beside its result" in form.notes[0]
+    assert f"'{name}' takes its place" in form.notes[0]
 
 
 def test_a_model_with_other_marks_is_refused_and_keeps_its_own() -> None:

@@ -21,7 +21,7 @@ for study in "exploration.toml --only boundary" "arpo-fair.toml --only unsure" "
     "$treegraft" study studies/$study $alone --lines
 done >"$made/exploring.jsonl"
 "$treegraft" study studies/decisive.toml --only imperfect --only commit --only "SFT, pruned, then GRPO" \
-    --only "SFT, pruned, then commit" --only "SFT, raw, then GRPO" --only RAPO --only "LUFFY, pruned" --only GRPO --lines \
+    --only "SFT, pruned, then commit" --only "SFT, raw, then GRPO" --only RAPO --only "whole trajectories, pruned" --only GRPO --lines \
     >"$made/imperfect.jsonl"
 "$treegraft" study studies/rapo-ablations.toml --only imperfect --lines >"$made/ablations.jsonl"
 "$treegraft" study studies/rapo-figure8.toml --pairs 5 --lines >"$made/rapo-figure8.jsonl"

@@ -57,20 +57,20 @@ def test_rollouts_and_branches_are_two_groups() -> None:
 
 
 def test_branches_teach_the_steps_above_them() -> None:
-    """Rollouts 1 and 0: ± 1. Branches 0, 1, 1: mean 2/3, deviation sqrt(2/9), so -√2, √½, √½. Below
-    the second step the mean of two of them, -√2 / 4; below the first one √½ more."""
+    """Rollouts 1 and 0: ± 1. Branches 0, 1, 1: mean 2/3, deviation sqrt(2/9), so -√2, √½, √½.
+    Behind the second step the mean of two of them, -√2 / 4; behind the first one that of all, 0."""
     tree = assign_credit(grown(), advantage=plugin.outcomes["appo"], eps=1e-12)
     step = {one.id: one.advantage for one in tree.steps}
-    low, one = -math.sqrt(2) / 4, math.sqrt(0.5)
+    low = -math.sqrt(2) / 4
     assert step["0.0.0"] == pytest.approx(1 + low)
-    assert step["0.0"] == pytest.approx(1 + low + one)
+    assert step["0.0"] == pytest.approx(1)
     # Its own end, the other rollout and the branches have no gain.
     assert {name for name, value in step.items() if value is not None} == {"0.0", "0.0.0"}
     assert [leaf.has_loss for leaf in tree.leaves] == [True, False, False, False, True]
     assert [leaf.weight for leaf in tree.leaves] == [0.5, 0.0, 0.0, 0.0, 0.5]
     batch = pack_trees([tree])
     carried = batch.advantages[batch.carries_loss].tolist()
-    assert carried == [pytest.approx(value) for value in (1 + low + one, 1 + low, 1, -1, -1)]
+    assert carried == [pytest.approx(value) for value in (1, 1 + low, 1, -1, -1)]
     assert assign_credit(tree, advantage=plugin.outcomes["appo"], eps=1e-12) == tree
 
 
@@ -114,10 +114,12 @@ def test_branches_need_no_pass() -> None:
 
 
 def test_what_comes_after_a_token_weighs_by_distance() -> None:
-    def weights(gaps: list[float], owners: list[int], sign: float = 1.0) -> list[float]:
-        return future_weights(
-            gaps, owners, [sign] * len(gaps), weight=0.5, half_life=1.0, highest=1.2
-        )
+    def weights(
+        gaps: list[float], owners: list[int], sign: float = 1.0, at: list[int] | None = None
+    ) -> list[float]:
+        signs, places = [sign] * len(gaps), at or list(range(len(gaps)))
+        how = {"weight": 0.5, "half_life": 1.0, "highest": 1.2, "limit": 3.0}
+        return future_weights(gaps, owners, signs, places, **how)
 
     # Half for each token further on: .1 + .04 / 2 + .08 / 4, .04 + .04, .08; another trajectory.
     expected = [1 + 0.5 * math.exp(total) for total in (0.14, 0.08, 0.08)]
@@ -126,9 +128,20 @@ def test_what_comes_after_a_token_weighs_by_distance() -> None:
     ]
     # From 1 to the highest.
     assert weights([-1.0, 0.5], [0, 1]) == [pytest.approx(1.5), pytest.approx(1.6)]
-    # A ratio past 6 with a negative advantage is not raised.
-    assert weights([2.0, 2.0], [0, 1], -1.0) == [1.5, 1.5]
-    assert weights([2.0, 2.0], [0, 1]) == [pytest.approx(1.6)] * 2
+    # Two tool tokens between the second and the third: a distance of 3, an eighth.
+    assert weights([0.1, 0.04, 0.08], [0, 0, 0], at=[5, 6, 9]) == [
+        pytest.approx(1 + 0.5 * math.exp(total)) for total in (0.1 + 0.025, 0.05, 0.08)
+    ]
+    # A ratio above 3 is left out of the sums: of 1.2 and .16 the second alone, half of it.
+    assert weights([1.2, 0.16], [0, 0]) == [
+        pytest.approx(1 + 0.5 * math.exp(x)) for x in (0.08, 0.16)
+    ]
+    # A ratio past 6 with a negative advantage is not raised, whatever comes after.
+    assert weights([2.0, 0.1], [0, 0], -1.0)[0] == 1.5
+    assert weights([2.0, 0.1], [0, 0])[0] == pytest.approx(1 + 0.5 * math.exp(0.05))
+    # Two tokens past dual clip with a negative advantage: the trajectory teaches nothing.
+    assert weights([1.2, 0.0, 1.2, 0.0], [0, 0, 0, 1], -1.0) == [0.0, 0.0, 0.0, 1.5]
+    assert 0.0 not in weights([1.2, 0.0, 1.2], [0, 0, 0])
 
 
 def test_a_peak_is_a_step_of_its_rollout() -> None:

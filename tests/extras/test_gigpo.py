@@ -16,7 +16,8 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.extras.methods.gigpo_math import state_advantages
+from treegraft.extras.methods.gigpo import plugin
+from treegraft.extras.methods.gigpo_math import state_advantages, step_weighted_advantages
 from treegraft.extras.methods.gigpo_math import states as own_states
 
 
@@ -94,4 +95,24 @@ def test_a_shared_step_carries_the_mean_over_its_trajectories() -> None:
         pytest.approx(0.0),
         pytest.approx(1.0),
         pytest.approx(-1.0),
+    ]
+
+
+def test_a_long_trajectory_weighs_by_its_steps_in_gigpos_code() -> None:
+    """Rewards 1 and 0 with 3 steps and 1: mean 3/4, variance (3/16 + 9/16) / 3 = 1/4."""
+    found = step_weighted_advantages([1.0, 0.0], [3, 1], eps=0.0)
+    assert found.tolist() == [pytest.approx(0.5), pytest.approx(-1.5)]
+    # One step each: GRPO's.
+    assert step_weighted_advantages([1.0, 0.0], [1, 1], eps=0.0).tolist() == [
+        pytest.approx(0.5 / 0.5**0.5),
+        pytest.approx(-0.5 / 0.5**0.5),
+    ]
+    assert step_weighted_advantages([1.0, 1.0, 7.0], [2, 1, 0]).tolist() == [0.0, 0.0, 0.0]
+    tree = build_tree(
+        Part.of("p", Part.of("st", Part.of("st", Part("s", reward=1.0))), Part("s", reward=0.0))
+    )
+    credited = assign_credit(tree, advantage=plugin.outcomes["gigpo"], eps=1e-12)
+    assert [leaf.advantage for leaf in credited.leaves] == [
+        pytest.approx(0.5),
+        pytest.approx(-1.5),
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
+import torch
 from tests.families import build_model
 from tests.slow_learner import (
     distance,
@@ -47,6 +49,27 @@ def test_law_1_where_branches_teach_the_steps_above_them(name: str) -> None:
     slow.backward()
     assert abs(metrics["learn/loss"] - float(slow.detach())) < 1e-6
     assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
+
+
+def test_law_1_where_what_comes_after_weighs() -> None:
+    """In the second epoch ratios are not 1: sums over what follows, distances that count results,
+    and trajectories with two tokens past dual clip."""
+    loss = APPO.model_copy(update={"dual_clip": 1.05})
+    model, twin = build_model("llama"), build_model("llama")
+    trees, start = example_trees(4), copy.deepcopy(twin)
+    learner, _ = make_learner(model, loss, 0.3, num_epochs=2)
+    _, metrics = learner.learn(trees)
+    for _ in range(2):
+        twin.zero_grad()
+        slow_loss(twin, trees, loss, 7.0, old=start).backward()
+        with torch.no_grad():
+            for weight in twin.parameters():
+                weight -= 0.3 * weight.grad
+    assert metrics["learn/ratio_max"] > 1.05
+    ours, theirs, first = (
+        torch.cat([w.detach().flatten() for w in m.parameters()]) for m in (model, twin, start)
+    )
+    assert distance(ours - first, theirs - first) < 1e-4
 
 
 def with_branches(tree: Tree) -> Tree:

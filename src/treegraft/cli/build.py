@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from treegraft.cli.buffer import Recipe, kept_rows, no_empty_file, print_rows
-from treegraft.cli.commands import AsJson, Overrides, say, split_overrides
+from treegraft.cli.commands import AsJson, Overrides, Smoke, say, split_overrides
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
@@ -55,6 +55,7 @@ def build(
     recipe: Recipe,
     out: Out = None,
     overrides: Overrides = None,
+    smoke: Smoke = None,
     as_json: AsJson = False,
 ) -> None:
     """Let an agent answer the training tasks and store its best trajectories as traces.
@@ -68,7 +69,7 @@ def build(
     places, typed = split_overrides([out] if out else [])
     typed += overrides or []
     refuse_foreign(typed, COMMAND)
-    config = load_config(recipe, typed, used=["buffer"])
+    config = load_config(recipe, typed, used=["buffer"], smoke=bool(smoke))
     place = Path(places[0]) if places else _out_of(config)
     _fill(BufferBuild(config, place), config.buffer.build.min_reward, place, as_json)
 

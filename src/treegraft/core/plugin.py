@@ -170,8 +170,8 @@ class Plugin:
     whose entropies are exact, and the weight; returns the trees. Or import paths."""
     factors: Mapping[str, Any] = field(default_factory=dict)
     """By the setting of [loss] that is their weight, 0 for none: each called with the table [loss],
-    [C] log-ratios, owners and advantages; returns [C] factors of the advantages. Or import
-    paths."""
+    [C] log-ratios, owners, advantages and positions on their paths; returns [C] factors of the
+    advantages. Or import paths."""
     objectives: Mapping[str, Any] = field(default_factory=dict)
     """Policy-gradient objectives by their names in `loss.objective`: each called with the table
     [loss], [C] log-probabilities, old ones, advantages, owners and shaping; returns

@@ -94,8 +94,8 @@ class FormatSettings(Settings):
     an import path."""
     chat_template: str | None = setting(None, idle_unless=when("format.kind", "chat"))
     """Chat template: None takes the model's own or, where that cannot show tools, one of ours that
-    fits; "own" insists on the model's; "chatml", "llama3", "gemma" and "plain" are ours; else a
-    Jinja file (variables are expanded)."""
+    fits; "own" insists on the model's; "chatml", "llama3", "gemma", "mistral" and "plain" are ours;
+    else a Jinja file (variables are expanded)."""
     template_options: dict[str, Any] = setting({}, idle_unless=when("format.kind", "chat"))
     """Further variables of the chat template, such as enable_thinking or date_string."""
     system_prompt: str | None = None

@@ -1,4 +1,5 @@
-"""The command that writes a run's trees in the formats of other projects."""
+"""The markup of other agents, and the command that writes a run's trees in the formats of other
+projects."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ from treegraft.parts import Command, Plugin
 
 plugin = Plugin(
     name="formats",
+    formats={
+        "search-r1": "treegraft.extras.formats.search_agents:search_r1",
+        "search-o1": "treegraft.extras.formats.search_agents:search_o1",
+    },
     commands={
         "export": Command(
             path="treegraft.extras.formats.command:export",

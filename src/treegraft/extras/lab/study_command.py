@@ -51,7 +51,15 @@ Brief = Annotated[
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(metavar="ARM", help="With --table: show what each arm has more than this one."),
+    typer.Option(metavar="ARM", help="With --table or --figure: compare each arm with this one."),
+]
+Figure = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Draw a figure of the papers from the finished runs: rapo-3, rapo-4, rapo-8, rapo-10,"
+        " rapo-11, rapo-ablations, arpo-7 or arpo-8; run nothing.",
+    ),
 ]
 
 Lines = Annotated[
@@ -94,20 +102,22 @@ def study(
     baseline: Baseline = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
     as_lines: Lines = False,
+    figure: Figure = None,
 ) -> None:
     """Run a study: arms in worlds, in pairs of equal seeds.
 
     The same command goes on where an earlier one was stopped. Results are one line a run.
     """
     if not table:
-        commands.refuse_idle(context, "without --table", "--json", "--brief", "--baseline")
+        own = () if figure else ("--baseline",)
+        commands.refuse_idle(context, "without --table", "--json", "--brief", *own)
     if as_json:
         commands.refuse_idle(context, "with --json", "--brief")
-    _refuse_second_mode(context, as_lines, table, check)
+    _refuse_second_mode(context, as_lines, table, check, figure is not None)
     if file.suffix == ".jsonl":
         _refuse_no_results(file, with_table=table)
         commands.refuse_idle(
-            context, "with a file of results", "--smoke", "--only", "--pairs", "--out"
+            context, "with a file of results", "--smoke", "--only", "--pairs", "--out", "--figure"
         )
         _print_tables(read_results(file), None, baseline, is_brief=is_brief, as_json=as_json)
         return
@@ -122,6 +132,8 @@ def study(
     elif table:
         lines = _lines_of(plan, failed_runs(results, plan.runs), results)
         _print_tables(lines, plan, baseline, is_brief=is_brief, as_json=as_json)
+    elif figure is not None:
+        _draw(figure, _lines_of(plan, {}, results), place, baseline or plan.study.baseline)
     elif as_lines:
         for line in _lines_of(plan, {}, results):
             print(json.dumps(line, default=str))
@@ -135,9 +147,11 @@ def _shipped(file: Path) -> Path:
     return found if file.name == str(file) and found.is_file() else file
 
 
-def _refuse_second_mode(context: typer.Context, as_lines: bool, table: bool, check: bool) -> None:
-    """Refuses options of other modes beside --lines, --table or --check."""
-    modes = {"--lines": as_lines, "--table": table, "--check": check}
+def _refuse_second_mode(
+    context: typer.Context, as_lines: bool, table: bool, check: bool, draws: bool
+) -> None:
+    """Refuses options of other modes beside --lines, --table, --check or --figure."""
+    modes = {"--lines": as_lines, "--table": table, "--check": check, "--figure": draws}
     chosen = [name for name, is_on in modes.items() if is_on]
     if chosen:
         others = [name for name in modes if name != chosen[0]]
@@ -151,6 +165,36 @@ def _lines_of(plan: Plan, failed: Mapping[Key, Line], results: Path) -> list[Lin
     return [
         {**found[run.key], "settings": dict(run.shown)} for run in plan.runs if run.key in found
     ]
+
+
+def _draw(name: str, lines: Sequence[Line], place: Path, baseline: str | None) -> None:
+    from treegraft.extras.lab.study.figures import PAPERS, costs, draw
+
+    if name not in PAPERS:
+        raise SettingError(
+            f"command line: --figure '{name}': expected one of"
+            f" {quoted(PAPERS)}.{errors.nearest(name, PAPERS)}",
+            code="unknown-figure",
+        )
+    _refuse_nothing(lines)
+    one = PAPERS[name]
+    found = draw(name, lines, place / name, baseline)
+    say(f"{one.title}: {counted(len(lines), 'run')} of small agents, not the paper's models")
+    for note in (*found.notes, *found.left_out):
+        say(f"note: {note}")
+    for drawn in found.figures:
+        say(f"{place / name / 'figures' / drawn}.svg, .png, .csv")
+    if one.has_costs:
+        heads, *rows = costs(lines, baseline)
+        print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+        print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+
+
+def _refuse_nothing(lines: Sequence[Line]) -> None:
+    if not lines:
+        raise DataError(
+            "no run is finished; expected at least one line of results.", code="no-run-finished"
+        )
 
 
 def _refuse_no_results(file: Path, *, with_table: bool) -> None:
@@ -216,10 +260,7 @@ def _print_tables(
     from treegraft.extras.lab.study.markdown import brief, markdown
     from treegraft.extras.lab.study.tables import Question, Runs, as_data
 
-    if not lines:
-        raise DataError(
-            "no run is finished; expected at least one line of results.", code="no-run-finished"
-        )
+    _refuse_nothing(lines)
     study = None if plan is None else plan.study
     arms = list(dict.fromkeys(line["method"] for line in lines))
     if baseline is not None and baseline not in arms:

@@ -19,11 +19,12 @@ class EntropyPeaks(Independent):
     """Opens first-level rollouts; when all have ended, the steps with the highest peaks of entropy
     get a sibling each, over all rollouts of the task.
 
-    Source: APPO, arXiv 2606.12384: 8 rollouts and 8 branches. Departures: a branch begins at a
-    step's border and not within it, so the step of the peak is sampled anew as a whole; first steps
-    get no sibling, which would be a rollout of its own; the score is the entropy's alone, see
-    `appo_math.peaks`. Where fewer steps qualify than leaves are left, the rest become fresh
-    rollouts.
+    Source: APPO, arXiv 2606.12384: 8 rollouts and 8 branches, at the tokens with the highest scores
+    over all rollouts of a prompt. Departures: a branch begins at a step's border and not within it,
+    so the step of the peak is sampled anew as a whole, once, however many of its tokens score high;
+    first steps get no sibling, which would be a rollout of its own; the score is the entropy's
+    alone, see `appo_math.peaks`. Where fewer steps qualify than leaves are left, the rest become
+    fresh rollouts; the code takes the best tokens that are left, or one token several times.
     """
 
     expands = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treegraft.parts import Plugin, Settings, setting, when
+from treegraft.parts import OutcomeKind, Plugin, Settings, setting, when
 
 
 class _CreditFields(Settings):
@@ -15,6 +15,7 @@ class _CreditFields(Settings):
 
 plugin = Plugin(
     name="gigpo",
+    outcomes={"gigpo": OutcomeKind(compare="treegraft.extras.methods.gigpo_math:compared")},
     attributions={"states": "treegraft.extras.methods.gigpo_math:states"},
     settings={"credit": _CreditFields},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,6 +23,38 @@ def discounted_returns(reward: float, num_steps: int, discount: float) -> list[f
     Source: Feng et al., GiGPO, arXiv 2505.10978, eq. 6, where no step but the last is rewarded.
     """
     return [reward * discount ** (num_steps - 1 - t) for t in range(num_steps)]
+
+
+def step_weighted_advantages(
+    rewards: Sequence[float], num_steps: Sequence[int], *, eps: float = 1e-6
+) -> Floats:
+    """Returns [trajectories] A_E with mean and deviation over the steps of a group, so that a long
+    trajectory weighs as much as it has steps.
+
+    A_E(i) = (R_i - μ) / (σ + eps),   μ = Σ_i n_i R_i / n,   σ² = Σ_i n_i (R_i - μ)² / (n - 1)
+
+    Source: the code of GiGPO (Feng et al., arXiv 2505.10978), whose rows are steps, by default
+    (`compute_mean_std_cross_steps`); with it off, and in the paper's eq. 3, each trajectory counts
+    once, which is `group_advantages`. A group of equal rewards, or of one step, has 0.
+
+    Args:
+        num_steps: [trajectories] n_i, the steps that the policy wrote; n is their sum.
+    """
+    values, counts = np.asarray(rewards, np.float64), np.asarray(num_steps, np.float64)
+    seen = values[counts > 0]
+    if counts.sum() < 2 or (seen == seen[0]).all():
+        return np.zeros_like(values)
+    mean = float((counts * values).sum() / counts.sum())
+    spread = math.sqrt(float((counts * (values - mean) ** 2).sum() / (counts.sum() - 1)))
+    advantages: Floats = (values - mean) / (spread + eps)
+    return advantages
+
+
+def compared(members: Sequence[Trajectory], eps: float) -> Floats:
+    """Returns [members] `step_weighted_advantages` of their rewards."""
+    rewards = [path.leaf.reward or 0.0 for path in members]
+    counts = [sum(any(step.sampled_mask) for step in path.steps) for path in members]
+    return step_weighted_advantages(rewards, counts, eps=eps)
 
 
 def state_advantages(

@@ -462,6 +462,7 @@ class Learner:
             batch.advantages[rows],
             owners=owners,
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
+            positions=batch.position_ids[batch.sampled[tokens]],
         )
         losses = terms.losses
         # Engine and learner differ at equal weights too, in bfloat16 by some per cent a token.

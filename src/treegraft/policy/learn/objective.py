@@ -24,8 +24,8 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
     """Returns the loss per contribution that `settings` ask for.
 
     It is a function of [C] log-probabilities, old ones and advantages of the loss tokens of whole
-    trajectories, and by name of `owners`, [C] the trajectory of each, and `shaping`, [C] RAPO's
-    1 + m F.
+    trajectories, and by name of `owners`, [C] the trajectory of each, `shaping`, [C] RAPO's
+    1 + m F, and `positions`, [C] tokens before each on its path, tool results among them.
 
     Raises:
         SettingError: loss.objective is an import path to nothing.
@@ -38,11 +38,11 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
         loaded(found) for name, found in offered("factors").items() if getattr(settings, name, 0.0)
     ]
 
-    def surrogate(
-        logprobs: Tensor, old: Tensor, advantages: Tensor, *, owners: Tensor, shaping: Tensor
-    ) -> SurrogateTerms:
+    def surrogate(*columns: Tensor, owners: Tensor, shaping: Tensor, positions: Tensor) -> Any:
+        logprobs, old, advantages = columns
         for factor in factors:
-            advantages = advantages * factor(settings, logprobs.detach() - old, owners, advantages)
+            gaps = logprobs.detach() - old
+            advantages = advantages * factor(settings, gaps, owners, advantages, positions)
         return objective(settings, logprobs, old, advantages, owners=owners, shaping=shaping)
 
     return surrogate

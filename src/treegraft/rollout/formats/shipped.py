@@ -14,6 +14,7 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     "plain": (),
 }
 """Their names, each with the tokens that a tokenizer must have for it."""
@@ -22,10 +23,11 @@ OWN = "own"
 
 
 def shipped_template(name: str) -> str:
-    """Returns the text of a template: its marks, then the conversation that all of them share."""
+    """Returns the text of a template: its marks, then the conversation that they share, or, for
+    "mistral", which has no roles, its own."""
     folder = resources.files(__package__) / "templates"
-    parts = ((folder / f"{part}.jinja").read_text("utf-8") for part in (name, "conversation"))
-    return "".join(parts)
+    parts = (name,) if name == "mistral" else (name, "conversation")
+    return "".join((folder / f"{part}.jinja").read_text("utf-8") for part in parts)
 
 
 def fitting(tokenizer: Any) -> Iterator[str]:

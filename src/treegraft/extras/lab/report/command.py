@@ -9,7 +9,13 @@ from pathlib import Path
 
 from treegraft import DataError, SettingError
 from treegraft.extras.lab.report.bars import final_accuracy, sweep
-from treegraft.extras.lab.report.curves import against_cost, dynamics
+from treegraft.extras.lab.report.curves import (
+    against_cost,
+    diversity,
+    dynamics,
+    efficiency,
+    entropy_and_tokens,
+)
 from treegraft.extras.lab.report.drawing import save, styled
 from treegraft.extras.lab.report.figure import MissingFigure, ReportFigure
 from treegraft.extras.lab.report.groups import ReportData, group
@@ -25,10 +31,13 @@ ACCURACIES = ("eval/accuracy_sampled", "eval/accuracy")
 """Accuracies that figures can show: the one that most runs recorded, of equals the first."""
 FIGURES: Mapping[str, Callable[[ReportData], ReportFigure | MissingFigure]] = {
     "training-dynamics": dynamics,
+    "efficiency": efficiency,
+    "entropy-and-tokens": entropy_and_tokens,
     "accuracy-against-cost": against_cost,
     "final-accuracy": final_accuracy,
     "on-policy-against-hybrid": hybrid,
     "entropy-by-position": by_position,
+    "diversity": diversity,
     "sweep": sweep,
 }
 """Figures by name, in the order of the page."""

@@ -24,9 +24,11 @@ from treegraft.extras.lab.report.groups import Group, ReportData, count_note
 from treegraft.parts import RunReader
 
 REWARD, ENTROPY = "reward/mean", "learn/entropy"
+CALLS, TOKENS = "rollout/num_tool_calls", "rollout/num_sampled_tokens"
+ROLLOUT_S, LEARN_S, DISTANCE = "time/rollout_s", "time/learn_s", "diversity/distance"
 COSTS = (
-    ("rollout/num_tool_calls", "tool calls"),
-    ("rollout/num_sampled_tokens", "sampled tokens"),
+    (CALLS, "tool calls"),
+    (TOKENS, "sampled tokens"),
     ("time/cpu_s", "processor time"),
 )
 
@@ -50,8 +52,7 @@ def _has(group: Group, key: str) -> bool:
 
 def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
     """Returns reward, entropy and held-out accuracy over updates."""
-    figure_title = "Training dynamics"
-    wanted = [
+    wanted: list[_Wanted] = [
         (REWARD, "reward", "mean reward", False),
         (ENTROPY, "entropy", "entropy (nats per token)", False),
     ]
@@ -62,11 +63,52 @@ def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
         notes.append(
             "No held-out accuracy: no run was evaluated (eval.every is 0, or none was reached)."
         )
+    return _over_updates("Training dynamics", data, wanted, notes)
+
+
+def efficiency(data: ReportData) -> ReportFigure | MissingFigure:
+    """Returns the seconds of rollouts and of learning, tool calls and sampled tokens of each update
+    (RAPO, arXiv 2603.03078, figures 3 and 11)."""
+    wanted: list[_Wanted] = [
+        (ROLLOUT_S, "rollouts", "seconds", False),
+        (LEARN_S, "learning", "seconds", False),
+        (CALLS, "tool calls", "calls", False),
+        (TOKENS, "sampled tokens", "tokens", False),
+    ]
+    return _over_updates("Efficiency", data, wanted)
+
+
+def entropy_and_tokens(data: ReportData) -> ReportFigure | MissingFigure:
+    """Returns entropy and sampled tokens of each update (RAPO, arXiv 2603.03078, figure 10)."""
+    wanted: list[_Wanted] = [
+        (ENTROPY, "entropy", "entropy (nats per token)", False),
+        (TOKENS, "sampled tokens", "tokens", False),
+    ]
+    return _over_updates("Entropy and tokens", data, wanted)
+
+
+def diversity(data: ReportData) -> ReportFigure | MissingFigure:
+    """Returns how far the rollouts of a task lie apart, by update (RAPO, arXiv 2603.03078, figure
+    4, which counts clusters)."""
+    return _over_updates("Diversity", data, [(DISTANCE, "diversity", "cosine distance", False)])
+
+
+_Wanted = tuple[str, str, str, bool]
+"""A metric, the title of its panel, the label of its axis, and whether it is a share."""
+_MEANINGS = {DISTANCE: "mean cosine distance between two rollouts of a task, question left out"}
+
+
+def _over_updates(
+    figure_title: str, data: ReportData, wanted: Sequence[_Wanted], notes: Sequence[str] = ()
+) -> ReportFigure | MissingFigure:
+    """Metrics over updates, each a column of panels."""
+    notes = [*notes]
     keys = [one for one in wanted if any(_has(group, one[0]) for group in data.groups)]
     absent = [one for one in wanted if one not in keys]
     notes += [f"No {name}: no run recorded {key}." for key, name, *_ in absent]
     if not keys:
-        return MissingFigure(figure_title, "no run has recorded reward, entropy or accuracy yet.")
+        names = ", ".join(name for _, name, *_ in wanted)
+        return MissingFigure(figure_title, f"no run has recorded {names}.")
     panels, rows = list[_Panel](), list[tuple[Cell, ...]]()
     for panel in data.panels:
         for key, title, y_label, is_share in keys:
@@ -87,7 +129,7 @@ def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
     caption = (
         "Means over the runs of a group, at the updates that all of them have reached. "
         f"{count_note(data.groups, is_accuracy=data.accuracy is not None)} "
-        + " ".join(f"{key}: {RunReader.meaning(key)}." for key, *_ in keys)
+        + " ".join(f"{key}: {_MEANINGS.get(key) or RunReader.meaning(key)}." for key, *_ in keys)
     )
     table = Table(("panel", "metric", "group", "update", "n", "mean", "low", "high"), rows)
     return ReportFigure(figure_title, caption, table, _draw(data, panels, len(keys)), notes)

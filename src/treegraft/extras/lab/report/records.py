@@ -3,8 +3,9 @@
 A study is a .jsonl file of `treegraft study`, such as `studies/methods.jsonl`: one object a
 run, with "method" (its label), "seed", "world" (only runs of one world are compared; optional),
 "settings" (by dotted name, those in which runs differ; optional), "num_eval" (held-out tasks;
-optional) and "curve": at each evaluation {"update": n, "accuracy": share, "eval/...": as measured,
-any other metric summed so far ...}.
+optional), "curve": at each evaluation {"update": n, "accuracy": share, "eval/...": as measured,
+any other metric summed so far ...}, and "updates": {"update": [n, ...], a metric: [of each update,
+...], ...} (optional).
 """
 
 from __future__ import annotations
@@ -174,6 +175,10 @@ def _study_line(line: str, where: str, label: str | None) -> Record | None:
         method, settings = str(data["method"]), dict(data.get("settings") or {})
         seed, num_eval = data.get("seed"), data.get("num_eval")
         accuracies = [(int(point["update"]), point["accuracy"]) for point in curve]
+        columns = {
+            str(key): [None if value is None else float(value) for value in column]
+            for key, column in dict(data.get("updates") or {}).items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{where} is not a run ({type(error).__name__}: {error}); expected an object with"
@@ -181,13 +186,14 @@ def _study_line(line: str, where: str, label: str | None) -> Record | None:
             code="study-line-invalid",
         ) from error
     measured = {key for point in curve for key in point if key.startswith("eval/")}
-    costs = {key for point in curve for key in point} - {*_CURVE_ONLY, *measured}
+    costs = {key for point in curve for key in point} - {*_CURVE_ONLY, *measured, *columns}
     lines, before = [], dict.fromkeys(costs, 0.0)
     for (update, accuracy), point in zip(accuracies, curve, strict=True):
         spent = {cost: point[cost] - before[cost] for cost in costs if cost in point}
         before |= {cost: point[cost] for cost in costs if cost in point}
         also = {key: point[key] for key in measured if key in point}
         lines.append({"update": float(update), SAMPLED: accuracy} | also | spent)
+    lines = _with_columns(lines, columns)
     world = data.get("world")
     return Record(
         name=f"{method}, seed {seed}" + (f", {world}" if world is not None else ""),
@@ -198,3 +204,15 @@ def _study_line(line: str, where: str, label: str | None) -> Record | None:
         lines=lines,
         num_eval=num_eval if isinstance(num_eval, int) and num_eval > 0 else None,
     )
+
+
+def _with_columns(
+    lines: list[dict[str, float]], columns: Mapping[str, Sequence[float | None]]
+) -> list[dict[str, float]]:
+    """Lines with the metrics of each update, by columns; those of the curve are at evaluations."""
+    found = {line["update"]: line for line in lines}
+    for key in columns:
+        for update, value in zip(columns.get("update", ()), columns[key], strict=False):
+            if update is not None and value is not None:
+                found.setdefault(update, {"update": update})[key] = value
+    return [found[update] for update in sorted(found)]

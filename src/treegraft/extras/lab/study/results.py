@@ -241,6 +241,30 @@ def curve(
     return points
 
 
+BY_UPDATE = (CALLS, TOKENS, "learn/entropy", "time/rollout_s", "time/learn_s")
+"""Metrics of each update that a line holds beside its curve."""
+
+
+def by_update(lines: Sequence[Mapping[str, float]], more: Mapping[int, Line]) -> Line:
+    """Returns metrics of updates as columns, "update" first, None where one was not recorded.
+
+    Args:
+        lines: of metrics.jsonl; that of update 0 is left out.
+        more: further metrics by update.
+    """
+    own = [{**line, **more.get(int(line["update"]), {})} for line in lines if line["update"] > 0]
+    keys = [key for key in (*BY_UPDATE, *_keys(more)) if any(key in one for one in own)]
+    columns: Line = {"update": [int(one["update"]) for one in own]}
+    for key in keys:
+        # Six digits are more than a figure shows.
+        columns[key] = [float(f"{one[key]:.6g}") if key in one else None for one in own]
+    return columns
+
+
+def _keys(more: Mapping[int, Line]) -> Sequence[str]:
+    return list(dict.fromkeys(key for one in more.values() for key in one))
+
+
 def _measured(line: Mapping[str, float]) -> dict[str, float]:
     """The accuracies of a line, the one that curves show first; none without an evaluation."""
     kinds = ("eval/accuracy_sampled", "eval/accuracy")

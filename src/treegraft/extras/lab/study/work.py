@@ -13,8 +13,9 @@ from typing import Any
 from treegraft import Config, DataError, SettingError, TraceBuffer, load_config, sft, train
 from treegraft.extras.lab.study.calibration import calibrate
 from treegraft.extras.lab.study.controls import CONTROLS
+from treegraft.extras.lab.study.diversity import distances
 from treegraft.extras.lab.study.plan import BufferPlan, RunPlan, WarmupPlan
-from treegraft.extras.lab.study.results import Line, curve
+from treegraft.extras.lab.study.results import Line, by_update, curve
 from treegraft.parts import (
     BufferBuild,
     BufferPruning,
@@ -254,11 +255,13 @@ def _run(job: RunPlan, out: Path) -> Line:
         for kind, one in (("warmup", job.warmup), ("buffer", job.buffer))
         if one is not None
     }
+    metrics = reader.clean_metrics()[0]
     return {
         "command": job.command,
         "calibration_s": calibration_s,
         "num_eval": job.config.tasks.num_eval,
-        "curve": curve(reader.clean_metrics()[0], reader.warmup_metrics()),
+        "curve": curve(metrics, reader.warmup_metrics()),
+        "updates": by_update(metrics, distances(reader) if job.config.track.record_trees else {}),
         **weights,
         **costs,
     }
