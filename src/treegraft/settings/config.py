@@ -46,11 +46,21 @@ class RunSettings(Settings):
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
     num_updates: int = setting(20, ge=0, resumable=True, ignored_by_eval=True)
     """Updates to train; 0 warms up and evaluates only."""
+    max_calls: int | None = setting(None, ge=1, resumable=True, ignored_by_eval=True)
+    """Executed tool calls in training, replayed ones included, from which on no update begins; None
+    for no limit. The run ends with the first limit that is reached, num_updates included."""
+    max_tokens: int | None = setting(None, ge=1, resumable=True, ignored_by_eval=True)
+    """The same for sampled tokens."""
     tasks_per_update: int = setting(12, ge=1, ignored_by_eval=True)
     """Trees grown in one update."""
     num_threads: int | None = setting(None, ge=1, le=1024)
     """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
     count."""
+
+    def spent(self, num_calls: int, num_tokens: int) -> dict[str, float]:
+        """Returns the spent share of each limit of calls and tokens that is set, by its name."""
+        done = {"max_calls": num_calls, "max_tokens": num_tokens}
+        return {key: num / getattr(self, key) for key, num in done.items() if getattr(self, key)}
 
 
 class RolloutSettings(Settings):

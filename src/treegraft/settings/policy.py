@@ -395,8 +395,9 @@ class LearnSettings(Settings):
     """Optimiser steps over which the learning rate rises linearly from 0."""
     schedule: Schedule = "constant"
     """The learning rate after that: "constant", or falling to `final_lr_frac` of the peak by
-    the last optimiser step of run.num_updates. A resumed run with another run.num_updates
-    follows the new schedule from there on."""
+    the last optimiser step of run.num_updates, or as the share of run.max_calls or run.max_tokens
+    that is spent, whichever is farther. A resumed run with another of these follows the new
+    schedule from there on."""
     final_lr_frac: float = setting(
         0.0,
         ge=0,

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.table import Settings, has, setting, takes_path, value_of, when
+from treegraft.settings.table import (
+    Condition,
+    Settings,
+    has,
+    setting,
+    takes_path,
+    value_of,
+    when,
+)
 
 
 class SearchWorldSettings(Settings):
@@ -21,6 +29,11 @@ class SearchWorldSettings(Settings):
     thoughts: bool = setting(True, idle_unless=when("tasks.search_world.words"))
     """Whether the scripted expert writes a thought before each step. Without one, going on or
     answering is decided by the token that opens the call or the answer."""
+    bare_thoughts: bool = setting(
+        False, idle_unless=Condition("tasks.search_world.words", lambda words: not words)
+    )
+    """Whether the expert of a world of symbols thinks: "need r2 of e9" before a search, "done"
+    before an answer, right or too early, so that the kind of a step is decided in its thought."""
     detour_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
     """How often the scripted expert makes a useless search before a right one, in training
     questions alone: for a buffer of imperfect traces."""

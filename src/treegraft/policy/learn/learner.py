@@ -282,14 +282,16 @@ class Learner:
     # ------------------------------------------------------------------ one update
 
     def learn(
-        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = (), spent: float = 0.0
     ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
         metrics.
 
-        Groups without variance are left out of the passes (unless the KL term needs them) and
-        counted in the denominators. `lessons` are of a `LessonBook`, spread over the mini-batches.
+        Groups without variance are left out of the passes (unless the KL term or an entropy bonus
+        needs them) and counted in the denominators. `lessons` are of a `LessonBook`, spread over
+        the mini-batches; `spent` as in `LearnerLike.learn`.
         """
+        self.optimiser.spent = spent
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         taught = shared_out(lessons, minibatches)
