@@ -354,6 +354,10 @@ class LossSettings(Settings):
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
+    entropy_coef: float = setting(0.0)
+    """Weight of the entropy bonus, which is taken off the loss: above 0 it raises the policy's
+    entropy, as TRL's entropy_coef and verl's entropy_coeff do. It is averaged like the loss (TRL:
+    always over tokens). 0 for none."""
     length_constant: int | None = setting(
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )

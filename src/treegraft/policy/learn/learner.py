@@ -376,8 +376,9 @@ class Learner:
         )
         if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
             return True
-        # Without an advantage, the KL term alone still pulls to the reference.
-        return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
+        # Without an advantage, the KL term still pulls to the reference, the bonus to entropy.
+        has_more = self._reference is not None or self._loss.entropy_coef != 0.0
+        return has_more and any(leaf.has_loss for leaf in tree.leaves)
 
     @torch.no_grad()
     def _scored_packs(self, packs: Sequence[_Pack], needs_old: bool) -> list[_Pack]:
@@ -478,6 +479,8 @@ class Learner:
             divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
             losses = losses + settings.kl_coef * divergence
             sums.add("learn/kl", divergence.detach())
+        if settings.entropy_coef:
+            losses = losses - settings.entropy_coef * entropies.index_select(0, tokens)
         signs = batch.advantages[rows]
         # Of the contributions that push at all: those of 0 would make any share look small.
         if (signs != 0).any():
