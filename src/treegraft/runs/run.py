@@ -23,8 +23,9 @@ from treegraft.runs.result import RunResult
 from treegraft.runs.start import Start, spent_limits
 
 Result = TypeVar("Result")
-SPENT = ("rollout/num_tool_calls", "environment/num_replayed_calls", "rollout/num_sampled_tokens")
-"""What counts against the limits of [run]: calls of both kinds, and tokens."""
+_CALLS = ("rollout/num_tool_calls", "environment/num_replayed_calls")
+SPENT = (_CALLS, ("rollout/num_sampled_tokens",))
+"""What counts against the limits of [run]: executed calls, and tokens."""
 
 
 class Run:
@@ -225,16 +226,10 @@ class Run:
     ) -> None:
         """Records an update that is learned and published; `keep_update` logs it."""
         self.reporter.update(update, trees)
-        calls, replayed, tokens = (int(metrics.get(key, 0)) for key in SPENT)
-        self.state = replace(
-            self.state,
-            update=update,
-            is_closed=False,
-            pending=metrics,
-            num_calls=self.state.num_calls + calls + replayed,
-            num_tokens=self.state.num_tokens + tokens,
-            **more_state,
-        )
+        calls, tokens = (sum(int(metrics.get(key, 0)) for key in keys) for keys in SPENT)
+        spent = (self.state.spent[0] + calls, self.state.spent[1] + tokens)
+        own = {"update": update, "is_closed": False, "pending": metrics, "spent": spent}
+        self.state = replace(self.state, **own, **more_state)
 
     def keep_update(self, evaluated: Mapping[str, float]) -> None:
         """Logs the update with its evaluation (empty for none), and keeps the best and the latest
@@ -254,8 +249,7 @@ class Run:
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
             self._write(self.checkpoints.write_best)
-        every = self.config.checkpoint.every
-        if self.is_over or (every and update % every == 0):
+        if self.is_over or ((every := self.config.checkpoint.every) and update % every == 0):
             self.save()
         # A safe point: nothing is pending that a checkpoint would not hold.
         self.stop.raise_if_asked()

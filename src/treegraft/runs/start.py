@@ -105,8 +105,7 @@ class Start:
 
 def spent_limits(config: Config, state: TrainState) -> list[str]:
     """Returns the limits of [run] that are reached; with any of them the run is over."""
-    spent = config.run.spent(state.num_calls, state.num_tokens)
-    over = [name for name, share in spent.items() if share >= 1.0]
+    over = [name for name, share in config.run.spent(state.spent).items() if share >= 1.0]
     return over + ["num_updates"] * (state.update >= config.run.num_updates)
 
 

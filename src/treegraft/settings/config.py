@@ -57,10 +57,10 @@ class RunSettings(Settings):
     """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
     count."""
 
-    def spent(self, num_calls: int, num_tokens: int) -> dict[str, float]:
-        """Returns the spent share of each limit of calls and tokens that is set, by its name."""
-        done = {"max_calls": num_calls, "max_tokens": num_tokens}
-        return {key: num / getattr(self, key) for key, num in done.items() if getattr(self, key)}
+    def spent(self, done: tuple[int, int]) -> dict[str, float]:
+        """Returns the share of each limit of (calls, tokens) that is set, by its name."""
+        limits = {"max_calls": self.max_calls, "max_tokens": self.max_tokens}
+        return {key: num / own for num, (key, own) in zip(done, limits.items(), strict=True) if own}
 
 
 class RolloutSettings(Settings):

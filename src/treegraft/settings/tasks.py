@@ -6,15 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.table import (
-    Condition,
-    Settings,
-    has,
-    setting,
-    takes_path,
-    value_of,
-    when,
-)
+from treegraft.settings.table import Condition, Settings, has, setting, takes_path, value_of, when
 
 
 class SearchWorldSettings(Settings):

@@ -223,9 +223,9 @@ def _shown(text: str) -> str:
 
 # Every call of the tool asks for it, and English builds a table of its words.
 @cache
-def wording(num_entities: int, num_relations: int, *, words: bool, thinks: bool = False) -> Wording:
-    """Returns the wording of a world of this size, with thoughts in symbols where it `thinks`;
-    English has len(NAMES) entities and len(RELATIONS) relations at most."""
+def wording(num_entities: int, num_relations: int, words: bool, thinks: bool = False) -> Wording:
+    """Returns the wording of a world of this size, where symbols may have thoughts; English has
+    len(NAMES) entities and len(RELATIONS) relations at most."""
     if words:
         return English(NAMES[:num_entities], RELATIONS[:num_relations])
     entities = tuple(f"e{n}" for n in range(num_entities))

@@ -49,8 +49,7 @@ class World:
     @property
     def wording(self) -> Wording:
         """Its words, and how they make up questions and facts."""
-        size = (self.num_entities, self.num_relations)
-        return wording(*size, words=self.words, thinks=self.thinks)
+        return wording(self.num_entities, self.num_relations, self.words, self.thinks)
 
     def look_up(self, entity: str, relation: str) -> str:
         """Returns the entity that the relation leads to. Raises ValueError for one that the world
@@ -290,8 +289,8 @@ class SearchWorld:
 
 
 def _world(settings: SearchWorldSettings, seed: int) -> World:
-    size = (settings.num_entities, settings.num_relations)
-    return World(seed, *size, settings.words, settings.bare_thoughts)
+    own = (settings.num_entities, settings.num_relations, settings.words, settings.bare_thoughts)
+    return World(seed, *own)
 
 
 def _useless_search(
