@@ -179,10 +179,7 @@ class Run:
     def _finished(self, checkpoint: Path, metrics: Mapping[str, float]) -> RunResult:
         self.display.finished(self.path, checkpoint, metrics)
         return RunResult(
-            run_dir=self.path,
-            checkpoint_dir=checkpoint,
-            metrics=metrics,
-            given=self.start.given,
+            run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics, given=self.start.given
         )
 
     # ------------------------------------------------------------------ after a warm-up step

@@ -66,11 +66,7 @@ class RunSettings(Settings):
 class RolloutSettings(Settings):
     temperature: float = setting(1.0, gt=0, ignored_by_eval=True)
     """Sampling temperature in training."""
-    max_completion_tokens: int = setting(
-        96,
-        ge=1,
-        default_of=by_model(tiny=96, full=512),
-    )
+    max_completion_tokens: int = setting(96, ge=1, default_of=by_model(tiny=96, full=512))
     """Limit of a trajectory after its prompt, tool results included, in tokens; by default 96 for
     the "tiny" model, 512 for a language model."""
     max_agent_steps: int = setting(8, ge=1)

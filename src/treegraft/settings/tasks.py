@@ -56,11 +56,7 @@ class DatasetSettings(Settings):
 
 
 class TasksSettings(Settings):
-    kind: str = setting(
-        "search_world",
-        built_in=("search_world", "dataset"),
-        plugins="tasks",
-    )
+    kind: str = setting("search_world", built_in=("search_world", "dataset"), plugins="tasks")
     """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that a plugin
     brings, or an import path "package.module:Name"."""
     num_train: int = setting(600, ge=1, ignored_by_eval=True)
