@@ -107,7 +107,7 @@ def slow_loss(
             factor = path.leaf.weight / length / num_groups
         else:
             factor = path.leaf.weight / constant / num_groups
-        logprobs = plain_scores(model, path)[0]
+        logprobs, entropies = plain_scores(model, path)
         with torch.no_grad():
             before = logprobs.detach() if old is None else plain_scores(old, path)[0]
             anchor = None if reference is None else plain_scores(reference, path)[0]
@@ -154,6 +154,7 @@ def slow_loss(
             if anchor is not None:
                 gap = anchor[index] - logprobs[index]
                 objective = objective - loss.kl_coef * (torch.exp(gap) - gap - 1)
+            objective = objective + loss.entropy_coef * entropies[index]
             total = total - factor * objective
     return total
 

@@ -173,3 +173,17 @@ def test_with_a_divergence_term_flat_groups_are_learned_from(tmp_path: Path) -> 
     slow_loss(twin, [flat], loss, 7.0, reference=reference).backward()
     assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
     assert metrics["learn/kl"] > 0
+
+
+def test_with_an_entropy_bonus_flat_groups_are_learned_from() -> None:
+    """One descent step on the bonus alone raises the entropy; a negative weight lowers it."""
+    flat = example_trees(2)[1]
+    for coef, sign in ((0.5, 1), (-0.5, -1)):
+        model, twin = build_model("llama"), build_model("llama")
+        learner, descent = make_learner(model, LossSettings(entropy_coef=coef), 0.1)
+        _, before = learner.learn([flat])
+        slow_loss(twin, [flat], LossSettings(entropy_coef=coef), 7.0).backward()
+        assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
+        _, after = learner.learn([flat])
+        assert sign * (after["learn/entropy"] - before["learn/entropy"]) > 0
+        assert before["learn/loss"] == pytest.approx(-coef * before["learn/entropy"], rel=0.2)

@@ -100,6 +100,7 @@ OBJECTIVES = {
     "dapo": LossSettings(aggregation="token-mean", clip_low=0.2, clip_high=0.28),
     "dr-grpo": LossSettings(aggregation="sequence-sum", length_constant=11),
     "grpo-kl": LossSettings(aggregation="sequence-mean", kl_coef=0.3),
+    "entropy-bonus": LossSettings(aggregation="token-mean", entropy_coef=0.2),
     "dual-clip": LossSettings(
         aggregation="token-mean", clip_low=0.02, clip_high=0.02, dual_clip=1.05
     ),

@@ -579,3 +579,39 @@ def test_a_notebook_is_stopped_and_waited_for() -> None:
     finally:
         loop.close()
         signal.signal(signal.SIGINT, before)
+
+
+# ---------------------------------------------------------------------- budgets of calls
+
+
+def test_a_run_ends_with_its_calls_and_so_does_a_resumed_one(tmp_path: Path) -> None:
+    """The last update is the first that reaches the limit; the learning rate falls with the share
+    that is spent; a run that was stopped on the way ends alike."""
+    settings = tiny(
+        run={"num_updates": 50, "max_calls": 40, "dir": str(tmp_path)},
+        learn={"schedule": "linear"},
+        eval={"every": 0, "num_samples": 1},
+        track={"record_trees": False},
+    )
+    settings["run"]["name"] = "whole"
+    whole = train(settings)
+    lines = read_metrics(whole.run_dir)
+    spent = [line.get("rollout/num_tool_calls", 0.0) for line in lines]
+    before = [sum(spent[:n]) for n in range(len(spent) + 1)]
+    assert before[-2] < 40 <= before[-1] and len(spent) < 51
+    # At the end alone, though its update has no round number.
+    assert "eval/accuracy" in lines[-1] and "eval/accuracy" not in lines[1]
+    # The second of two optimiser steps has the same share left.
+    left = [1 - done / 40 for done in before[1:-1]]
+    assert [line["learn/lr"] for line in lines[1:]] == pytest.approx(
+        [3e-3 * min(share, 1 - (2 * n + 1) / 100) for n, share in enumerate(left)]
+    )
+    settings["run"]["name"] = "stopped"
+    train(settings, callbacks=[lambda update, metrics: update < 1])
+    assert differing(train(resume=tmp_path / "stopped").run_dir, whole.run_dir) == []
+    assert read_state(latest_checkpoint(whole.run_dir)).spent[0] == before[-1]
+    # With more calls it goes on; with a limit of tokens that is spent it does not.
+    more = train(
+        resume=tmp_path / "stopped", config={**settings, "run": settings["run"] | {"max_calls": 60}}
+    )
+    assert len(read_metrics(more.run_dir)) > len(lines)

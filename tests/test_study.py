@@ -30,6 +30,7 @@ from treegraft.extras.lab.study.markdown import brief, markdown
 from treegraft.extras.lab.study.plan import make_plan
 from treegraft.extras.lab.study.results import (
     CALLS,
+    REPLAYED,
     SECONDS,
     SHOWN,
     add_results,
@@ -171,16 +172,16 @@ def test_only_names_what_is_there(tmp_path: Path) -> None:
 
 
 def test_costs_add_up_to_each_evaluation() -> None:
-    """Update 1 is not evaluated; a graft is shown and not executed."""
+    """Update 1 is not evaluated; a graft is shown and not executed, a replayed call is both."""
     lines = [
         {"update": 0, "eval/accuracy_sampled": 0.25, "eval/accuracy": 0.5},
         {"update": 1, CALLS: 10.0, SECONDS: 1.0, "graft/num_grafts": 3.0},
-        {"update": 2, CALLS: 5.0, SECONDS: 2.0, "eval/accuracy": 0.75},
+        {"update": 2, CALLS: 5.0, SECONDS: 2.0, "eval/accuracy": 0.75, REPLAYED: 4.0},
     ]
     first, second = curve(lines)
     assert first["accuracy"] == 0.25 and first["eval/accuracy"] == 0.5 and first[CALLS] == 0
     assert second["accuracy"] == 0.75 and second["update"] == 2
-    assert (second[CALLS], second[SHOWN], second[SECONDS]) == (15, 18, 3)
+    assert (second[CALLS], second[SHOWN], second[SECONDS]) == (19, 22, 3)
     with raises_code("no-evaluation"):
         curve(lines[1:2])
 
@@ -461,9 +462,18 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
     assert b.at["at equal CPU s"] == pytest.approx([0.4, 0.45])
     assert b.areas["at equal calls"] == pytest.approx((0.2 + 0.25) / 2)
     assert (b.buffer_calls, b.buffer_cpu_s) == (5, 0.5)
-    (fixed, _) = rows(runs, "w", Question(baseline="A", at={CALLS: [150]}))
-    assert fixed.at["at 150 calls"] == [None, None]
-    tests = primary_tests([a, b], "B")
+    at_150 = Question(baseline="A", primary=["B"], at={CALLS: [150]})
+    (fixed, _) = rows(runs, "w", at_150)
+    assert fixed.at["at 150 calls"] == [None, None] and fixed.areas["at 150 calls"] is None
+    assert (fixed.num_left, fixed.left_after) == (2, 100)
+    # A's runs end at 100 calls, where B has .4 and .5: no run counts beyond its end.
+    short = next(
+        one for one in primary_tests(runs, "w", at_150, "B") if one.column == "at 150 calls"
+    )
+    assert (short.num_short, short.place) == (2, 100)
+    assert short.difference == pytest.approx(-0.05)
+    assert "| - (0 of 2) |" in markdown(runs, at_150)
+    tests = primary_tests(runs, "w", Question(baseline="A"), "B")
     assert tests[0].column == "last" and tests[0].difference == pytest.approx(0.4)
     # Both signs of two equal differences: 2 of 4 are as extreme.
     assert tests[0].p == tests[0].p_holm == 0.5
@@ -483,7 +493,7 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_brief_table_by_hand() -> None:
-    """At 10 calls A stands at .5 + 10/20 of .2 = .6 and B at .8, which it reached with 5."""
+    """At 10 calls A stands at .5 + 10/20 of .2 = .6; B, which ended with 5 calls, nowhere."""
 
     def line(arm: str, pair: int, points: list[tuple[float, float]]) -> dict[str, Any]:
         curve = [
@@ -495,36 +505,37 @@ def test_the_brief_table_by_hand() -> None:
     a, b = [(0.0, 0.5), (20.0, 0.7)], [(0.0, 0.5), (5.0, 0.8)]
     runs = Runs([line(arm, pair, of) for arm, of in (("A", a), ("B", b)) for pair in (0, 1)])
     at = {CALLS: [10.0], SECONDS: [40.0]}
-    text = brief(runs, Question(baseline="A", primary=["B"], at=at, goes_on=True))
+    text = brief(runs, Question(baseline="A", primary=["B"], at=at))
     assert text.splitlines() == [
         "**w**, 2 pairs",
         "",
         "| arm | at 10 calls | B minus this arm at 10 calls | p, B | at 40 CPU s | at the end |"
-        " calls | CPU s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| B | 0.80 |  |  | 0.80 | 0.80 [0.80, 0.80] | 5 | 10.0 |",
-        "| A | 0.60 | 0.20 [0.20, 0.20] | 0.500 | 0.70 | 0.70 [0.70, 0.70] | 20 | 40.0 |",
+        " pairs that left the start, after calls | calls | CPU s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| A | 0.60 | 0.25 [0.25, 0.25] (at 5) | 0.500 | 0.70 | 0.70 [0.70, 0.70] | 2 of 2, 20 |"
+        " 20 | 40.0 |",
+        "| B | - (0 of 2) |  |  | - (0 of 2) | 0.80 [0.80, 0.80] | 2 of 2, 5 | 5 | 10.0 |",
     ]
     # B ends with 5 calls, where A has .5 + 5/20 of .2 = .55: no run counts beyond its end.
     [spent] = as_data(runs, Question(baseline="A", primary=["B"], at=at))["at_spent_calls"]
     assert (spent["other"], spent["calls"]) == ("A", 5.0)
     assert spent["difference"] == pytest.approx(0.25)
     # Without a primary arm, differences to the baseline at the end.
-    assert brief(runs, Question(baseline="B", at=at, goes_on=True)).splitlines()[2:] == [
-        "| arm | at 10 calls | at 40 CPU s | at the end | this arm minus B at the end | calls |"
-        " CPU s |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| B | 0.80 | 0.80 | 0.80 [0.80, 0.80] |  | 5 | 10.0 |",
-        "| A | 0.60 | 0.70 | 0.70 [0.70, 0.70] | -0.10 [-0.10, -0.10] | 20 | 40.0 |",
+    assert brief(runs, Question(baseline="B", at=at)).splitlines()[2:] == [
+        "| arm | at 10 calls | at 40 CPU s | at the end | pairs that left the start, after calls |"
+        " this arm minus B at the end | calls | CPU s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| A | 0.60 | 0.70 | 0.70 [0.70, 0.70] | 2 of 2, 20 | -0.10 [-0.10, -0.10] | 20 | 40.0 |",
+        "| B | - (0 of 2) | - (0 of 2) | 0.80 [0.80, 0.80] | 2 of 2, 5 |  | 5 | 10.0 |",
     ]
     # With both where a baseline is asked for; one that the world lacks is its first arm, not the
     # first row.
-    question = Question(baseline="C", primary=["B"], at=at, goes_on=True)
-    header, _, best, other = brief(runs, question, with_baseline=True).splitlines()[2:]
+    question = Question(baseline="C", primary=["B"], at=at)
+    header, _, other, best = brief(runs, question, with_baseline=True).splitlines()[2:]
     assert "| B minus this arm at 10 calls |" in header
     assert "| this arm minus A at the end |" in header
-    assert "| 0.80 [0.80, 0.80] | 0.10 [0.10, 0.10] |" in best
-    assert "| 0.70 [0.70, 0.70] |  |" in other
+    assert "| 0.80 [0.80, 0.80] | 2 of 2, 5 | 0.10 [0.10, 0.10] |" in best
+    assert "| 0.70 [0.70, 0.70] | 2 of 2, 20 |  |" in other
 
 
 def test_pairs_that_began_with_different_weights_are_named() -> None:

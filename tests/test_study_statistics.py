@@ -97,7 +97,6 @@ def test_accuracy_at_equal_cost() -> None:
     assert accuracy_at(costs, accuracies, 150) == pytest.approx(0.6)
     assert accuracy_at(costs, accuracies, 200) == 0.8
     assert accuracy_at(costs, accuracies, 201) is None
-    assert accuracy_at(costs, accuracies, 201, goes_on=True) == 0.8
     assert accuracy_at([0, 0], [0.2, 0.9], 500) == 0.9
 
 
@@ -108,5 +107,4 @@ def test_area_under_the_curve() -> None:
     assert area(costs, accuracies, 50) == pytest.approx(0.25)
     assert area(costs, accuracies, 300) is None
     # 90 up to the end at 200, then .8 for another 100.
-    assert area(costs, accuracies, 300, goes_on=True) == pytest.approx((90 + 80) / 300)
     assert area([0, 0], [0.2, 0.9], 500) == 0.9

@@ -165,11 +165,12 @@ def credit(training: Training, grown: Sampled) -> Credited:
 
 def learn(training: Training, number: int, trees: Credited) -> Learned:
     """Changes the weights; returns the trees with what learning has measured on them."""
-    replay = training.replay
+    replay, run = training.replay, training.run
+    spent = max(run.config.run.spent(run.state.spent).values(), default=0.0)
     with training.clock("learn"):
         lessons = training.lessons(number, trees.kept + trees.dropped)
         mixed = replay.mixed(number, trees.kept)
-        kept, metrics = training.parts.learner.learn(mixed, lessons.trees)
+        kept, metrics = training.parts.learner.learn(mixed, lessons.trees, spent)
         fresh = replay.take_fresh(number, kept)
     return Learned(replace(trees, kept=fresh), lessons, metrics)
 

@@ -119,6 +119,75 @@ def test_it_answers_after_the_results_that_nobody_answered_after() -> None:
     assert set(places(deeper)) == {"0.0.0.0.0.0", "0.1.0.0.0.0"}
 
 
+def decides_in_thoughts(path: str) -> str:
+    """Thinks w1 before a search and w2 before an answer, and does what it has thought; the answer
+    after its third result is right."""
+    num, thought = path.count("<result>"), path.rpartition("<think>")[2].split()
+    if "<think>" in path and not path.endswith(">"):
+        action = SEARCH if thought == ["w1"] else WRONG
+        return f"</think>{ANSWER if num == 3 and thought == ['w2'] else action}"
+    if path.endswith("<search>"):
+        return "w1 </search>"
+    return f"<think> w1 </think>{SEARCH}" if num == 0 else f"<think> w2 </think>{WRONG}"
+
+
+def test_a_step_that_is_begun_anew_drops_its_thought() -> None:
+    """Beside the answer "w2, answer" stands "w1", as the tree's own search begins, and the policy
+    writes the search; with the thought kept it searches behind "w2"."""
+    words = word_tokenizer()
+    for form, opening in (("anew", "<think> w1"), ("kept", "<think> w2 </think> <search>")):
+        grower = make(
+            commit(form=form, num_starts=1, num_retries=1),
+            decides_in_thoughts,
+            num_leaves=3,
+            max_completion_tokens=200,
+        )
+        grower.scorer = by_answer
+        tree = grow(grower)
+        assert places(tree) == ["0.0.0", "0.0.1.0"], form
+        for step in retries_of(tree):
+            forced = [o is Origin.FORCED for o in step.origins].count(True)
+            assert words.decode(step.token_ids[:forced]).split() == opening.split()
+            assert step.lesson_ids == step.token_ids[:forced]
+            assert step.content.thought == ("w1" if form == "anew" else "w2")
+            assert step.content.calls[0].name == "search" and step.violation is None
+        # Not a third time: the leaves are used up before the third result.
+        assert tree.budget.num_tool_calls == 3
+
+
+def calling(names: Sequence[str], **fields: Any) -> Any:
+    """What commit branching does with rollouts that each call a tool of these names and then
+    answer wrongly."""
+    tree = finished(*[(0.0, 0.5, 0.1)] * len(names))
+    calls = {f"0.{number}": name for number, name in enumerate(names)}
+    steps = [
+        replace(step, content=replace(step.content, calls=(ToolCall(calls[step.id], "x"),)))
+        if step.id in calls
+        else step
+        for step in tree.steps
+    ]
+    explorer = commit(answers=False, **fields)
+    return explorer.fill(replace(tree, steps=tuple(steps)), 99)
+
+
+def test_calls_of_every_tool_are_begun() -> None:
+    """Each tool that was called, in turn; the one that is named alone where one is."""
+    both = calling(["search", "find"], num_retries=3)
+    assert [(one.tool, one.num) for one in both] == [("search", 2), ("find", 1)]
+    assert [(one.tool, one.num) for one in calling(["search", "find"], num_retries=1)] == [
+        ("search", 1),
+        ("find", 1),
+    ]
+    assert [one.tool for one in calling(["search", "find"], tool="find")] == ["find"]
+    assert [one.tool for one in calling(["search", "search"])] == [None]
+
+
+def test_partial_credit_can_be_success() -> None:
+    """With a threshold of .5 a reward of .6 ends the tree, and .4 does not."""
+    assert commit(min_reward=0.5).fill(finished((0.6, 0.5, 0.1), (0.0, 0.5, 0.1)), 9) == Start(0)
+    assert commit(min_reward=0.5).fill(finished((0.4, 0.5, 0.1), (0.0, 0.5, 0.1)), 9) != Start(0)
+
+
 @pytest.mark.parametrize("num_leaves", [2, 3, 5])
 def test_no_more_leaves_than_the_budget(num_leaves: int) -> None:
     tree = grown(commit(), lambda path: WRONG, num_leaves)

@@ -80,10 +80,11 @@ class LearnerLike(Protocol):
         `everywhere`, at all steps of all trees where one of them has such a graft."""
 
     def learn(
-        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = (), spent: float = 0.0
     ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
-        metrics; stored trajectories are learned beside them, by their leaves' advantages."""
+        metrics; stored trajectories are learned beside them, by their leaves' advantages. `spent`
+        is the share of the run's limit of calls or tokens, for a schedule."""
 
     def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
         """Returns the mean loss per token, after one optimiser step on demonstrations; without a

@@ -606,7 +606,7 @@ class Expand:
 @dataclass(frozen=True, slots=True)
 class Retry:
     """Opens siblings of a finished step that keep its thought and begin a tool call or an answer,
-    in a tree whose leaves have all ended."""
+    or begin with other tokens, in a tree whose leaves have all ended."""
 
     step_id: str
     """A step that the agent sampled, below the prompt or a tool's result."""
@@ -620,6 +620,8 @@ class Retry:
     """What it begins."""
     is_lesson: bool = False
     """Whether the opening is learned from where it paid, as a graft is."""
+    opening: tuple[int, ...] = ()
+    """The tokens they begin with, in place of the thought and the mark of a call or an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

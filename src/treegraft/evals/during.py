@@ -33,8 +33,8 @@ def is_evaluation_due(run: Run, parts: Parts) -> bool:
         return False
     if number == 0:
         return settings.at_start
-    is_last = number == run.config.run.num_updates
-    return (settings.at_end and is_last) or bool(settings.every and number % settings.every == 0)
+    is_last = settings.at_end and run.is_over
+    return is_last or bool(settings.every and number % settings.every == 0)
 
 
 async def evaluate_update(run: Run, parts: Parts, watch: Watch) -> dict[str, float]:
@@ -54,7 +54,7 @@ async def evaluate_update(run: Run, parts: Parts, watch: Watch) -> dict[str, flo
     metrics = evaluation.metrics
     if run.is_warmup_evaluation_due():
         run.log_warmup(metrics)
-    if number == run.config.run.num_updates:
+    if run.is_over:
         metrics |= gain_since_start(run, evaluation)
     run.display.evaluated(f"update {number}" if number else "start", metrics)
     return metrics | {"time/eval_s": time.monotonic() - began}

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Self
 
-from treegraft.core.types import (
-    Branch,
-    Expand,
-    Generate,
-    Graft,
-    PathView,
-    Retry,
-    Start,
-    Tree,
-)
+from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Retry, Start, Tree
 
 _SAME = 1e-9
 """Rewards that differ by at most this count as equal."""

@@ -219,9 +219,7 @@ class Training:
 
     async def remaining(self) -> AsyncIterator[int]:
         """Gives the numbers of the updates that are left, each once the one before is kept."""
-        while self.run.state.update < self.run.config.run.num_updates:
-            if self.run.reporter.wants_end:
-                return
+        while not (self.run.is_over or self.run.reporter.wants_end):
             self.clock = Clock()
             yield self.run.state.update + 1
 

@@ -239,7 +239,7 @@ class StoredSteps:
 
 class Retries:
     """Opens siblings of finished steps that begin with forced tokens: a thought that is kept, and
-    the opening of a tool call or an answer."""
+    the opening of a tool call or an answer, or those that the explorer names."""
 
     def __init__(
         self,
@@ -268,10 +268,11 @@ class Retries:
     def _beside(self, retry: Retry) -> list[OpenPath]:
         tree = self._tree
         step = tree.steps_to(retry.step_id)[-1]
-        if retry.opens == "answer":
+        opening = retry.opening
+        if not opening and retry.opens == "answer":
             assert isinstance(self._format, AnswerOpening), "checked when the grower was made"
             opening = self._format.answer_opening(step.written_ids)
-        else:
+        elif not opening:
             assert isinstance(self._format, Opening), "checked when the grower was made"
             opening = self._format.call_opening(step.written_ids, retry.tool)
         above = None if step.parent == ROOT_ID else self._ends.get(str(step.parent))

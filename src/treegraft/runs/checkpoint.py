@@ -59,6 +59,8 @@ class TrainState:
     """learn/canary_gap of the first publish; None before it, and for engines without canaries."""
     num_drawn: int = 0
     """Training tasks drawn so far."""
+    spent: tuple[int, int] = (0, 0)
+    """Tool calls executed in training so far, replayed ones included, and tokens sampled."""
     lesson_value: tuple[float, float] | None = None
     """Sum of the agent's mean rewards and weight of the tasks, decayed, see `policy.learn.lessons`;
     None before the first update with lessons."""

@@ -20,9 +20,12 @@ from treegraft.runs.checkpoints import Checkpoints, Write
 from treegraft.runs.record import read_metrics
 from treegraft.runs.reporter import Reporter
 from treegraft.runs.result import RunResult
-from treegraft.runs.start import Start
+from treegraft.runs.start import Start, spent_limits
 
 Result = TypeVar("Result")
+_CALLS = ("rollout/num_tool_calls", "environment/num_replayed_calls")
+SPENT = (_CALLS, ("rollout/num_sampled_tokens",))
+"""What counts against the limits of [run]: executed calls, and tokens."""
 
 
 class Run:
@@ -47,6 +50,11 @@ class Run:
             start.give_up(start.folder)
             raise
         self.display = self.reporter.display
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further update begins."""
+        return bool(spent_limits(self.config, self.state))
 
     # ------------------------------------------------------------------ from beginning to end
 
@@ -160,20 +168,18 @@ class Run:
     def already_finished(self, checkpoint: Path) -> RunResult:
         """Returns the results of a run that has nothing left to do, and shows how to train on."""
         self.start.give_up(self.start.folder)  # first, as damaged metrics are an error
-        metrics, count = self.start.latest_metrics(), self.config.run.num_updates
+        metrics, limits = self.start.latest_metrics(), spent_limits(self.config, self.state)
+        more = (f"run.{name}={2 * getattr(self.config.run, name) or 20}" for name in limits)
         self.display.warn(
-            f"run {self.path} is finished: {count} of {count} updates are done. To train on:"
-            f" treegraft train --resume {self.path} run.num_updates={2 * count or 20}"
+            f"run {self.path} is finished: {self.state.update} updates are done. To train on:"
+            f" treegraft train --resume {self.path} {' '.join(more)}"
         )
         return self._finished(checkpoint, metrics)
 
     def _finished(self, checkpoint: Path, metrics: Mapping[str, float]) -> RunResult:
         self.display.finished(self.path, checkpoint, metrics)
         return RunResult(
-            run_dir=self.path,
-            checkpoint_dir=checkpoint,
-            metrics=metrics,
-            given=self.start.given,
+            run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics, given=self.start.given
         )
 
     # ------------------------------------------------------------------ after a warm-up step
@@ -217,9 +223,10 @@ class Run:
     ) -> None:
         """Records an update that is learned and published; `keep_update` logs it."""
         self.reporter.update(update, trees)
-        self.state = replace(
-            self.state, update=update, is_closed=False, pending=metrics, **more_state
-        )
+        calls, tokens = (sum(int(metrics.get(key, 0)) for key in keys) for keys in SPENT)
+        spent = (self.state.spent[0] + calls, self.state.spent[1] + tokens)
+        own = {"update": update, "is_closed": False, "pending": metrics, "spent": spent}
+        self.state = replace(self.state, **own, **more_state)
 
     def keep_update(self, evaluated: Mapping[str, float]) -> None:
         """Logs the update with its evaluation (empty for none), and keeps the best and the latest
@@ -239,8 +246,7 @@ class Run:
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
             self._write(self.checkpoints.write_best)
-        every, is_last = self.config.checkpoint.every, update == self.config.run.num_updates
-        if is_last or (every and update % every == 0):
+        if self.is_over or ((every := self.config.checkpoint.every) and update % every == 0):
             self.save()
         # A safe point: nothing is pending that a checkpoint would not hold.
         self.stop.raise_if_asked()

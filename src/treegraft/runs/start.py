@@ -60,7 +60,7 @@ class Start:
         return (
             self.folder is not None
             and self.state.is_closed
-            and self.state.update == self.config.run.num_updates
+            and bool(spent_limits(self.config, self.state))
         )
 
     def open_folder(self) -> RunFolder:
@@ -101,6 +101,12 @@ class Start:
         go on from."""
         # A run that was stopped before its first line has no metrics.jsonl yet.
         return read_metrics(self.path) if self.folder and self.state.metrics_size else []
+
+
+def spent_limits(config: Config, state: TrainState) -> list[str]:
+    """Returns the limits of [run] that are reached; with any of them the run is over."""
+    over = [name for name, share in config.run.spent(state.spent).items() if share >= 1.0]
+    return over + ["num_updates"] * (state.update >= config.run.num_updates)
 
 
 def update_latest(latest: Mapping[str, float], line: Mapping[str, float]) -> dict[str, float]:

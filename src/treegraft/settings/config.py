@@ -46,21 +46,27 @@ class RunSettings(Settings):
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
     num_updates: int = setting(20, ge=0, resumable=True, ignored_by_eval=True)
     """Updates to train; 0 warms up and evaluates only."""
+    max_calls: int | None = setting(None, ge=1, resumable=True, ignored_by_eval=True)
+    """Executed tool calls in training, replayed ones included, from which on no update begins; None
+    for no limit. The run ends with the first limit that is reached, num_updates included."""
+    max_tokens: int | None = setting(None, ge=1, resumable=True, ignored_by_eval=True)
+    """The same for sampled tokens."""
     tasks_per_update: int = setting(12, ge=1, ignored_by_eval=True)
     """Trees grown in one update."""
     num_threads: int | None = setting(None, ge=1, le=1024)
     """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
     count."""
 
+    def spent(self, done: tuple[int, int]) -> dict[str, float]:
+        """Returns the share of each limit of (calls, tokens) that is set, by its name."""
+        limits = {"max_calls": self.max_calls, "max_tokens": self.max_tokens}
+        return {key: num / own for num, (key, own) in zip(done, limits.items(), strict=True) if own}
+
 
 class RolloutSettings(Settings):
     temperature: float = setting(1.0, gt=0, ignored_by_eval=True)
     """Sampling temperature in training."""
-    max_completion_tokens: int = setting(
-        96,
-        ge=1,
-        default_of=by_model(tiny=96, full=512),
-    )
+    max_completion_tokens: int = setting(96, ge=1, default_of=by_model(tiny=96, full=512))
     """Limit of a trajectory after its prompt, tool results included, in tokens; by default 96 for
     the "tiny" model, 512 for a language model."""
     max_agent_steps: int = setting(8, ge=1)

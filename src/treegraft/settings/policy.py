@@ -286,11 +286,7 @@ class CreditSettings(Settings):
     """Rollouts that begin below stored steps, and retries, are compared with those of the same
     place ("apart"), or with all of the tree ("together", the default of "commit")."""
     stored: Literal["joint", "own"] = setting(
-        "joint",
-        idle_unless=(
-            _takes_stored,
-            when("credit.advantage", "grpo", "dr_grpo", "rloo"),
-        ),
+        "joint", idle_unless=(_takes_stored, when("credit.advantage", "grpo", "dr_grpo", "rloo"))
     )
     """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
     "own" of the rollouts alone (its split estimator)."""
@@ -309,20 +305,13 @@ class LossSettings(Settings):
     detached weight, so no token loses its gradient; "gppo": gradients kept past the clip;
     a name that a plugin brings, or an import path."""
     clip_low: float = setting(
-        0.28,
-        ge=0,
-        le=1,
-        default_of=_by_objective(gspo=3e-4, cispo=1.0),
-        idle_unless=(_clips,),
+        0.28, ge=0, le=1, default_of=_by_objective(gspo=3e-4, cispo=1.0), idle_unless=(_clips,)
     )
     """The ratio is clipped from below at 1 - clip_low. By default 0.28, RAPO's value, as that of
     clip_high (PPO's, GRPO's and ARPO's is 0.2); 3e-4 for "gspo", whose ratios are geometric means
     over tokens, and 1, which is no limit, for "cispo"."""
     clip_high: float = setting(
-        0.28,
-        ge=0,
-        default_of=_by_objective(gspo=4e-4),
-        idle_unless=(_clips,),
+        0.28, ge=0, default_of=_by_objective(gspo=4e-4), idle_unless=(_clips,)
     )
     """The ratio is clipped from above at 1 + clip_high; by default 0.28, and 4e-4 for "gspo"."""
     kept_low: float = setting(1.0, ge=0, idle_unless=(_clips, when("loss.objective", "gppo")))
@@ -346,14 +335,17 @@ class LossSettings(Settings):
     min(ratio, this), the ratio being the learner's probability over the engine's; about 2 is usual.
     None for no correction."""
     engine_ratio: Literal["token", "sequence"] = setting(
-        "token",
-        idle_unless=(when("loss.old_logprobs", "learner"), when("loss.engine_ratio_cap")),
+        "token", idle_unless=(when("loss.old_logprobs", "learner"), when("loss.engine_ratio_cap"))
     )
     """The ratio of that correction: of each "token", or of a whole "sequence", the product over the
     loss tokens of its trajectory."""
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
+    entropy_coef: float = setting(0.0)
+    """Weight of the entropy bonus, which is taken off the loss: above 0 it raises the policy's
+    entropy, as TRL's entropy_coef and verl's entropy_coeff do. It is averaged like the loss (TRL:
+    always over tokens). 0 for none."""
     length_constant: int | None = setting(
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )
@@ -379,11 +371,7 @@ class LossSettings(Settings):
 
 
 class LearnSettings(Settings):
-    lr: float = setting(
-        3e-4,
-        ge=0,
-        default_of=by_model(tiny=3e-4, full=1e-6, lora=1e-5),
-    )
+    lr: float = setting(3e-4, ge=0, default_of=by_model(tiny=3e-4, full=1e-6, lora=1e-5))
     """Peak learning rate of AdamW. By default 3e-4 for the "tiny" model, 1e-6 for a language model
     and 1e-5 for its adapters."""
     betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95))
@@ -395,13 +383,11 @@ class LearnSettings(Settings):
     """Optimiser steps over which the learning rate rises linearly from 0."""
     schedule: Schedule = "constant"
     """The learning rate after that: "constant", or falling to `final_lr_frac` of the peak by
-    the last optimiser step of run.num_updates. A resumed run with another run.num_updates
-    follows the new schedule from there on."""
+    the last optimiser step of run.num_updates, or as the share of run.max_calls or run.max_tokens
+    that is spent, whichever is farther. A resumed run with another of these follows the new
+    schedule from there on."""
     final_lr_frac: float = setting(
-        0.0,
-        ge=0,
-        le=1,
-        idle_unless=Condition("learn.schedule", lambda value: value != "constant"),
+        0.0, ge=0, le=1, idle_unless=Condition("learn.schedule", lambda value: value != "constant")
     )
     """Share of the peak that "linear" and "cosine" fall to."""
     max_grad_norm: float = setting(1.0, gt=0)

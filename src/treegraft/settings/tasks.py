@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.table import Settings, has, setting, takes_path, value_of, when
+from treegraft.settings.table import Condition, Settings, has, setting, takes_path, value_of, when
 
 
 class SearchWorldSettings(Settings):
@@ -21,6 +21,11 @@ class SearchWorldSettings(Settings):
     thoughts: bool = setting(True, idle_unless=when("tasks.search_world.words"))
     """Whether the scripted expert writes a thought before each step. Without one, going on or
     answering is decided by the token that opens the call or the answer."""
+    bare_thoughts: bool = setting(
+        False, idle_unless=Condition("tasks.search_world.words", lambda words: not words)
+    )
+    """Whether the expert of a world of symbols thinks: "need r2 of e9" before a search, "done"
+    before an answer, right or too early, so that the kind of a step is decided in its thought."""
     detour_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
     """How often the scripted expert makes a useless search before a right one, in training
     questions alone: for a buffer of imperfect traces."""
@@ -51,11 +56,7 @@ class DatasetSettings(Settings):
 
 
 class TasksSettings(Settings):
-    kind: str = setting(
-        "search_world",
-        built_in=("search_world", "dataset"),
-        plugins="tasks",
-    )
+    kind: str = setting("search_world", built_in=("search_world", "dataset"), plugins="tasks")
     """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that a plugin
     brings, or an import path "package.module:Name"."""
     num_train: int = setting(600, ge=1, ignored_by_eval=True)

@@ -5,7 +5,7 @@ that know language.
     question    r5 of r2 of e9 ?        Who is the cousin of the best friend of Nora?
     query       e9 r2                   best friend of Nora
     fact        r2 of e9 is e41         The best friend of Nora is Ruben.
-    thought     (none)                  I need the best friend of Nora first.
+    thought     (none), need r2 of e9   I need the best friend of Nora first.
     error       unknown                 There is no relation "uncle"; the relations are teacher, ...
 
 A wording only names things; the facts of a world are the same in both. Relations go in the order in
@@ -91,12 +91,13 @@ class Symbols:
         return words[4] if len(words) == 5 and words[3] == "is" else None
 
     def thought(self, entity: str, relation: str, *, is_last: bool) -> str:
-        """Returns no thought: the agent's vocabulary has no words for one."""
-        return ""
+        """Returns "need r2 of e9"; no thought where the expert has none before the answer."""
+        return f"need {relation} of {entity}" if self.last_thought else ""
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns every word of questions, results, errors and answers."""
-        return (*self.relations, *self.entities, "of", "?", "is", UNKNOWN)
+        thoughts = ("need", self.last_thought) if self.last_thought else ()
+        return (*self.relations, *self.entities, "of", "?", "is", UNKNOWN, *thoughts)
 
 
 @dataclass(frozen=True)
@@ -222,11 +223,11 @@ def _shown(text: str) -> str:
 
 # Every call of the tool asks for it, and English builds a table of its words.
 @cache
-def wording(num_entities: int, num_relations: int, *, words: bool) -> Wording:
-    """Returns the wording of a world of this size; English has len(NAMES) entities and
-    len(RELATIONS) relations at most."""
+def wording(num_entities: int, num_relations: int, words: bool, thinks: bool = False) -> Wording:
+    """Returns the wording of a world of this size, where symbols may have thoughts; English has
+    len(NAMES) entities and len(RELATIONS) relations at most."""
     if words:
         return English(NAMES[:num_entities], RELATIONS[:num_relations])
-    return Symbols(
-        tuple(f"e{n}" for n in range(num_entities)), tuple(f"r{n}" for n in range(num_relations))
-    )
+    entities = tuple(f"e{n}" for n in range(num_entities))
+    relations = tuple(f"r{n}" for n in range(num_relations))
+    return Symbols(entities, relations, last_thought="done" if thinks else "")

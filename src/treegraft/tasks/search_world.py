@@ -43,11 +43,13 @@ class World:
     num_relations: int
     words: bool = False
     """Whether it is worded in English; the facts are the same."""
+    thinks: bool = False
+    """Whether symbols have thoughts."""
 
     @property
     def wording(self) -> Wording:
         """Its words, and how they make up questions and facts."""
-        return wording(self.num_entities, self.num_relations, words=self.words)
+        return wording(self.num_entities, self.num_relations, self.words, self.thinks)
 
     def look_up(self, entity: str, relation: str) -> str:
         """Returns the entity that the relation leads to. Raises ValueError for one that the world
@@ -287,7 +289,8 @@ class SearchWorld:
 
 
 def _world(settings: SearchWorldSettings, seed: int) -> World:
-    return World(seed, settings.num_entities, settings.num_relations, settings.words)
+    own = (settings.num_entities, settings.num_relations, settings.words, settings.bare_thoughts)
+    return World(seed, *own)
 
 
 def _useless_search(

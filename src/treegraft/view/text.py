@@ -221,4 +221,4 @@ def remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str,
         yield f"begins here: {plain(why, 60)}", "cyan"
     if isinstance(cause, RetryCause):
         begun = "an answer" if step.content.answer is not None else "a call"
-        yield f"{begun} forced, with the thought of {cause.beside}", "yellow"
+        yield f"{begun} forced beside {cause.beside}", "yellow"

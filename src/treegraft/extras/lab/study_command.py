@@ -274,7 +274,6 @@ def _print_tables(
         question = Question(
             baseline=baseline or study.baseline or next(iter(study.arms)),
             primary=study.primaries,
-            goes_on=study.after_end == "last",
             at={CALLS: study.at_calls, SECONDS: study.at_cpu_s},
         )
     runs = Runs(lines, [run.key for run in plan.runs] if plan is not None else ())

@@ -3,10 +3,10 @@ place of answers, deeper and deeper, until one succeeds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Iterator, Sequence
+from itertools import compress, islice
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from treegraft import Origin, Step, Trajectory, Tree
 from treegraft.extras.methods.axpo import names_tools
@@ -39,8 +39,14 @@ class CommitSettings(Settings):
     explore.num_leaves allows."""
     num_retries: int = setting(2, ge=1)
     """Rollouts that go on in place of one answer, in each round."""
+    form: Literal["kept", "anew"] = "kept"
+    """What is forced: "kept", the mark that opens the call or the answer, behind the step's own
+    thought; "anew", the step's beginning without its thought, up to the first token in which the
+    tree's own steps of the other kind differ from it, where there is such a step. For agents that
+    decide in their thoughts."""
     tool: str = setting("", idle_unless=(names_tools,))
-    """The tool whose call is opened in place of an answer; empty for the first."""
+    """The tool whose call is opened in place of an answer; empty for each one that the tree's
+    rollouts called, in turn, and for the first where they called one or none."""
     answers: bool = setting(True, default_of=_marks_answers)
     """Whether answers are begun in place of calls, too, where no rollout has answered; the format
     "chat" has no mark that begins one."""
@@ -116,8 +122,11 @@ class CommitBranching(Independent):
             and step.parent not in answered
             and step.id not in tried
         ]
-        found = [Retry(one.id, 1, RULE, opens="answer", is_lesson=True) for one in steps[::-1]]
-        return found[:num_left]
+        found = []
+        for one in steps[: -num_left - 1 : -1]:
+            opening = next(self._openings(one, members, "answer"), ())
+            found.append(Retry(one.id, 1, RULE, opens="answer", is_lesson=True, opening=opening))
+        return found
 
     def _calls(
         self, members: Sequence[Trajectory], tried: set[str], num_left: int
@@ -130,9 +139,46 @@ class CommitBranching(Independent):
             return Start(0)
         # Equal ones by their place in the tree.
         _, step = min(places, key=lambda one: (-one[0], -_uncertainty(one[1]), one[1].ordinals))
+        openings = list(islice(self._openings(step, members, "call"), own.num_retries))
+        ways: list[tuple[str | None, tuple[int, ...]]] = [(None, one) for one in openings]
+        ways = ways or [(one, ()) for one in self._tools(members)]
+        # Each way once at least; a retry more for the first ones where they do not go up evenly.
+        num = min(max(own.num_retries, len(ways)), num_left)
+        shares = [num // len(ways) + (place < num % len(ways)) for place in range(len(ways))]
         return [
-            Retry(step.id, min(own.num_retries, num_left), RULE, own.tool or None, is_lesson=True)
+            Retry(step.id, share, RULE, tool, is_lesson=True, opening=opening)
+            for (tool, opening), share in zip(ways, shares, strict=True)
+            if share
         ]
+
+    def _tools(self, members: Sequence[Trajectory]) -> list[str | None]:
+        """The tools whose calls are begun in turn; None for the first one."""
+        if self._settings.tool:
+            return [self._settings.tool]
+        steps = {step.id: step for path in members for step in path.steps if _is_own(step)}
+        called = dict.fromkeys(call.name for one in steps.values() for call in one.content.calls)
+        return [*called] if len(called) > 1 else [None]
+
+    def _openings(
+        self, step: Step, members: Sequence[Trajectory], kind: Literal["call", "answer"]
+    ) -> Iterator[tuple[int, ...]]:
+        """Different beginnings of the tree's own steps of a kind, up to the first token that is not
+        the one of `step`, those after the most results first; none where the thought is kept."""
+        if self._settings.form == "kept":
+            return
+        steps = {one.id: one for path in members for one in path.steps[1:] if _is_own(one)}
+        ours, seen = step.written_ids, set[tuple[int, ...]]()
+        tool = self._settings.tool
+        for one in sorted(steps.values(), key=lambda one: (-one.depth, one.ordinals)):
+            calls, written = one.content.calls, one.written_ids
+            is_call = bool(calls) and (not tool or calls[0].name == tool)
+            if not (is_call if kind == "call" else one.content.answer is not None):
+                continue
+            pairs = enumerate(zip(ours, written, strict=False))
+            num = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(written)))
+            if num < len(written) and (opening := written[: num + 1]) not in seen:
+                seen.add(opening)
+                yield opening
 
 
 def _has_answered(path: Trajectory) -> bool:

@@ -231,8 +231,8 @@ def check_recipe(config: Config) -> None:
         value = getattr(config.loss, name)
         if name not in KNOWN_LOSS and value != field.get_default(call_default_factory=True):
             raise SettingError(
-                f"loss.{name}: got {value!r}, expected {field.default!r} inside TRL, whose loss"
-                " has no such factor.",
+                f"loss.{name}: got {value!r}, expected {field.default!r} inside TRL, to"
+                " which it is not passed on.",
                 code="trl-setting",
             )
     _check_pairs(config)

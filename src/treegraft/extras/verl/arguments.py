@@ -190,8 +190,8 @@ def check_recipe(config: Config, entropies: str) -> None:
         value = getattr(config.loss, name)
         if name not in KNOWN_LOSS and value != field.get_default(call_default_factory=True):
             raise SettingError(
-                f"loss.{name}: got {value!r}, expected {field.default!r} inside verl, whose loss"
-                " has no such factor.",
+                f"loss.{name}: got {value!r}, expected {field.default!r} inside verl, to"
+                " which it is not passed on.",
                 code="verl-setting",
             )
     if config.engine.kind != "native":

@@ -282,14 +282,16 @@ class Learner:
     # ------------------------------------------------------------------ one update
 
     def learn(
-        self, trees: Sequence[Tree], lessons: Sequence[Tree] = ()
+        self, trees: Sequence[Tree], lessons: Sequence[Tree] = (), spent: float = 0.0
     ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
         metrics.
 
-        Groups without variance are left out of the passes (unless the KL term needs them) and
-        counted in the denominators. `lessons` are of a `LessonBook`, spread over the mini-batches.
+        Groups without variance are left out of the passes (unless the KL term or an entropy bonus
+        needs them) and counted in the denominators. `lessons` are of a `LessonBook`, spread over
+        the mini-batches; `spent` as in `LearnerLike.learn`.
         """
+        self.optimiser.spent = spent
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         taught = shared_out(lessons, minibatches)
@@ -374,8 +376,9 @@ class Learner:
         )
         if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
             return True
-        # Without an advantage, the KL term alone still pulls to the reference.
-        return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
+        # Without an advantage, the KL term still pulls to the reference, the bonus to entropy.
+        has_more = self._reference is not None or self._loss.entropy_coef != 0.0
+        return has_more and any(leaf.has_loss for leaf in tree.leaves)
 
     @torch.no_grad()
     def _scored_packs(self, packs: Sequence[_Pack], needs_old: bool) -> list[_Pack]:
@@ -477,6 +480,8 @@ class Learner:
             divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
             losses = losses + settings.kl_coef * divergence
             sums.add("learn/kl", divergence.detach())
+        if settings.entropy_coef:
+            losses = losses - settings.entropy_coef * entropies.index_select(0, tokens)
         signs = batch.advantages[rows]
         # Of the contributions that push at all: those of 0 would make any share look small.
         if (signs != 0).any():

@@ -80,6 +80,8 @@ class MasterAdamW:
         )
         self.num_steps = 0
         """Optimiser steps taken."""
+        self.spent = 0.0
+        """Share of the run's limit of calls or tokens: a schedule is at least as far."""
         self.last_lr = 0.0
 
     def gradients(self) -> dict[str, Tensor]:
@@ -126,8 +128,8 @@ class MasterAdamW:
         if step < own.lr_warmup_steps:
             return own.lr * min(1.0, (step + 1) / own.lr_warmup_steps)
         num_decaying = max(1, self._num_planned - own.lr_warmup_steps)
-        left = max(0.0, (self._num_planned - step) / num_decaying)
-        return own.lr * decay(own.schedule, min(1.0, left), own.final_lr_frac)
+        left = min(1.0, 1.0 - self.spent, (self._num_planned - step) / num_decaying)
+        return own.lr * decay(own.schedule, max(0.0, left), own.final_lr_frac)
 
     def _copy_to_model(self) -> None:
         if self._masters is self._weights:

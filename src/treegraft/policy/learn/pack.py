@@ -29,15 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treegraft.core.types import (
-    Leaf,
-    Origin,
-    RetryCause,
-    Step,
-    Trajectory,
-    Tree,
-    ids_to,
-)
+from treegraft.core.types import Leaf, Origin, RetryCause, Step, Trajectory, Tree, ids_to
 
 
 class Node(NamedTuple):

@@ -134,7 +134,7 @@ class _TokenScores(torch.autograd.Function):
         ):
             log_p = (part.float() / scale).sub_(lse_)
             found = log_p.exp()
-            # No objective here has a term in the entropies, so theirs is rarely asked for.
+            # Without an entropy bonus nothing has a term in them.
             if grads[1] is None:
                 found.mul_(-of_logprob)
             else:

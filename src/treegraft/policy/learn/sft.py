@@ -10,13 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from treegraft.core.demonstration import (
-    Demonstration,
-    Show,
-    Written,
-    solution,
-    tree_of_paths,
-)
+from treegraft.core.demonstration import Demonstration, Show, Written, solution, tree_of_paths
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Format, LearnerLike, TaskSource
 from treegraft.core.keyed import keyed_int, keyed_unit

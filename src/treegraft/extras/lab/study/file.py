@@ -119,8 +119,6 @@ class StudyFile(_Table):
     that makes the fewest."""
     at_cpu_s: list[float] = []
     """The same in CPU seconds."""
-    after_end: Literal["none", "last"] = "none"
-    """Accuracy of a run at a budget that it ended before: none, or its last one."""
     only: list[str] = []
     """Worlds and arms that are run; of the kind that none is named of, all."""
     results: str | None = None

@@ -18,11 +18,11 @@ def _interval(value: float, interval: tuple[float, float]) -> str:
 
 
 def _share(values: Sequence[float | None]) -> str:
-    mean = mean_of(values)
-    if mean is None:
-        return "-"
-    num = sum(value is not None for value in values)
-    return f"{mean:.2f}" + (f" ({num} of {len(values)})" if num < len(values) else "")
+    """The mean where every run got there; else how many did, since a mean of these would be one of
+    chosen pairs."""
+    if None in values:
+        return f"- ({sum(value is not None for value in values)} of {len(values)})"
+    return f"{mean_of(values):.2f}"
 
 
 def _table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -60,7 +60,7 @@ def markdown(runs: Runs, question: Question) -> str:
         )
         lines += _costs(found)
         for primary in question.primary:
-            lines += _tests(tests(found, primary), primary)
+            lines += _tests(tests(runs, world, question, primary), primary)
     return "\n".join(lines)
 
 
@@ -77,7 +77,8 @@ def brief(runs: Runs, question: Question, *, with_baseline: bool = False) -> str
         found = rows(runs, world, question)
         lines += _heading(runs, world, found)
         if found:
-            lines += _brief(found, question, with_baseline or not question.primary)
+            made = {one: tests(runs, world, question, one) for one in question.primary}
+            lines += _brief(found, question, made, with_baseline or not question.primary)
     return "\n".join(lines)
 
 
@@ -104,7 +105,12 @@ def _mixed(runs: Runs, world: str) -> list[str]:
     ]
 
 
-def _brief(found: Sequence[Row], question: Question, with_baseline: bool) -> list[str]:
+def _brief(
+    found: Sequence[Row],
+    question: Question,
+    made: Mapping[str, Sequence[Test]],
+    with_baseline: bool,
+) -> list[str]:
     baseline = question.baseline_of([row.arm for row in found])
     calls, seconds = (
         next((name for name in found[0].at if name.endswith(f" {NAMES[cost]}")), None)
@@ -112,15 +118,23 @@ def _brief(found: Sequence[Row], question: Question, with_baseline: bool) -> lis
     )
     columns: dict[str, Callable[[Row], str]] = {"arm": lambda row: row.arm}
     if calls is not None:
-        found = sorted(found, key=lambda row: -(mean_of(row.at[calls]) or 0.0))
+        # Those that got there first, by what they had there; then the others, by their ends.
+        found = sorted(
+            found,
+            key=lambda row: (
+                None in row.at[calls],
+                -(row.mean if None in row.at[calls] else mean_of(row.at[calls]) or 0.0),
+            ),
+        )
         columns[calls] = lambda row: _share(row.at[calls])
-        for primary in question.primary:
-            made = {one.other: one for one in tests(found, primary) if one.column == calls}
-            columns[f"{primary} minus this arm {calls}"] = functools.partial(_difference, made)
-            columns[f"p, {primary}"] = functools.partial(_corrected, made)
+        for primary, own in made.items():
+            there = {one.other: one for one in own if one.column == calls}
+            columns[f"{primary} minus this arm {calls}"] = functools.partial(_difference, there)
+            columns[f"p, {primary}"] = functools.partial(_corrected, there)
     if seconds is not None:
         columns[seconds] = lambda row: _share(row.at[seconds])
     columns["at the end"] = lambda row: _interval(row.mean, row.interval)
+    columns["pairs that left the start, after calls"] = _left
     if with_baseline:
         columns[f"this arm minus {baseline} at the end"] = functools.partial(_gain, baseline)
     columns["calls"] = functools.partial(_total, cost=CALLS, form=",.0f")
@@ -134,9 +148,17 @@ def _gain(baseline: str, row: Row) -> str:
     return "" if row.arm == baseline else _interval(row.gain, row.gain_interval)
 
 
+def _left(row: Row) -> str:
+    after = "" if row.left_after is None else f", {row.left_after:,.0f}"
+    return f"{row.num_left} of {len(row.last)}{after}"
+
+
 def _difference(made: Mapping[str, Test], row: Row) -> str:
     one = made.get(row.arm)
-    return "" if one is None else _interval(one.difference, one.interval)
+    if one is None:
+        return ""
+    short = f" (at {one.place:,.0f})" if one.num_short else ""
+    return _interval(one.difference, one.interval) + short
 
 
 def _corrected(made: Mapping[str, Test], row: Row) -> str:
@@ -196,7 +218,7 @@ def _tests(found: Sequence[Test], primary: str) -> list[str]:
         [
             one.column,
             one.other,
-            str(one.num_pairs),
+            f"{one.num_pairs} (at {one.place:,.0f})" if one.num_short else str(one.num_pairs),
             _interval(one.difference, one.interval),
             f"{one.p:.4f}",
             f"{one.p_holm:.4f}",

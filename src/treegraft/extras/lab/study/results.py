@@ -20,7 +20,9 @@ Key = tuple[str, str, int]
 CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
 DEFAULTS_OF = "defaults_of"
 SHOWN = "rollout/num_shown_calls"
-"""Executed calls, and grafted or replayed ones."""
+"""Executed calls, and grafted ones."""
+REPLAYED = "environment/num_replayed_calls"
+"""Calls that an environment had to repeat for a branch; they count as executed, and as shown."""
 COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
 
 
@@ -279,6 +281,7 @@ def _spent(line: Mapping[str, float], cost: str) -> float:
     if cost == SECONDS:
         # Imitation before the first update stands in the line of update 0.
         return line.get(SECONDS, 0.0) + line.get("time/warmup_cpu_s", 0.0)
+    again = line.get(REPLAYED, 0.0) if cost in (CALLS, SHOWN) else 0.0
     if cost == SHOWN and cost not in line:
-        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0)
-    return line.get(cost, 0.0)
+        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0) + again
+    return line.get(cost, 0.0) + again

@@ -80,25 +80,23 @@ def holm(p_values: Values) -> list[float]:
     return corrected
 
 
-def accuracy_at(
-    costs: Values, accuracies: Values, at: float, *, goes_on: bool = False
-) -> float | None:
+def accuracy_at(costs: Values, accuracies: Values, at: float) -> float | None:
     """Returns the accuracy at a cost, linear between evaluations.
 
-    None where the run ended before, with `goes_on` its last accuracy. A run that spends none of
+    None where the run ended before: no curve is carried past its end. A run that spends none of
     this cost has its last accuracy at every cost.
     """
     if costs[-1] == 0.0:
         return accuracies[-1]
     if at > costs[-1]:
-        return accuracies[-1] if goes_on else None
+        return None
     return float(np.interp(at, costs, accuracies))
 
 
-def area(costs: Values, accuracies: Values, upto: float, *, goes_on: bool = False) -> float | None:
+def area(costs: Values, accuracies: Values, upto: float) -> float | None:
     """Returns the mean accuracy over the costs from 0 to `upto`: the area under the accuracy-cost
-    curve divided by `upto`. None, `goes_on` and runs without cost as in `accuracy_at`."""
-    end = accuracy_at(costs, accuracies, upto, goes_on=goes_on)
+    curve divided by `upto`. None, and runs without cost, as in `accuracy_at`."""
+    end = accuracy_at(costs, accuracies, upto)
     if end is None or costs[-1] == 0.0 or upto <= 0.0:
         return end
     inner = [(cost, value) for cost, value in zip(costs, accuracies, strict=True) if cost < upto]

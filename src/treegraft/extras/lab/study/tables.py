@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,8 @@ from treegraft.extras.lab.text import ranges
 
 WITH_BUFFER = "calls with the buffer's"
 """A cost of its own: executed calls after those that the buffer's trajectories hold."""
+RISE = 0.2
+"""By so much accuracy a run has left its start."""
 NAMES: Mapping[str, str] = {
     CALLS: "calls",
     WITH_BUFFER: WITH_BUFFER,
@@ -40,8 +43,6 @@ class Question:
     at: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Budgets at which arms are compared, by cost; a cost without one takes, pair by pair, the
     total of the arm that spends least of it."""
-    goes_on: bool = False
-    """Whether a run that ended before a budget counts with its last accuracy."""
 
     def baseline_of(self, arms: Sequence[str]) -> str:
         """Returns the baseline of a world with these arms: the first of them where it lacks
@@ -84,8 +85,12 @@ class Row:
     at: Mapping[str, Sequence[float | None]]
     """Accuracy at each budget, pair by pair; None where the run ended before."""
     areas: Mapping[str, float | None]
-    """Mean area under the accuracy-cost curve up to the same budgets, over the pairs that reach
-    them."""
+    """Mean area under the accuracy-cost curve up to the same budgets; None where not all pairs
+    reach them."""
+    num_left: int
+    """Pairs that left the start: whose last accuracy is `RISE` above the first."""
+    left_after: float | None
+    """Median calls at the first evaluation with such an accuracy, of these pairs; None for none."""
     pass_at: Mapping[str, float]
     """Mean pass@k at the last evaluation, where it was sampled."""
 
@@ -100,6 +105,11 @@ class Test:
     primary: str
     other: str
     num_pairs: int
+    num_short: int
+    """Pairs of which a run ended before the budget; they are compared at the less that both
+    spent."""
+    place: float
+    """Mean cost at which pairs are compared; infinite at the end."""
     difference: float
     interval: tuple[float, float]
     p: float
@@ -251,15 +261,15 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
         gains = [a - b for a, b in zip(last[arm], reference, strict=True)]
         at = {
             name: [
-                accuracy_at(*runs.curve(line, cost), limit, goes_on=question.goes_on)
+                accuracy_at(*runs.curve(line, cost), limit)
                 for line, limit in zip(lines, limits, strict=True)
             ]
             for name, cost, limits in budgets
         }
         areas = {
-            name: mean_of(
+            name: _mean_of_all(
                 [
-                    area(*runs.curve(line, cost), limit, goes_on=question.goes_on)
+                    area(*runs.curve(line, cost), limit)
                     for line, limit in zip(lines, limits, strict=True)
                 ]
             )
@@ -292,6 +302,8 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
                 tuning=lines[0].get("tuning", {}),
                 at=at,
                 areas=areas,
+                num_left=len(left := [*filter(None, map(_left_after, lines))]),
+                left_after=statistics.median(left) if left else None,
                 pass_at={
                     key: statistics.fmean(line["curve"][-1].get(key, 0.0) for line in lines)
                     for key in keys
@@ -299,6 +311,19 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
             )
         )
     return found
+
+
+def _mean_of_all(values: Sequence[float | None]) -> float | None:
+    return None if None in values else mean_of(values)
+
+
+def _left_after(line: Line) -> float | None:
+    """The calls, at least 1, with which a run had left its start, if it has at its end."""
+    start, points = line["curve"][0]["accuracy"], line["curve"]
+    if points[-1]["accuracy"] < start + RISE:
+        return None
+    first = next(point for point in points if point["accuracy"] >= start + RISE)
+    return max(1.0, float(first.get(CALLS, 0.0)))
 
 
 def _of_buffer(lines: Sequence[Line], count: str) -> float:
@@ -346,48 +371,62 @@ def at_spent_calls(runs: Runs, world: str, primary: str) -> list[Spent]:
     return found
 
 
-def tests(found: Sequence[Row], primary: str) -> list[Test]:
-    """Returns a primary arm against each of the others, at the end and at each budget."""
-    by_arm = {row.arm: row for row in found}
-    if primary not in by_arm:
+def tests(runs: Runs, world: str, question: Question, primary: str) -> list[Test]:
+    """Returns a primary arm against each of the others, at the end and at each budget: pair by
+    pair at the budget, or at the less that both runs spent."""
+    arms = runs.arms(world) if runs.pairs(world) else []
+    if primary not in arms:
         return []
-    ours = by_arm[primary]
-    columns: dict[str, Mapping[str, Sequence[float | None]]] = {
-        "last": {arm: row.last for arm, row in by_arm.items()}
-    }
-    columns |= {name: {arm: row.at[name] for arm, row in by_arm.items()} for name in ours.at}
+    num_pairs = len(runs.pairs(world))
+    columns = [("last", "", [math.inf] * num_pairs), *_budgets(runs, world, question)]
     made: list[Test] = []
-    for column, values in columns.items():
+    for column, cost, limits in columns:
         of_column = []
-        for other in by_arm:
-            both = [
-                (a, b)
-                for a, b in zip(values[primary], values[other], strict=True)
-                if a is not None and b is not None
-            ]
-            if other != primary and both:
-                x, y = zip(*both, strict=True)
-                of_column.append((other, [a - b for a, b in both], permutation_test(x, y)))
-        corrected = holm([p for *_, p in of_column])
+        for other in arms:
+            if other == primary:
+                continue
+            sides = zip(runs.of(world, primary), runs.of(world, other), limits, strict=True)
+            found = [_compared(runs, ours, theirs, cost, limit) for ours, theirs, limit in sides]
+            x, y, places = zip(*found, strict=True)
+            p, less = permutation_test(x, y), [a - b for a, b in zip(x, y, strict=True)]
+            short = sum(place < limit for place, limit in zip(places, limits, strict=True))
+            of_column.append((other, less, p, short, statistics.fmean(places)))
+        corrected = holm([p for _, _, p, *_ in of_column])
         made += [
             Test(
-                world=ours.world,
+                world=world,
                 column=column,
                 primary=primary,
                 other=other,
-                num_pairs=len(differences),
-                difference=statistics.fmean(differences),
-                interval=bootstrap_interval(differences),
+                num_pairs=num_pairs,
+                num_short=short,
+                place=place,
+                difference=statistics.fmean(less),
+                interval=bootstrap_interval(less),
                 p=p,
                 p_holm=p_holm,
             )
-            for (other, differences, p), p_holm in zip(of_column, corrected, strict=True)
+            for (other, less, p, short, place), p_holm in zip(of_column, corrected, strict=True)
         ]
     return made
 
 
+def _compared(
+    runs: Runs, ours: Line, theirs: Line, cost: str, limit: float
+) -> tuple[float, float, float]:
+    """The accuracies of two runs at a budget, or at the less that both spent, and that place."""
+    if not cost:
+        return ours["curve"][-1]["accuracy"], theirs["curve"][-1]["accuracy"], limit
+    curves = [runs.curve(line, cost) for line in (ours, theirs)]
+    # A run that spends none of it has its last accuracy everywhere.
+    place = min(limit, *(costs[-1] or math.inf for costs, _ in curves))
+    one, other = (accuracy_at(*curve, place) for curve in curves)
+    assert one is not None and other is not None, "within both curves"
+    return one, other, place
+
+
 def as_data(runs: Runs, question: Question) -> dict[str, Any]:
-    """Returns the same for programs."""
+    """Returns the same for programs, `place` None at the end."""
     found = {world: rows(runs, world, question) for world in runs.worlds}
     return {
         "baseline": question.baseline,
@@ -395,10 +434,10 @@ def as_data(runs: Runs, question: Question) -> dict[str, Any]:
         "missing": {world: list(runs.missing(world)) for world in runs.worlds},
         "rows": [asdict(row) for of_world in found.values() for row in of_world],
         "tests": [
-            asdict(one)
-            for of_world in found.values()
+            asdict(one) | {"place": one.place if math.isfinite(one.place) else None}
+            for world in found
             for primary in question.primary
-            for one in tests(of_world, primary)
+            for one in tests(runs, world, question, primary)
         ],
         "at_spent_calls": [
             asdict(one)
