@@ -37,8 +37,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treegraft import Config, Status, Tree, load_config
 from treegraft.extras.verl.arguments import arguments
-from treegraft.parts import GraftCause, Learner, Sampling, credit_trees, interfaces
+from treegraft.parts import GraftCause, Learner, Sampling, interfaces
 from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.learn.credit import credit_trees
 
 RAPO: Mapping[str, Any] = {
     "run": {"num_updates": 2, "tasks_per_update": 2, "seed": 11},
@@ -110,7 +111,13 @@ class Queue:
     ) -> Any:
         rows = [self.rows[key] for key in keys]
         names = [one for one in select_fields or rows[0] if one in rows[0]]
-        return list_of_dict_to_tensordict([{one: row[one] for one in names} for row in rows])
+        found = list_of_dict_to_tensordict([{one: row[one] for one in names} for row in rows])
+        for name in names:
+            if torch.is_tensor(rows[0][name]) and rows[0][name].dim():
+                # TransferQueue never stacks rows, also where they have one length.
+                columns = [row[name] for row in rows]
+                found[name] = torch.nested.as_nested_tensor(columns, layout=torch.jagged)
+        return found
 
     def batch(self, keys: Sequence[str], partition_id: str = "train") -> Any:
         tags = [self.tags.get(key, {}) for key in keys]
