@@ -46,8 +46,9 @@ SMALL = [
     *("explore.entropy.num_starts=4", "explore.graft.num_hybrid=4"),
 ]
 BRIEF = ["warmup.num_steps=80", "warmup.batch_size=24", "warmup.lr_warmup_steps=10"]
-LEARNING = ["run.tasks_per_update=6"]
-"""The demo's settings, but an update is one of its minibatches."""
+LEARNING = [*SMALL, "learn.lr=1e-3"]
+"""Few trees and large steps, so that something is learned within minutes."""
+WARM = ["warmup.num_steps=200", "warmup.batch_size=32", "warmup.lr_warmup_steps=20"]
 QUIET = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 QUIET |= {"logging_strategy": "no"}
 app = typer.Typer(add_completion=False)
@@ -183,7 +184,7 @@ MEASURED = ("eval/accuracy_sampled", "eval/accuracy")
 
 
 @app.command()
-def learning(folder: Folder = Path("trl-bench"), updates: int = 60) -> None:
+def learning(folder: Folder = Path("trl-bench"), updates: int = 30) -> None:
     """Accuracy after some updates in TRL and by our learner, from the same weights."""
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +199,7 @@ def learning(folder: Folder = Path("trl-bench"), updates: int = 60) -> None:
 
 def one_run(folder: Path, seed: int, method: str, side: str, updates: int) -> dict[str, Any]:
     """Trains, and returns the line of what came out."""
-    base = warmed_up(folder, f"warmup-{seed}", f"run.seed={seed}")
+    base = warmed_up(folder, "warmup", *SMALL, *WARM)
     name = f"{side}-{method}-{seed}-{updates}"
     config = config_of(
         *(method, base, *LEARNING, f"run.seed={seed}", f"run.num_updates={updates}"),

@@ -31,7 +31,6 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from treegraft import SettingError, Status, load_config, read_trees, sft
-from treegraft import train as train_run
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
 from treegraft.extras.trl.arguments import COLOCATE, HOST, TRL, VLLM, check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
