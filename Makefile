@@ -140,7 +140,7 @@ verl-env: $(VERL_ENV)/.treegraft-installed
 $(VERL_ENV)/.treegraft-installed: constraints-verl.txt pyproject.toml
 	test -x $(VERL_ENV)/bin/python || $(PYTHON) -m venv $(VERL_ENV)
 	$(VERL_ENV)/bin/python -m pip install torch==2.13.0
-	$(VERL_ENV)/bin/python -m pip install -c constraints-verl.txt -e ".[verl,search]" pytest
+	$(VERL_ENV)/bin/python -m pip install -c constraints-verl.txt -e ".[verl,search]" hypothesis pytest
 # verl and TransferQueue install folders of tests under this name, which ours would be hidden by.
 	rm -rf "$$($(VERL_ENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/tests"
 	@touch $@

@@ -1,19 +1,22 @@
 """Trees in TRL's trainer beside TRL alone and beside our learner, on a CPU.
 
     python -m benchmarks.trl seconds --rounds 5           # one update, in turns in one process
-    python -m benchmarks.trl learning --updates 6         # GRPO, ARPO and RAPO, three seeds
+    python -m benchmarks.trl learning                     # GRPO, ARPO and RAPO, three seeds
 
-The task is the demo's, from one warmed-up agent in FOLDER. `learning` writes a line for each run
-into FOLDER/learning.jsonl and leaves out those that are there, so it goes on after an end.
+The task is the demo's, from agents that are warmed up in FOLDER. `learning` writes a line for each
+run into FOLDER/learning.jsonl and leaves out those that are there, so it goes on after an end; at
+its end it prints the table.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,30 +33,34 @@ from treegraft.parts import files, grove
 METHODS = {
     "grpo": ["explore.explorers=['independent']"],
     "arpo": [
-        *("explore.explorers=['entropy']", "explore.entropy.num_starts=4"),
+        "explore.explorers=['entropy']",
         "credit.attribution=hard",
     ],
-    "rapo": ["explore.explorers=['graft']", "explore.graft.num_hybrid=4", "loss.graft_coef=0.0"],
+    "rapo": ["explore.explorers=['graft']"],
 }
 SEEDS = (0, 1, 2)
+ONE_STEP = ["learn.num_minibatches=1", "eval.every=0", "eval.at_start=false", "eval.at_end=false"]
+"""What TRL has no word for."""
 SMALL = [
-    *("run.tasks_per_update=4", "explore.num_leaves=8", "learn.num_minibatches=1"),
-    *("eval.every=0", "eval.at_start=false", "eval.at_end=false", "tasks.num_eval=100"),
-    *("warmup.num_steps=80", "warmup.batch_size=24", "warmup.lr_warmup_steps=10"),
+    *("run.tasks_per_update=4", "explore.num_leaves=8", "tasks.num_eval=100"),
+    *("explore.entropy.num_starts=4", "explore.graft.num_hybrid=4"),
 ]
+BRIEF = ["warmup.num_steps=80", "warmup.batch_size=24", "warmup.lr_warmup_steps=10"]
+LEARNING = [*SMALL, "learn.lr=1e-3"]
+"""Few trees and large steps, so that something is learned within minutes."""
+WARM = ["warmup.num_steps=200", "warmup.batch_size=32", "warmup.lr_warmup_steps=20"]
 QUIET = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 QUIET |= {"logging_strategy": "no"}
 app = typer.Typer(add_completion=False)
 Folder = Annotated[Path, typer.Option(help="The warmed-up agent, and the results.")]
 
 
-def warmed_up(folder: Path) -> Path:
-    """Returns the folder of the agent that all runs begin with."""
-    place = folder / "base"
+def warmed_up(folder: Path, name: str, *overrides: str) -> Path:
+    """Returns the folder of an agent that runs begin with."""
+    place = folder / name
     if not (place / "checkpoint").exists():
-        run = {"run.num_updates": 0, "run.name": "base", "run.dir": str(folder)}
-        overrides = [f"{name}={value}" for name, value in run.items()]
-        config = load_config("demo", [*SMALL, *overrides])
+        run = ["run.num_updates=0", f"run.name={name}", f"run.dir={json.dumps(str(folder))}"]
+        config = load_config("demo", [*ONE_STEP, *run, *overrides])
         (place / "checkpoint").symlink_to(train(config, display=False).checkpoint_dir.resolve())
     return (place / "checkpoint").resolve()
 
@@ -61,8 +68,7 @@ def warmed_up(folder: Path) -> Path:
 def config_of(method: str, base: Path, *overrides: str) -> Config:
     """Returns the recipe of one run."""
     own = [f"model.path={json.dumps(str(base))}", "warmup.num_steps=0", *overrides]
-    kept = [one for one in SMALL if not one.startswith("warmup.")]
-    return load_config("demo", [*kept, *METHODS[method], *own])
+    return load_config("demo", [*ONE_STEP, *METHODS[method], *own])
 
 
 # ---------------------------------------------------------------------- seconds
@@ -109,8 +115,8 @@ def in_turns(trainer: Any, turns: Turns) -> Callable[[], None]:
 def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "arpo") -> None:
     """Seconds and tokens of an update, in turns; medians, and the range of ratios."""
     torch.set_num_threads(1)
-    base = warmed_up(folder)
-    config = config_of(method, base, "run.num_updates=1000")
+    base = warmed_up(folder, "base", *SMALL, *BRIEF)
+    config = config_of(method, base, *SMALL, "run.num_updates=1000", "loss.graft_coef=0.0")
     alone_tokens, tree_tokens, our_tokens = (list[tuple[int, int]]() for _ in range(3))
     turns = Turns(), Turns()
     own = {**QUIET, "output_dir": str(folder / "out")}
@@ -173,43 +179,58 @@ def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "
 # ---------------------------------------------------------------------- learning
 
 
-def accuracy(folder: Path, config: Config) -> float:
-    """Of greedy answers to the held-out questions."""
-    found = evaluate_checkpoint(folder, config, display=False).metrics
-    return float(found["eval/accuracy"])
+SIDES = ("TRL", "ours")
+MEASURED = ("eval/accuracy_sampled", "eval/accuracy")
 
 
 @app.command()
-def learning(folder: Folder = Path("trl-bench"), updates: int = 6) -> None:
+def learning(folder: Folder = Path("trl-bench"), updates: int = 30) -> None:
     """Accuracy after some updates in TRL and by our learner, from the same weights."""
     torch.set_num_threads(1)
-    base, results = warmed_up(folder), files.LineFile(folder / "learning.jsonl")
-    known = {tuple(json.loads(line)["run"]) for _, line in results.lines()}
-    for seed in SEEDS:
-        for method in METHODS:
-            for side in ("TRL", "ours"):
-                if (side, method, seed, updates) in known:
-                    continue
-                name = f"{side}-{method}-{seed}-{updates}"
-                config = config_of(
-                    *(method, base, f"run.seed={seed}", f"run.num_updates={updates}"),
-                    *(f"run.name={json.dumps(name)}", f"run.dir={json.dumps(str(folder))}"),
-                )
-                began = time.process_time()
-                if side == "ours":
-                    trained = train(config, display=False).checkpoint_dir
-                else:
-                    trained = folder / name / "agent"
-                    args = grpo_config(config, output_dir=str(folder / name), **QUIET)
-                    trainer = TreeGRPOTrainer(None, config, args)
-                    trainer.train()
-                    trainer.save_model(str(trained))
-                    trainer.processing_class.save_pretrained(trained)
-                spent = time.process_time() - began
-                line = {"run": [side, method, seed, updates], "seconds": round(spent, 1)}
-                line["accuracy"] = accuracy(trained, config)
-                results.append(json.dumps(line))
-                print(json.dumps(line), flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = files.LineFile(folder / "learning.jsonl")
+    known = {tuple(one["run"]): one for one in (json.loads(line) for _, line in results.lines())}
+    for run in itertools.product(SEEDS, METHODS, SIDES):
+        if (*run, updates) not in known:
+            known[(*run, updates)] = one_run(folder, *run, updates)
+            results.append(json.dumps(known[(*run, updates)]))
+    print("\n".join(table(known, updates)))
+
+
+def one_run(folder: Path, seed: int, method: str, side: str, updates: int) -> dict[str, Any]:
+    """Trains, and returns the line of what came out."""
+    base = warmed_up(folder, "warmup", *SMALL, *WARM)
+    name = f"{side}-{method}-{seed}-{updates}"
+    config = config_of(
+        *(method, base, *LEARNING, f"run.seed={seed}", f"run.num_updates={updates}"),
+        *(f"run.name={json.dumps(name)}", f"run.dir={json.dumps(str(folder))}"),
+    )
+    # A run that was cut off has left its beginning.
+    shutil.rmtree(folder / name, ignore_errors=True)
+    began = time.process_time()
+    if side == "ours":
+        trained = train(config, display=False).checkpoint_dir
+    else:
+        trained = folder / name / "agent"
+        trainer = TreeGRPOTrainer(
+            None, config, grpo_config(config, output_dir=str(folder / name), **QUIET)
+        )
+        trainer.train()
+        trainer.save_model(str(trained))
+    line = {"run": [seed, method, side, updates], "seconds": round(time.process_time() - began, 1)}
+    found = evaluate_checkpoint(trained, config, display=False).metrics
+    return line | {name: float(found[name]) for name in MEASURED}
+
+
+def table(lines: Mapping[Any, Mapping[str, Any]], updates: int) -> Iterator[str]:
+    """Yields the table in Markdown: each seed's numbers."""
+    yield "| method | by | accuracy, sampled | greedy | CPU seconds |"
+    yield "|---|---|---|---|---|"
+    for method, side in itertools.product(METHODS, SIDES):
+        own = [lines[(seed, method, side, updates)] for seed in SEEDS]
+        cells = [" ".join(f"{one[name]:.2f}" for one in own) for name in MEASURED]
+        seconds = " ".join(f"{one['seconds']:.0f}" for one in own)
+        yield f"| {method.upper()} | {side} | {cells[0]} | {cells[1]} | {seconds} |"
 
 
 if __name__ == "__main__":

@@ -15,13 +15,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from tests.distributed.laws import settings, some_trees
 from tests.error_codes import raises_code
 from tests.families import build_model
 from tests.trees import recorded_trees
+from torch.distributed import checkpoint
 
 from treegraft.core.types import Tree
-from treegraft.policy.learn import ranks
+from treegraft.policy.learn import ranks, sharded
 from treegraft.policy.learn.leader import StreamedWeights, _refuse
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.orders import arguments_of, order_of, packed, unpacked
@@ -234,3 +236,28 @@ def test_a_new_reference_replaces_that_of_another_number_of_ranks(tmp_path: Path
     learner.keep_reference(tmp_path, is_new=True)
     assert [path.name for path in tmp_path.iterdir()] == ["reference.safetensors"]
     learner.keep_reference(tmp_path, is_new=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_s_own_reader_loads_the_files_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchtitan loads such folders by it, and verl by transformers, as `from_pretrained` does
+    here; the optimiser's rows lie in a folder beside."""
+    monkeypatch.setattr(sharded, "FILE_BYTES", 10_000)
+    model = build_model("llama")
+    weights = dict(model.named_parameters())
+    files = sharded._ModelFiles(tmp_path, model)
+    for name, tensor in weights.items():
+        files.add(name, tensor)
+    files.close()
+    (tmp_path / "treegraft").mkdir()
+    save_file({"moment": torch.ones(1)}, tmp_path / "treegraft" / "optimiser.safetensors")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    found = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    checkpoint.load(
+        found, storage_reader=checkpoint.HuggingFaceStorageReader(str(tmp_path)), no_dist=True
+    )
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor) and torch.equal(loaded[name], tensor), name

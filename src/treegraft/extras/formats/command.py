@@ -42,6 +42,9 @@ def export(
             code="no-trees-to-export",
         )
     model = str(reader.config().get("model", {}).get("path", "unknown"))
+    if model.startswith("/"):
+        # A viewer's heading has room for a hub's id: run, "checkpoints" and update.
+        model = "/".join(Path(model).parts[1:][-3:])
     folder = out or run / "export" / to
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:

@@ -163,16 +163,19 @@ def _events(path: Trajectory, model: str) -> Iterator[dict[str, Any]]:
 
 def _of_step(step: Step, model: str) -> Iterator[dict[str, Any]]:
     cause, inside = step.cause, {"span_id": f"step-{step.id}"}
-    yield {"event": "span_begin", "id": f"step-{step.id}", "name": f"step {step.id}"} | inside
+    why = "branch" if isinstance(cause, BranchCause) else _CAUSES.get(type(cause))
+    # The viewer shows names of spans, and branches as events only to who asks for all events.
+    title = f"step {step.id}" + (f", {why}" if why else "")
+    yield {"event": "span_begin", "id": f"step-{step.id}", "name": title} | inside
     if isinstance(cause, BranchCause):
         yield {
             "event": "branch",
             "from_anchor": str(step.parent),
             "metadata": asdict(cause),
         } | inside
-    elif cause is not None and (name := _CAUSES.get(type(cause))):
-        data = {"kind": name, **asdict(cause)}
-        yield {"event": "info", "source": f"treegraft: {name}", "data": data} | inside
+    elif cause is not None and why is not None:
+        data = {"kind": why, **asdict(cause)}
+        yield {"event": "info", "source": f"treegraft: {why}", "data": data} | inside
     content = step.content
     if any(step.sampled_mask):
         message = written(step)

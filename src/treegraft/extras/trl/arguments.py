@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trl import GRPOConfig
 
 from treegraft import Config, SettingError, load_config
-from treegraft.parts import value_of
+from treegraft.extras.hosts import Derived, Host, Only
 
 LOSS_TYPES = {"token-mean": "dapo", "sequence-mean": "grpo", "sequence-sum": "dr_grpo"}
 """TRL's name of each aggregation: the same sums."""
@@ -24,42 +25,30 @@ CHECKPOINTING = next(
 """Its name in the version of transformers that is installed; newer ones have both."""
 
 
-class Only(NamedTuple):
-    """A setting or an argument that has to keep its value, and the reason."""
-
-    name: str
-    value: Any
-    why: str
-
-
-_ONE_RATIO = "one ratio for a whole row does not go with steps that have advantages of their own"
-_SHARDS = "TRL and accelerate divide weights among processes"
-RECIPE = (
-    Only("loss.objective", "clip", "TRL's other losses are not those of Treegraft"),
-    Only(
-        "learn.num_minibatches",
-        1,
-        "TRL mixes the rows of all trees among the steps of a generation, and a step has to hold"
-        " whole trees",
+HOST = Host(
+    name="TRL",
+    own=(
+        Only(
+            "learn.num_minibatches",
+            1,
+            "TRL mixes the rows of all trees among the steps of a generation, and a step has to"
+            " hold whole trees",
+        ),
     ),
-    Only("learn.replicate", 1, _SHARDS),
-    Only("learn.offload", False, _SHARDS),
-    Only("rollout.max_rounds", 1, "TRL fixes the number of prompts of a step"),
-    Only("replay.fresh_frac", 1.0, "TRL generates every batch anew"),
-    Only("sampler.kind", "epochs", "TRL chooses the prompts of a step"),
-    Only(
-        "warmup.num_steps",
-        0,
-        "TRL's trainer has no warm-up; run `treegraft sft` first, with its checkpoint as the model",
-    ),
+    engine="which has a vLLM of its own and gives it the weights: grpo_config(recipe,"
+    " use_vllm=True)",
+    remedy="make the arguments with grpo_config(recipe, ...)",
 )
-"""Settings of a recipe that rows in TRL's loss cannot have another value of."""
 
 _BY_TREES = "the rollouts are trees by the recipe's [explore], [rollout] and [engine]"
 _BY_REWARD = "rewards and their weights are the recipe's [reward]"
 TRL = (
     Only("mask_truncated_completions", False, "loss.learn_from_truncated of the recipe says it"),
-    Only("importance_sampling_level", "token", _ONE_RATIO),
+    Only(
+        "importance_sampling_level",
+        "token",
+        "one ratio for a whole row does not go with steps that have advantages of their own",
+    ),
     Only("multi_objective_aggregation", "sum_then_normalize", _BY_REWARD),
     Only("reward_weights", None, _BY_REWARD),
     Only(
@@ -81,24 +70,17 @@ TRL = (
     Only("do_eval", False, "trees are for training; measure a checkpoint with `treegraft eval`"),
 )
 """TRL's arguments that have to keep their default."""
-VLLM = (
+VLLM = (Only("vllm_structured_outputs_regex", None, _BY_TREES),)
+"""The same, where use_vllm is set."""
+COLOCATE = (
     Only(
         "vllm_tensor_parallel_size",
         1,
         "processes of a group have to ask for the same tokens in one order, and tools answer in"
         ' none; take vllm_mode = "server"',
     ),
-    Only("vllm_structured_outputs_regex", None, _BY_TREES),
 )
-"""The same, where use_vllm is set."""
-
-
-class Derived(NamedTuple):
-    """An argument of TRL that a recipe gives."""
-
-    value: Any
-    source: str
-    """Dotted name of the setting that says it."""
+"""The same, where vLLM is in the trainer's process."""
 
 
 def derived(config: Config, *, uses_vllm: bool) -> dict[str, Derived]:
@@ -209,45 +191,7 @@ def _batches(config: Config, given: Mapping[str, Any]) -> dict[str, int]:
 
 def check_recipe(config: Config) -> None:
     """Raises `SettingError` for a recipe with a setting that TRL's loss or loop cannot have."""
-    for one in RECIPE:
-        _refuse_other(one, value_of(config, one.name))
-    if config.engine.kind == "vllm":
-        raise SettingError(
-            "engine.kind: got 'vllm', expected 'native' inside TRL, which has a vLLM of its own and"
-            " gives it the weights: grpo_config(recipe, use_vllm=True).",
-            code="trl-engine",
-        )
-    if config.model.path == "tiny" or config.model.path.startswith("shape:"):
-        raise SettingError(
-            f"model.path: got '{config.model.path}', expected a hub id or a folder inside TRL,"
-            " which loads models from files; name a checkpoint of `treegraft sft` or `train`.",
-            code="trl-model-path",
-        )
-    if not config.run.num_updates:
-        raise SettingError(
-            "run.num_updates: got 0, expected 1 or more inside TRL.", code="trl-no-updates"
-        )
-    for name, field in type(config.loss).model_fields.items():
-        value = getattr(config.loss, name)
-        if name not in KNOWN_LOSS and value != field.get_default(call_default_factory=True):
-            raise SettingError(
-                f"loss.{name}: got {value!r}, expected {field.default!r} inside TRL, to"
-                " which it is not passed on.",
-                code="trl-setting",
-            )
-    _check_pairs(config)
-
-
-KNOWN_LOSS = (
-    *("aggregation", "objective", "clip_low", "clip_high", "kept_low", "kept_high", "dual_clip"),
-    *("old_logprobs", "engine_ratio_cap", "engine_ratio", "kl_coef", "length_constant"),
-    *("learn_from_truncated", "shaping_weight", "graft_coef", "graft_form", "graft_gamma"),
-    "lesson_coef",
-)
-"""Settings of [loss] that are derived, used, idle or refused by name; others are of plugins."""
-
-
-def _check_pairs(config: Config) -> None:
+    HOST.check_recipe(config)
     loss = config.loss
     # TRL bounds the ratio itself, which is the same from there on.
     if loss.dual_clip is not None and loss.dual_clip < 1 + loss.clip_high:
@@ -262,10 +206,10 @@ def _check_pairs(config: Config) -> None:
 def check_arguments(config: Config, args: GRPOConfig) -> None:
     """Raises `SettingError` for arguments of TRL that cannot mean anything beside trees, or that
     contradict the recipe; `grpo_config` makes the right ones."""
-    for one in (*TRL, *(VLLM if args.use_vllm else ())):
-        # A server's processes are its own.
-        if one.name != "vllm_tensor_parallel_size" or args.vllm_mode == "colocate":
-            _refuse_other(one, getattr(args, one.name))
+    # A server's processes are its own.
+    colocates = args.use_vllm and args.vllm_mode == "colocate"
+    only = (*TRL, *(VLLM if args.use_vllm else ()), *(COLOCATE if colocates else ()))
+    HOST.check_arguments(only, derived(config, uses_vllm=args.use_vllm), partial(getattr, args))
     if config.loss.engine_ratio_cap is not None and not args.use_vllm:
         raise SettingError(
             f"loss.engine_ratio_cap: got {config.loss.engine_ratio_cap:g}, expected none inside TRL"
@@ -278,14 +222,6 @@ def check_arguments(config: Config, args: GRPOConfig) -> None:
             " measure a checkpoint with `treegraft eval`.",
             code="trl-evaluates",
         )
-    for name, (value, source) in derived(config, uses_vllm=args.use_vllm).items():
-        got = getattr(args, name)
-        if got != value and (got or value):
-            raise SettingError(
-                f"{name}: got {got!r}, expected {value!r} by {source} of the recipe, which says it;"
-                " change it there, and make the arguments with grpo_config(recipe, ...).",
-                code="trl-differs-from-recipe",
-            )
     _check_batches(config, args)
 
 
@@ -316,22 +252,5 @@ def _check_batches(config: Config, args: GRPOConfig) -> None:
             " recipe; whole trees have to lie on each process.",
             code="trl-trees",
         )
-    across = {
-        "credit.advantage": config.credit.advantage.startswith("reinforce++"),
-        "credit.token_entropy_weight": bool(getattr(config.credit, "token_entropy_weight", 0.0)),
-    }
-    for name, compares in across.items():
-        if compares and num_processes > 1:
-            raise SettingError(
-                f"{name}: got {value_of(config, name)!r} on {num_processes} processes; expected"
-                " one: it compares all trees of an update, and each process has its own.",
-                code="trl-one-process",
-            )
-
-
-def _refuse_other(one: Only, value: Any) -> None:
-    if value != one.value:
-        raise SettingError(
-            f"{one.name}: got {value!r}, expected {one.value!r} inside TRL: {one.why}.",
-            code="trl-setting",
-        )
+    if num_processes > 1:
+        HOST.check_alone(config, f"on {num_processes} processes")

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treegraft import Config, SettingError, Tree
-from treegraft.parts import LeafRow, leaf_rows
+from treegraft import Config, Tree
+from treegraft.extras.trl.arguments import HOST
+from treegraft.parts import LeafRow
 
 
 class Row(NamedTuple):
@@ -27,30 +28,11 @@ def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
     loss = config.loss.model_copy(update={"graft_coef": 0.0})
     plain = config.model_copy(update={"loss": loss})
     for tree in trees:
-        if len(tree.leaves) > size:
-            raise SettingError(
-                f"tree '{tree.group_id}' has {len(tree.leaves)} leaves, expected at most"
-                f" explore.num_leaves = {size}: TRL fixes the rows of a group. Raise it.",
-                code="trl-tree-too-wide",
-            )
-        counting = {row.leaf_id: row for row in leaf_rows([tree], plain)}
+        counting = {row.leaf_id: row for row in HOST.rows(tree, plain)}
         leaves = [counting.get(leaf.step_id) for leaf in tree.leaves]
         prompt_ids = list(tree.steps[0].token_ids)
         rows += [Row(prompt_ids, one) for one in leaves + [None] * (size - len(leaves))]
-    for row in rows:
-        if row.leaf and any(one != config.rollout.temperature for one in _temperatures(row.leaf)):
-            raise SettingError(
-                f"tree '{row.leaf.group_id}': a token was sampled at another temperature than"
-                f" rollout.temperature = {config.rollout.temperature:g}, the one that TRL scores"
-                " all tokens at.",
-                code="trl-other-temperature",
-            )
     return rows
-
-
-def _temperatures(row: LeafRow) -> list[float]:
-    pairs = zip(row.temperatures, row.loss_mask, strict=True)
-    return [temperature for temperature, carries in pairs if carries]
 
 
 def rollout_fields(rows: Sequence[Row], filler: int) -> dict[str, list[object]]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from treegraft import Config, SettingError, load_config
+from treegraft.extras.hosts import Derived, Host, Only
 from treegraft.extras.verl import MANAGER, TRAINER
-from treegraft.parts import value_of
 
 AGGREGATIONS = {
     "token-mean": "token-mean",
@@ -28,35 +28,18 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
 
 
-class Only(NamedTuple):
-    """A setting or an argument that has to keep its value, and the reason."""
-
-    name: str
-    value: Any
-    why: str
-
-
 _NO_TEXTS = "rows hold what the policy sampled, and imitated texts are none of it"
-_WEIGHTS = "verl moves and divides the weights"
-RECIPE = (
-    Only("loss.objective", "clip", "verl's other losses are not those of Treegraft"),
-    Only("loss.graft_coef", 0.0, _NO_TEXTS),
-    Only("loss.lesson_coef", 0.0, _NO_TEXTS),
-    Only("loss.engine_ratio_cap", None, "verl's rollout correction is another one"),
-    Only("learn.replicate", 1, _WEIGHTS),
-    Only("learn.offload", False, _WEIGHTS),
-    Only("rollout.max_rounds", 1, "verl fixes the number of prompts of a step"),
-    Only("replay.fresh_frac", 1.0, "verl's synchronous trainer generates every batch anew"),
-    Only("sampler.kind", "epochs", "verl chooses the prompts of a step"),
-    Only("model.lora.rank", 0, "verl's own lora_rank says it"),
-    Only(
-        "warmup.num_steps",
-        0,
-        "verl's trainer has no warm-up; run `treegraft sft` first, with its checkpoint as the"
-        " model",
+HOST = Host(
+    name="verl",
+    own=(
+        Only("loss.graft_coef", 0.0, _NO_TEXTS),
+        Only("loss.lesson_coef", 0.0, _NO_TEXTS),
+        Only("loss.engine_ratio_cap", None, "verl's rollout correction is another one"),
+        Only("model.lora.rank", 0, "verl's own lora_rank says it"),
     ),
+    engine="whose own servers sample",
+    remedy="start with $(treegraft verl-args RECIPE)",
 )
-"""Settings of a recipe that rows in verl's loss cannot have another value of."""
 
 _BY_TREES = "the rollouts are trees by the recipe"
 _RATIO = "old log-probabilities hold RAPO's shaping"
@@ -87,14 +70,6 @@ VERL = (
     Only(f"{ROLLOUT}.logprobs_mode", "processed_logprobs", "they are of softmax(logits / T)"),
 )
 """verl's arguments that have to keep their default."""
-
-
-class Derived(NamedTuple):
-    """An argument of verl that a recipe gives."""
-
-    value: Any
-    source: str
-    """Dotted name of the setting that says it."""
 
 
 def derived(config: Config) -> dict[str, Derived]:
@@ -168,15 +143,6 @@ def _written(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-KNOWN_LOSS = (
-    *("aggregation", "objective", "clip_low", "clip_high", "kept_low", "kept_high", "dual_clip"),
-    *("old_logprobs", "engine_ratio_cap", "engine_ratio", "kl_coef", "length_constant"),
-    *("learn_from_truncated", "shaping_weight", "graft_coef", "graft_form", "graft_gamma"),
-    "lesson_coef",
-)
-"""Settings of [loss] that are derived, used, idle or refused by name; others are of plugins."""
-
-
 def check_recipe(config: Config, entropies: str) -> None:
     """Raises `SettingError` for a recipe with a setting that verl's loss or loop cannot have."""
     if entropies not in ENTROPIES:
@@ -184,28 +150,8 @@ def check_recipe(config: Config, entropies: str) -> None:
             f"treegraft.entropies: got '{entropies}', expected one of {', '.join(ENTROPIES)}.",
             code="verl-entropies",
         )
-    for one in RECIPE:
-        _refuse_other(one, value_of(config, one.name))
-    for name, field in type(config.loss).model_fields.items():
-        value = getattr(config.loss, name)
-        if name not in KNOWN_LOSS and value != field.get_default(call_default_factory=True):
-            raise SettingError(
-                f"loss.{name}: got {value!r}, expected {field.default!r} inside verl, to"
-                " which it is not passed on.",
-                code="verl-setting",
-            )
-    if config.engine.kind != "native":
-        raise SettingError(
-            f"engine.kind: got '{config.engine.kind}', expected the default inside verl, whose own"
-            " servers sample.",
-            code="verl-engine",
-        )
-    if config.model.path == "tiny" or config.model.path.startswith("shape:"):
-        raise SettingError(
-            f"model.path: got '{config.model.path}', expected a hub id or a folder inside verl,"
-            " which loads models from files; name a checkpoint of `treegraft sft` or `train`.",
-            code="verl-model-path",
-        )
+    HOST.check_recipe(config)
+    HOST.check_alone(config, "with its workers")
     if config.run.tasks_per_update % config.learn.num_minibatches:
         raise SettingError(
             f"learn.num_minibatches: got {config.learn.num_minibatches}, expected a divisor of"
@@ -224,17 +170,6 @@ def check_recipe(config: Config, entropies: str) -> None:
 
 def _check_credit(config: Config, entropies: str) -> None:
     loss, credit = config.loss, config.credit
-    across = {
-        "credit.advantage": credit.advantage.startswith("reinforce++"),
-        "credit.token_entropy_weight": bool(getattr(credit, "token_entropy_weight", 0.0)),
-    }
-    for name, compares in across.items():
-        if compares:
-            raise SettingError(
-                f"{name}: got {value_of(config, name)!r}; expected another value inside verl: it"
-                " compares all trees of an update, and each of verl's workers has its own.",
-                code="verl-one-process",
-            )
     if entropies == "sampled" and "graft" in config.explore.explorers:
         raise SettingError(
             "treegraft.entropies: got 'sampled' beside the explorer 'graft', expected 'top_k': the"
@@ -258,25 +193,10 @@ def check_arguments(config: Config, select: Callable[[str], Any]) -> None:
     Args:
         select: returns the value of an argument by its dotted name, None where it is missing.
     """
-    for one in VERL:
-        got = select(one.name)
-        # Missing tables are off.
-        if got != one.value and (got or one.value):
-            _refuse_other(one, got)
-    for name, (value, source) in derived(config).items():
+
+    def plain(name: str) -> Any:
         got = select(name)
-        got = list(got) if isinstance(value, list) and got is not None else got
-        if got != value and (got or value):
-            raise SettingError(
-                f"{name}: got {got!r}, expected {value!r} by {source} of the recipe, which says"
-                " it; change it there, and start with $(treegraft verl-args RECIPE).",
-                code="verl-differs-from-recipe",
-            )
+        # OmegaConf's lists equal no other.
+        return list(got) if name.endswith(".betas") and got is not None else got
 
-
-def _refuse_other(one: Only, value: Any) -> None:
-    if value != one.value:
-        raise SettingError(
-            f"{one.name}: got {value!r}, expected {one.value!r} inside verl: {one.why}.",
-            code="verl-setting",
-        )
+    HOST.check_arguments(VERL, derived(config), plain)

@@ -1,9 +1,8 @@
-"""An engine over a server that takes tokens and gives tokens with log-probabilities."""
+"""An engine over verl's servers, which take tokens and give tokens with log-probabilities."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from treegraft.parts import Completion, errors, interfaces, served
@@ -13,7 +12,7 @@ SUMMED = served.NUM_ASKED - 1
 of the last one that is asked for."""
 
 
-class TokenServer(Protocol):
+class VerlServer(Protocol):
     """What is asked for tokens: verl's `LLMServerClient`."""
 
     async def generate(
@@ -26,8 +25,25 @@ class TokenServer(Protocol):
         """
 
 
-class ServerEngine:
-    """Samples on servers whose weights somebody else moves.
+class _Dated(served.Draft):
+    """A completion under way, with the versions of the weights that drew its tokens."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.versions: set[int] = set()
+
+    def completion(self, version: int) -> Completion:
+        if len(self.versions) > 1:
+            raise errors.EngineError(
+                f"engine: a completion is by the weights of steps {sorted(self.versions)}, expected"
+                " those of one: verl has moved weights while trees grew.",
+                code="verl-weights-moved",
+            )
+        return super().completion(max(self.versions))
+
+
+class ServerEngine(served.ServerEngine):
+    """Samples on verl's servers, whose weights verl moves.
 
     A request ends at the probe, so that branches open while the step goes on. Draws are the
     servers' own: two runs of one seed differ.
@@ -35,7 +51,7 @@ class ServerEngine:
 
     def __init__(
         self,
-        server: TokenServer,
+        server: VerlServer,
         tokenizer: interfaces.Tokenizer,
         end_ids: Iterable[int],
         settings: Any,
@@ -49,67 +65,42 @@ class ServerEngine:
         entropies: "top_k", which the server adds to its replies, or "sampled".
         max_context: longest path in tokens.
         """
-        self._server, self._settings = server, settings
-        self._stops, self._end_ids = served.StopFinder(tokenizer), frozenset(end_ids)
-        self._entropies, self.max_context = entropies, max_context
-        self.capacity: int = settings.max_rows
-        self.policy_version, self.fingerprint = 0, ""
-        self.death: BaseException | None = None
-        self._num_requests = 0
-        self._free = asyncio.Semaphore(self.capacity)
-
-    async def complete(self, request: interfaces.Request) -> Completion:
-        """Returns one completion; see `interfaces.Engine`.
-
-        Raises:
-            EngineError: a request that cannot be served, or a reply without what is needed.
-            DeadlineExceeded: no completion within engine.deadline_s.
-        """
-        limit = served.completion_limit(request, self.max_context)
-        kind = served.EntropyKind.TOP_K
-        begun = served.Draft(self._stops, self._end_ids, request, limit, kind)
-        versions: set[int] = set()
-        deadline_s = self._settings.deadline_s
-        async with self._free:
-            try:
-                async with asyncio.timeout(deadline_s):
-                    while begun.finish is None:
-                        versions.add(await self._go_on(begun))
-            except TimeoutError as error:
-                raise errors.DeadlineExceeded(
-                    f"engine: no completion for {request.noise_key} within engine.deadline_s ="
-                    f" {deadline_s} s; the servers are too slow for this many rows, or have died",
-                    code="engine-late",
-                ) from error
-        if len(versions) > 1:
-            raise errors.EngineError(
-                f"engine: a completion is by the weights of steps {sorted(versions)}, expected"
-                " those of one: verl has moved weights while trees grew.",
-                code="verl-weights-moved",
-            )
-        self.policy_version = max(versions)
-        return begun.completion(self.policy_version)
-
-    async def _go_on(self, begun: served.Draft) -> int:
-        """Adds the tokens of one more request, and returns the version that drew them."""
-        asked = begun.next()
-        self._num_requests += 1
-        reply = await self._server.generate(
-            # Of a tree: seed, purpose, number, task.
-            "/".join(map(str, asked.tree)),
-            prompt_ids=list(asked.token_ids),
-            sampling_params={
-                **_drawing(begun.request.sampling),
-                "logprobs": True,
-                "max_tokens": asked.max_tokens,
-                "stop": list(asked.stop),
-                "stop_token_ids": list(asked.stop_token_ids),
-                "include_stop_str_in_output": True,
-                "skip_special_tokens": False,
-            },
+        super().__init__(
+            *(None, tokenizer),
+            end_ids=list(end_ids),
+            capacity=settings.max_rows,
+            max_context=max_context,
+            deadline_s=settings.deadline_s,
         )
-        begun.take(self._drawn(reply))
-        return int(reply.extra_fields.get("global_steps") or 0)
+        self._client, self._entropies, self._num_requests = server, entropies, 0
+
+    def _draft(self, request: interfaces.Request) -> _Dated:
+        # verl's servers filter as an evaluation asks them to.
+        limit = served.completion_limit(request, self.max_context)
+        return _Dated(self._stops, self.end_ids, request, limit, self._kind)
+
+    async def _ask(self, draft: Any) -> served.TokenReply:
+        async with self._places:
+            asked = draft.next()
+            self._num_requests += 1
+            reply = await self._client.generate(
+                # Of a tree: seed, purpose, number, task.
+                "/".join(map(str, asked.tree)),
+                prompt_ids=list(asked.token_ids),
+                sampling_params={
+                    **_drawing(draft.request.sampling),
+                    "logprobs": True,
+                    "max_tokens": asked.max_tokens,
+                    "stop": list(asked.stop),
+                    "stop_token_ids": list(asked.stop_token_ids),
+                    "include_stop_str_in_output": True,
+                    "skip_special_tokens": False,
+                },
+            )
+        version = int(reply.extra_fields.get("global_steps") or 0)
+        draft.versions.add(version)
+        self.policy_version = version
+        return self._drawn(reply)
 
     def _drawn(self, reply: Any) -> served.TokenReply:
         ids, logprobs = list(reply.token_ids), reply.log_probs
@@ -131,16 +122,6 @@ class ServerEngine:
                 code="verl-without-entropies",
             )
         return served.TokenReply(ids, logprobs, found)
-
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Does nothing: servers drop what was used least recently."""
-
-    async def publish(self, source: Any, version: int) -> None:
-        """Notes the version alone: verl moves the weights."""
-        self.policy_version = version
-
-    async def close(self) -> None:
-        """Does nothing: the servers are verl's."""
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the number of requests since the last call."""

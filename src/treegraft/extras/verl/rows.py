@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treegraft import Config, SettingError, Tree
-from treegraft.parts import LeafRow, leaf_rows
+from treegraft import Config, Tree
+from treegraft.extras.verl.arguments import HOST
+from treegraft.parts import LeafRow
 
 ADVANTAGES = "tree_advantages"
 """The column of the queue with the advantage of each token."""
@@ -50,23 +51,7 @@ def tree_rows(tree: Tree, config: Config) -> list[LeafRow]:
         SettingError: more leaves than verl has rows for, or a token that was sampled at another
             temperature than verl scores it at.
     """
-    size, temperature = config.explore.num_leaves, config.rollout.temperature
-    if len(tree.leaves) > size:
-        raise SettingError(
-            f"tree '{tree.group_id}' has {len(tree.leaves)} leaves, expected at most"
-            f" explore.num_leaves = {size}: verl fixes the rows of a step. Raise it.",
-            code="verl-tree-too-wide",
-        )
-    rows = [row for row in leaf_rows([tree], config) if row.completion_ids]
-    for row in rows:
-        pairs = zip(row.temperatures, row.loss_mask, strict=True)
-        if any(carries and one != temperature for one, carries in pairs):
-            raise SettingError(
-                f"tree '{tree.group_id}': a token was sampled at another temperature than"
-                f" rollout.temperature = {temperature:g}, the one that verl scores all tokens at.",
-                code="verl-other-temperature",
-            )
-    return rows
+    return [row for row in HOST.rows(tree, config) if row.completion_ids]
 
 
 def factors(facts: Sequence[Facts | None], config: Config, *, num_rows: int) -> list[float]:
