@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.families import build_model
+from tests.trees import Part, build_tree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -22,14 +24,17 @@ from treegraft.policy.learn import flex as flex_module
 from treegraft.policy.learn import tree_attention as attention
 from treegraft.policy.learn.dense import AttentionShape, probe_tree
 from treegraft.policy.learn.flex import (
+    PROOF_TOKENS,
     Proof,
     flex_distance,
     node_positions,
+    prove_flex,
     proven_flex,
     tree_block_mask,
 )
-from treegraft.policy.learn.pack import Node, TreeBatch, columns_of
-from treegraft.policy.learn.tree_attention import PROOF_TOKENS, PackedPlan
+from treegraft.policy.learn.learner import token_scores
+from treegraft.policy.learn.pack import Node, TreeBatch, columns_of, pack_trees
+from treegraft.policy.learn.tree_attention import PackedPlan
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"
@@ -188,6 +193,50 @@ def test_what_fails_or_is_off_is_not_used(
     with caplog.at_level(logging.WARNING):
         assert proven_flex(SHAPE, torch.float32, CPU, 401).flex is None
     assert notice in caplog.text and "dense masks" in caplog.text
+
+
+def test_what_lacks_memory_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of FlexAttention: the next try may have more."""
+    compiled = torch.compile
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    makers = [full, lambda *a, **o: flex_attention(*a, **o)]
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **o: makers[0] if f is flex_attention else compiled(f, **o)
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        proven_flex(SHAPE, torch.float32, CPU, 401)
+    del makers[0]
+    assert proven_flex(SHAPE, torch.float32, CPU, 401).flex is makers[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+def test_the_proof_before_any_work_is_of_the_heads_that_passes_ask_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a model's layers call our attention with, windows and caps included."""
+    model, asked = build_model(name), set()
+    monkeypatch.setattr(
+        flex_module,
+        "proven_flex",
+        lambda shape, *rest: asked.add((shape, *rest)) or Proof(None, ""),
+    )
+    prove_flex(model.config.get_text_config(), torch.float32, CPU)
+    called = set()
+
+    class Spy(PackedPlan):
+        def attend(self, layer: int, q: Any, k: Any, v: Any, options: AttentionOptions) -> Any:
+            own = AttentionShape(
+                q.shape[0], k.shape[0], q.shape[-1], options.window, options.softcap
+            )
+            called.add((own, q.dtype, q.device, PROOF_TOKENS))
+            return super().attend(layer, q, k, v, options)
+
+    monkeypatch.setattr("treegraft.policy.learn.scores.PackedPlan", Spy)
+    token_scores(model, pack_trees([build_tree(Part("tt", children=(Part("pp"), Part("ppp"))))]))
+    assert called and called == asked
 
 
 def test_the_proof_needs_gradients_wherever_it_is_asked_for(

@@ -43,6 +43,7 @@ from treegraft.policy.engine.vllm.build import (
     build_engine,
     client,
     find_python,
+    gpus_of,
     options,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
@@ -830,9 +831,29 @@ def test_servers_of_ours_do_not_join_the_ranks(
     settings = load_config(tiny()).engine.vllm
     found = _environment(settings, 0, tmp_path, tmp_path)
     assert not of_torchrun & found.keys() and "OMP_NUM_THREADS" not in found
-    assert found["RANKING"] == "kept"
+    assert found["RANKING"] == "kept" and found["VLLM_BATCH_INVARIANT"] == "0"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert _environment(settings, 0, tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_server_has_the_gpus_that_its_options_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: four GPUs seen by torch, which the variable names 4 to 7."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+
+    def gpus(**vllm: Any) -> list[str]:
+        settings = load_config(tiny(engine={"kind": "vllm", "vllm": vllm})).engine.vllm
+        return [gpus_of(settings, one) for one in range(settings.num_servers)]
+
+    share = ["--gpu-memory-utilization=0.4"]
+    assert gpus(num_servers=3) == ["4", "5", "6"]
+    assert gpus(gpus=["1,2"], server_args=["--tensor-parallel-size", "2"]) == ["1,2"]
+    assert gpus(gpus=["1"], num_servers=2, server_args=share) == ["1", "1"]
+    with raises_code("server-gpus-idle", "'1,2' are 2 GPUs", "take 1"):
+        gpus(gpus=["1,2"])
+    with raises_code("servers-share-gpu", "got 5 for 4 GPUs"):
+        gpus(num_servers=5)
 
 
 def test_servers_of_ours_are_reached_by_this_user_alone(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.learn import scores
 from treegraft.policy.learn.dense import AttentionShape, exactness
-from treegraft.policy.learn.flex import flex_distance, tree_block_mask
+from treegraft.policy.learn.flex import PROOF_TOKENS, compiled_flex, flex_distance, tree_block_mask
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, pack_trees
-from treegraft.policy.learn.tree_attention import PROOF_TOKENS, PackedPlan
+from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.noise import philox_4x32, philox_gumbels
 from treegraft.policy.output_head import OutputHead
 from treegraft.policy.weights import plain_weights
@@ -108,7 +108,7 @@ def _masks(bench: Bench) -> None:
 
 def _proofs(bench: Bench) -> None:
     """FlexAttention against a dense mask at real heads."""
-    flex = torch.compile(flex_attention, dynamic=True)
+    flex = compiled_flex()
     shapes = {"1.5B": (12, 2, 128), "7B": (28, 4, 128), "4B and 8B": (32, 8, 128)}
     for name, heads in shapes.items():
         for dtype in (torch.float32, torch.bfloat16):

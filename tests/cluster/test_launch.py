@@ -25,7 +25,8 @@ echo "{name} $*" >> "$STUBS/calls"
 """
 STUBS = {
     # Runs what stands behind its options.
-    "srun": 'while [[ $1 == --* ]]; do shift; done\n"$@"\n',
+    "srun": 'echo "${SRUN_CPUS_PER_TASK:-1}" >> "$STUBS/cores"\n'
+    'while [[ $1 == --* ]]; do shift; done\n"$@"\n',
     "hostname": 'echo "10.0.0.7 fe80::1"\n',
     "scontrol": '[[ $1 == show ]] && printf "node1\\nnode2\\n" || true\n',
     "ray": '[[ $1 == status ]] && printf " 1 node_a\\n 1 node_b\\n" && exit 0\nexec sleep 60\n',
@@ -94,6 +95,8 @@ def test_the_batch_script_starts_a_cluster_and_is_queued_again(
     assert len(started) == 2 and all("--block" in call for call in started)
     assert any("--head --node-ip-address=10.0.0.7 --port=21234" in call for call in started)
     assert any("--address=10.0.0.7:21234" in call for call in started)
+    # Since Slurm 22.05 a step has one core unless it is told otherwise.
+    assert {*(tmp_path / "cores").read_text(encoding="utf-8").split()} == {"64"}
     assert found[-1] == "scontrol requeue 41234"
 
 
@@ -166,6 +169,12 @@ def test_the_ray_job_has_the_fields_of_its_definition() -> None:
         assert {one["name"] for one in container["volumeMounts"]} == volumes
         # The run folder is the same for all.
         assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"]
+    # Of 32B in bfloat16 two copies, beside Ray's object store.
+    (memory,) = (
+        one["emptyDir"] for one in workers["template"]["spec"]["volumes"] if "emptyDir" in one
+    )
+    room = int(memory["sizeLimit"].removesuffix("Gi")) * 2**30
+    assert room > int(workers["rayStartParams"]["object-store-memory"]) + 2 * 66e9
     (container,) = workers["template"]["spec"]["containers"]
     num_gpus = workers["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
     shell = shlex.split(spec["entrypoint"])
@@ -176,4 +185,6 @@ def test_the_ray_job_has_the_fields_of_its_definition() -> None:
     for command in commands:
         config = config_of(shlex.split(command))
         assert config.cluster.address == "auto"
+        # One copy a machine: eight engines would write eight.
+        assert config.cluster.engines == config.cluster.server_gpus // 8
         assert config.cluster.learner_gpus + config.cluster.server_gpus == num_gpus

@@ -19,8 +19,9 @@ from tests.tiny import tiny, write_recipe
 
 from treegraft.__main__ import main
 from treegraft.extras.ray import ray as joining
+from treegraft.extras.ray.engines import _alone
 from treegraft.extras.ray.ray import refuse_unfit
-from treegraft.extras.ray.settings import ClusterSettings
+from treegraft.extras.ray.settings import ClusterSettings, num_engines
 from treegraft.settings.config import Config
 
 Seen = dict[str, str]
@@ -148,9 +149,23 @@ def test_a_node_that_goes_during_the_check_is_left_out(
 
 
 def test_the_defaults_need_one_engine_and_one_grower() -> None:
-    assert Config().cluster.num_engines == 1
-    assert ClusterSettings(server_gpus=4).num_engines == 4
-    assert ClusterSettings(server_gpus=4, engines=2).num_engines == 2
+    def count(kind: str, **cluster: int) -> int:
+        return num_engines(Config.model_validate({"engine": {"kind": kind}, "cluster": cluster}))
+
+    assert [count(kind) for kind in ("native", "vllm")] == [1, 1]
+    assert [count(kind, server_gpus=4) for kind in ("native", "vllm")] == [4, 1]
+    assert [count(kind, server_gpus=16) for kind in ("native", "vllm")] == [16, 2]
+    assert [count(kind, server_gpus=4, engines=2) for kind in ("native", "vllm")] == [2, 2]
+
+
+def test_an_engine_starts_a_server_on_each_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or on as many together as its options take; all of them read one folder of weights."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    for options, gpus in (([], ["4", "5", "6", "7"]), (["-tp", "2"], ["4,5", "6,7"])):
+        vllm = {"server_args": options}
+        config = Config.model_validate({"engine": {"kind": "vllm", "vllm": vllm}})
+        found = _alone(config).engine.vllm
+        assert (found.gpus, found.num_servers) == (gpus, len(gpus))
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,7 +31,19 @@ from treegraft.settings.policy import ModelSettings
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, UnpicklingError)
 """What transformers raises for files that are missing, damaged or of another kind."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""Variable by which torch's memory on GPUs is set."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def has_cuda() -> bool:
+    """Returns whether there is a GPU; its memory is then given out in segments that grow, unless
+    PYTORCH_ALLOC_CONF says otherwise: packs of all lengths would leave gaps that nothing fits."""
+    found = torch.cuda.is_available()
+    if found:
+        # Read at the first allocation.
+        os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
+    return found
 
 
 def load_model(
@@ -51,7 +64,7 @@ def load_model(
         ModelError: nothing to load there, no tokenizer, no end-of-sequence token, or a model that
             cannot be trained with these settings.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if has_cuda() else "cpu"
     if settings.path == "tiny":
         if not vocabulary:
             raise ModelError(

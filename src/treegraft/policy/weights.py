@@ -13,8 +13,9 @@ from torch import Tensor
 
 from treegraft.policy.output_head import base_model
 
-CHUNK = 1 << 20
-"""Words of a tensor that are summed at once: 8 MB as 64-bit integers."""
+CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 24
+"""Words of a tensor that are summed at once: on a CPU as many as its cache holds as 64-bit
+integers, on a GPU so many that starting a kernel costs nothing beside it."""
 _MODULUS = 1 << 64
 
 
@@ -56,7 +57,7 @@ def bit_sum(tensor: Tensor, first: int = 0) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     # In chunks, since each word is widened to 64 bits: at once, a weight would take four times its
     # size again.
-    for words in data.split(CHUNK):
+    for words in data.split(CHUNK if data.device.type == "cpu" else DEVICE_CHUNK):
         count = words.numel()
         odd = torch.arange(
             2 * first + 1, 2 * (first + count) + 1, 2, dtype=torch.int64, device=words.device

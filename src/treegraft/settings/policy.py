@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -199,6 +201,9 @@ class VllmSettings(Settings):
     """"exact": servers run Treegraft's plugin, which draws tokens by their noise keys and reports
     exact entropies. "top_k": servers without it, which draw by their own generator, seeded for each
     request, and whose entropies are sums over the 19 most likely tokens, a lower bound."""
+    batch_invariant: bool = setting(False, idle_unless=(_starts_servers,))
+    """Start servers with VLLM_BATCH_INVARIANT=1: on GPUs a token then does not depend on what else
+    is computed beside it, at a price in speed that has not been measured here."""
     max_restarts: int = setting(3, ge=0, same_answers=True)
     """How often each server is started again, or waited for, after it has died; then it is left
     out."""
@@ -207,6 +212,12 @@ class VllmSettings(Settings):
     hang_timeout_s: float = setting(180.0, gt=0, same_answers=True)
     """A server that computes no token in so many seconds although it has requests counts as
     dead."""
+
+    @property
+    def gpus_each(self) -> int:
+        """GPUs that the options of one server take."""
+        names = r"(?:--(?:tensor|pipeline|data)-parallel-size|-(?:tp|pp|dp))[ =](\d+)"
+        return math.prod(map(int, re.findall(names, " ".join(self.server_args))))
 
 
 class PublishSettings(Settings):

@@ -106,8 +106,7 @@ class ServerOptions:
         share = _option(given, "--gpu-memory-utilization")
         if share is None and config.engine.vllm.cache_gb is None:
             share = SERVER_SHARE
-        parallel = _option(given, "--tensor-parallel-size", "-tp")
-        return cls(share=share, tensor_parallel=int(parallel or 1))
+        return cls(share=share, tensor_parallel=config.engine.vllm.gpus_each)
 
 
 def _option(arguments: Sequence[str], *names: str) -> float | None:

@@ -174,8 +174,8 @@ class EngineActor(Actor):
             return engine.fingerprint
 
     @replying
-    async def canaries(self, edition: int) -> list[dict[str, Any]]:
-        """Returns what its server samples for the canary prompts by these weights."""
+    async def canaries(self, edition: int) -> dict[str, list[dict[str, Any]]]:
+        """Returns what each of its servers samples for the canary prompts by these weights."""
         engine = self._opened()
         if self._edition != edition:
             raise errors.EngineError(
@@ -183,12 +183,11 @@ class EngineActor(Actor):
                 code="other-edition",
             )
         asking: Mapping[str, Sequence[Completion]] = await cast(Any, engine).canaries()
-        found = next(iter(asking.values()), None)
-        if found is None:
+        if not asking:
             raise errors.EngineError(
-                "engine: its server did not answer", code="server-silent-engine"
+                "engine: none of its servers answered", code="server-silent-engine"
             )
-        return [asdict(one) for one in found]
+        return {name: [asdict(one) for one in found] for name, found in asking.items()}
 
     async def complete(self, request: str) -> AsyncIterator[str]:
         """Yields the entropies of the first tokens, where they are asked for, and the completion;
@@ -258,12 +257,13 @@ class EngineActor(Actor):
 
 
 def _alone(config: Config) -> Config:
-    """The settings of one engine of several: one server, on the GPUs that Ray has given to it."""
+    """The settings of one engine of several: servers on the GPUs that Ray has given to it, one on
+    each, or on as many together as their options take."""
     if config.engine.kind != "vllm":
         return config
-    # Those of CUDA_VISIBLE_DEVICES together: a server may be spread over several.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    own = {"num_servers": 1, "gpus": [visible] if visible else []}
-    vllm = config.engine.vllm.model_copy(update=own)
+    vllm, visible = config.engine.vllm, os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus, each = [one for one in visible.split(",") if one], vllm.gpus_each
+    own = [",".join(gpus[n : n + each]) for n in range(0, len(gpus), each)]
+    vllm = vllm.model_copy(update={"num_servers": max(1, len(own)), "gpus": own})
     engine = config.engine.model_copy(update={"vllm": vllm})
     return config.model_copy(update={"engine": engine})

@@ -17,7 +17,7 @@ from treegraft.extras.ray.engines import EngineActor, completion_of
 from treegraft.extras.ray.growers import GrowerActor
 from treegraft.extras.ray.ray import connected
 from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
-from treegraft.extras.ray.settings import cluster_settings
+from treegraft.extras.ray.settings import cluster_settings, num_engines
 from treegraft.extras.ray.supervisor import Keeper, Member
 from treegraft.parts import Completion, files, interfaces, remote
 
@@ -25,7 +25,7 @@ from treegraft.parts import Completion, files, interfaces, remote
 def needs_of(config: Config) -> Mapping[str, float]:
     """Returns what all actors of a run take up together, by Ray's names."""
     settings = cluster_settings(config)
-    num_actors = settings.num_engines + settings.growers
+    num_actors = num_engines(config) + settings.growers
     return {"CPU": float(num_actors), "GPU": float(settings.server_gpus)}
 
 
@@ -84,7 +84,7 @@ class RayPlacement:
         self, config: Config, model_path: Path | None
     ) -> AsyncIterator[interfaces.Engine]:
         place, settings = place_of(config, model_path), cluster_settings(config)
-        count = settings.num_engines
+        count = num_engines(config)
         engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
         keeper = self._keeper = engine.keeper
         trees = self._trees = remote.RemoteTrees(config, keeper.grown)
@@ -159,24 +159,30 @@ class KeptVllm(KeptEngine):
     compared after each publish."""
 
     async def canaries(self) -> Mapping[str, Sequence[Completion]]:
-        """Returns the completion of each canary prompt by each engine that answers, by its name."""
-        return await self.keeper.each(self._canaries)
+        """Returns the completion of each canary prompt by each server of each engine that answers,
+        by the engine's name and the server's."""
+        found = await self.keeper.each(self._canaries)
+        return {
+            f"{engine} {name}": [completion_of(one) for one in completions]
+            for engine, servers in found.items()
+            for name, completions in servers.items()
+        }
 
-    async def _canaries(self, number: int) -> Sequence[Completion]:
+    async def _canaries(self, number: int) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         from ray.exceptions import RayError
 
         if number not in self._route:
             raise Lost(f"engine {number} does not answer now")
         try:
-            found = value_of(await self._route[number].canaries.remote(self.edition))
+            found: Any = value_of(await self._route[number].canaries.remote(self.edition))
         except RayError as error:
             raise Lost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        return [completion_of(one) for one in found]
+        return dict(found)
 
     def set_aside(self, name: str, why: str) -> None:
         """Samples by other engines until the next publish, as long as one is left."""
         for member in self.keeper.engines:
-            if str(member) == name:
+            if name.startswith(f"{member} "):
                 self.keeper.drain(member, why)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import Config, SettingError
-from treegraft.extras.ray.settings import ClusterSettings, cluster_settings
+from treegraft.extras.ray.settings import ClusterSettings, cluster_settings, num_engines
 from treegraft.parts import files, plain
 
 TESTED = (2, 60)
@@ -80,9 +80,10 @@ def refuse_unfit(config: Config) -> None:
             code="adapter-on-cluster",
         )
     settings, learn = cluster_settings(config), config.learn
-    if settings.server_gpus > settings.num_engines and settings.server_gpus % settings.num_engines:
+    count = num_engines(config)
+    if settings.server_gpus > count and settings.server_gpus % count:
         raise SettingError(
-            f"cluster.engines: got {settings.engines} for cluster.server_gpus ="
+            f"cluster.engines: got {count} for cluster.server_gpus ="
             f" {settings.server_gpus}, expected a divisor of it, so that each engine has as many.",
             code="engines-invalid",
         )

@@ -24,7 +24,9 @@ class ClusterSettings(Settings):
     server_gpus: int = setting(0, ge=0)
     """GPUs that sample, shared out equally among the engines; 0 samples on CPUs."""
     engines: int | None = setting(None, ge=1)
-    """Engines, each with weights of its own; None takes one for each of server_gpus, or one."""
+    """Engines, each with one copy of published weights. None takes one for each of server_gpus, or
+    one; where engine.kind is "vllm" one for every eight of them, a machine's, with a server on each
+    GPU."""
     growers: int = setting(1, ge=1)
     """Processes that grow trees: they write prompts, run tools and score, each with whole trees."""
 
@@ -33,16 +35,18 @@ class ClusterSettings(Settings):
         """The ranks that there are to be; 1 is the command's own process, unless it wants a GPU."""
         return self.learner_ranks or max(1, self.learner_gpus)
 
-    @property
-    def num_engines(self) -> int:
-        """The engines that there are to be."""
-        return self.engines or max(1, self.server_gpus)
-
 
 def cluster_settings(config: Any) -> ClusterSettings:
     """Returns the table [cluster] of a configuration."""
     found: ClusterSettings = config.cluster
     return found
+
+
+def num_engines(config: Any) -> int:
+    """Returns how many engines there are to be."""
+    settings = cluster_settings(config)
+    gpus = settings.server_gpus
+    return settings.engines or max(1, -(-gpus // 8) if config.engine.kind == "vllm" else gpus)
 
 
 class ClusterTables(Settings):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,9 @@ _PAIRS = 1 << 22
 """Pairs of stretches that are compared at once."""
 
 Flex = Callable[..., Tensor]
+PROOF_TOKENS = 4097
+"""Tokens of the tree on which FlexAttention is tried: past those up to which a dense mask is taken
+on a GPU, where it alone serves, and no multiple of a block."""
 
 
 def node_positions(nodes: Sequence[Node]) -> list[int]:
@@ -173,19 +177,47 @@ class Proof(NamedTuple):
     """Why it is not used; empty where it is."""
 
 
+def compiled_flex() -> Flex:
+    """Returns FlexAttention, compiled when it is first called."""
+    # Dynamic: packs have all lengths, and each would be compiled anew. A full graph: where one
+    # cannot be had, not compiled FlexAttention would hold the scores of all pairs of tokens.
+    flex: Flex = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return flex
+
+
+def prove_flex(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Tries FlexAttention at the heads that a model's configuration names: before the
+    optimiser and activations take its memory, and before any work is done."""
+    heads = config.num_attention_heads
+    shape = AttentionShape(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+    )
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    for kind in set(kinds or ("sliding_attention",)):
+        own = replace(shape, window=window if kind == "sliding_attention" else None)
+        proven_flex(own, dtype, device, PROOF_TOKENS)
+
+
 @functools.cache
 def proven_flex(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device, num_tokens: int
 ) -> Proof:
     """Returns FlexAttention if its outputs and gradients on `device` are a dense mask's, tried once
-    on a tree of `num_tokens` with heads of this shape; a notice is logged where they are not."""
+    on a tree of `num_tokens` with heads of this shape; a notice is logged where they are not.
+
+    Raises torch.OutOfMemoryError, which says nothing of FlexAttention and is not remembered.
+    """
     problem = ""
     try:
-        # Dynamic: packs have all lengths, and each would be compiled anew.
-        flex: Flex = torch.compile(flex_attention, dynamic=True)
+        flex = compiled_flex()
         gap = flex_distance(flex, shape, dtype, device, num_tokens)
         if not is_exact(gap, dtype):
             problem = f"FlexAttention is off by {gap:.3g} of its length"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # a compiler has many ways to fail, and dense masks are at hand
         problem = f"FlexAttention failed with {type(error).__name__}: {first_line(error)}"
     if problem:

@@ -32,6 +32,7 @@ import treegraft
 from treegraft.core.errors import RankError, SettingError
 from treegraft.core.files import code_checksum
 from treegraft.core.spans import carrier
+from treegraft.policy.load import has_cuda
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, differences
 
@@ -135,7 +136,7 @@ class Ranks:
             SettingError: ranks have other settings, or numbers that do not divide.
         """
         _end_with_torchrun()
-        is_cuda = torch.cuda.is_available()
+        is_cuda = has_cuda()
         if is_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         is_here = meeting != "env://"

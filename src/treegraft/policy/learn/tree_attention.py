@@ -37,6 +37,7 @@ from treegraft.policy.learn.dense import (
 from treegraft.policy.learn.flex import (
     BLOCK,
     MIN_TOKENS,
+    PROOF_TOKENS,
     Flex,
     flex_attend,
     node_positions,
@@ -52,9 +53,6 @@ two cores about 250)."""
 MASK_LIMIT = 4096
 """Tokens of a tree up to which a GPU takes a dense mask: past it the scores of a layer with 32
 heads are over 2 GB in float32."""
-PROOF_TOKENS = 4097
-"""Tokens of the tree on which FlexAttention is tried: past `MASK_LIMIT`, where it alone serves, and
-no multiple of a block."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -31,7 +31,7 @@ from treegraft.policy.engine.vllm.folder import held_folder
 from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
 from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server
-from treegraft.policy.load import DTYPES
+from treegraft.policy.load import ALLOCATOR, DTYPES
 from treegraft.policy.output_head import base_model, end_token_ids, max_context
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.weights import ModelWeights, plain_weights
@@ -313,7 +313,8 @@ def _environment(
     settings: VllmSettings, number: int, packages: Path, sockets: Path
 ) -> Mapping[str, str]:
     kept = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
-    kept.pop("PYTHONHOME", None)
+    for name in ("PYTHONHOME", ALLOCATOR):
+        kept.pop(name, None)
     if "TORCHELASTIC_RUN_ID" in os.environ and kept.get("OMP_NUM_THREADS") == "1":
         # torchrun's default for ranks, which share the cores.
         del kept["OMP_NUM_THREADS"]
@@ -329,14 +330,43 @@ def _environment(
         "DO_NOT_TRACK": "1",
         "VLLM_RPC_BASE_PATH": str(sockets),
         "TMPDIR": str(sockets),
+        "VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant)),
     }
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if settings.gpus:
-        kept["CUDA_VISIBLE_DEVICES"] = settings.gpus[number % len(settings.gpus)]
-    elif count > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        kept["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number % count]
-    elif not count:
+    if own := gpus_of(settings, number):
+        kept["CUDA_VISIBLE_DEVICES"] = own
+    elif not torch.cuda.is_available():
         # In GiB, whole ones.
         kept.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(settings.cache_gb or 1.0))))
     return kept
+
+
+def gpus_of(settings: VllmSettings, number: int) -> str:
+    """Returns the CUDA_VISIBLE_DEVICES of a server; "" where nothing says which.
+
+    Raises:
+        SettingError: more GPUs or fewer than its options take, or several servers on one that
+            would each take all of its memory.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    each = settings.gpus or (visible.split(",") if count > 1 else [visible])
+    own, taken = each[number % len(each)], settings.gpus_each
+    if settings.gpus and own.count(",") + 1 != taken:
+        raise SettingError(
+            f"engine.vllm.gpus: '{own}' are {own.count(',') + 1} GPUs for one server, whose options"
+            f" take {taken}; expected as many. Give each server one, or set"
+            ' engine.vllm.server_args=["--tensor-parallel-size","N"].',
+            code="server-gpus-idle",
+        )
+    has_share = (
+        "--gpu-memory-utilization" in " ".join(settings.server_args)
+        or settings.cache_gb is not None
+    )
+    if own and settings.num_servers > len(each) and not has_share:
+        raise SettingError(
+            f"engine.vllm.num_servers: got {settings.num_servers} for {len(each)} GPUs, where each"
+            " server would take nearly all of a GPU's memory; expected one on each. Lower it, or"
+            ' set engine.vllm.server_args=["--gpu-memory-utilization","SHARE"].',
+            code="servers-share-gpu",
+        )
+    return own
