@@ -70,7 +70,7 @@ def stage(folder: Path) -> None:
 
     shutil.rmtree(folder, ignore_errors=True)
     place = folder / "docs"
-    shutil.copytree(PAGES, place, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__"))
+    shutil.copytree(PAGES, place, ignore=shutil.ignore_patterns("*.py", "*.t*", "__pycache__"))
     site = (PAGES / "zensical.toml").read_text(encoding="utf-8")
     (folder / "zensical.toml").write_text(site.replace("{version}", __version__), encoding="utf-8")
     shutil.copy(ROOT / "src/treegraft/view/static/icon.svg", place / "assets")
