@@ -4,9 +4,9 @@
     python docs/build.py --files       # the list of files in docs/files.md, from the docstrings
     python docs/build.py --tables      # the tables of studies in the pages, from their results
 
-A line `<!-- include: PATH -->` in a page is replaced by that file: code in a block, a drawing as it
-is. Nothing is fetched, and a warning of the site's builder (a broken link or anchor, a page missing
-from the navigation) fails the build.
+README is the site's first page. A line `<!-- include: PATH -->` in a page is replaced by that file:
+code in a block, a drawing as it is. Nothing is fetched, and a warning of the site's builder (a
+broken link or anchor, a page missing from the navigation) fails the build.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def stage(folder: Path) -> None:
     site = (PAGES / "zensical.toml").read_text(encoding="utf-8")
     (folder / "zensical.toml").write_text(site.replace("{version}", __version__), encoding="utf-8")
     shutil.copy(ROOT / "src/treegraft/view/static/icon.svg", place / "assets")
+    (place / "index.md").write_text(home(), encoding="utf-8")
     for page in place.rglob("*.md"):
         text = INCLUDE.sub(included, page.read_text(encoding="utf-8"))
         # A number and its interval stay on one line.
@@ -83,6 +84,14 @@ def stage(folder: Path) -> None:
     (place / "reference").mkdir(exist_ok=True)
     for name, text in references().items():
         (place / "reference" / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def home() -> str:
+    """Returns README as the site's first page: links lead from the pages' folder, and those to
+    files that the site lacks are text."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(?<=\]\()docs/|(?<=src=\")docs/|(?<=srcset=\")docs/", "", text)
+    return re.sub(r"\[([^\]]+)\]\([A-Z]+\.md\)", r"`\1`", text)
 
 
 def included(found: re.Match[str]) -> str:

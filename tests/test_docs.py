@@ -91,9 +91,8 @@ def test_tables_of_studies_are_those_of_their_runs(builder: ModuleType) -> None:
 
 
 def test_every_page_is_built_and_fetches_nothing(site: Path, builder: ModuleType) -> None:
-    names = {path.name.replace(".md", ".html") for path in DOCS} | {
-        f"reference/{name}.html" for name in builder.references()
-    }
+    names = {"index.html"} | {path.name.replace(".md", ".html") for path in DOCS}
+    names |= {f"reference/{name}.html" for name in builder.references()}
     assert {str(path.relative_to(site)) for path in site.rglob("*.html")} == names | {"404.html"}
     for path in site.rglob("*.html"):
         page = Fetched()
@@ -177,7 +176,8 @@ def test_every_page_has_its_place(builder: ModuleType) -> None:
         r'"([\w/-]+\.md)"', (ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8")
     )
     assert sorted(listed) == sorted(
-        [*(path.name for path in DOCS), *(f"reference/{name}.md" for name in builder.references())]
+        ["index.md", *(path.name for path in DOCS)]
+        + [f"reference/{name}.md" for name in builder.references()]
     )
 
 
