@@ -2,6 +2,7 @@
 
     python docs/build.py [FOLDER]      # build/docs by default; the site is FOLDER/site
     python docs/build.py --files       # the list of files in docs/files.md, from the docstrings
+    python docs/build.py --log         # the contents of LOG.md, from its headings
     python docs/build.py --tables      # the tables of studies in the pages, from their results
 
 README is the site's first page. A line `<!-- include: PATH -->` in a page is replaced by that file:
@@ -32,6 +33,7 @@ INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 INTERVAL = re.compile(r"(?<=\d) ± (?=\d)")
 REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names|errors)[\w-]*\)")
 TABLE = re.compile(r"(?<=^<!-- table: )(.+?) -->\n.*?(?=<!-- end of table -->)", re.S | re.M)
+CONTENTS = re.compile(r"(?<=<!-- contents -->\n).*?(?=<!-- end of contents -->)", re.S)
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
 SETTINGS_HEAD = """# Settings
@@ -423,6 +425,18 @@ def first_sentence(path: Path) -> str:
     return (clauses or whole or [sentence])[-1]
 
 
+def with_contents(log: str) -> str:
+    """Returns the text of LOG.md with its contents renewed."""
+    titles = re.findall(r"^## (.+)$", log, re.M)
+    lines = [f"* [{title}](#{anchor(title)})\n" for title in titles]
+    return CONTENTS.sub(lambda _: "".join(lines), log)
+
+
+def anchor(title: str) -> str:
+    """Returns the address of a heading as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -473,6 +487,10 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--files"]:
         page = ROOT / "docs" / "files.md"
         page.write_text(with_files(page.read_text("utf-8")), encoding="utf-8")
+        sys.exit()
+    if sys.argv[1:] == ["--log"]:
+        log = ROOT / "LOG.md"
+        log.write_text(with_contents(log.read_text("utf-8")), encoding="utf-8")
         sys.exit()
     if sys.argv[1:] == ["--tables"]:
         for path in (ROOT / "README.md", *PAGES.glob("*.md")):

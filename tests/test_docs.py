@@ -274,3 +274,13 @@ def test_drawings_say_what_they_show() -> None:
         assert 'role="img" aria-label="' in text and "http" not in text.replace(
             'xmlns="http://www.w3.org/2000/svg"', ""
         )
+
+
+def test_entries_of_the_log_are_short_and_its_contents_lead_to_them(builder: ModuleType) -> None:
+    log = (ROOT / "LOG.md").read_text(encoding="utf-8")
+    entries = re.split(r"^## (?=\d{4}-\d\d-\d\d · )", log, flags=re.M)[1:]
+    long = [one.split("\n")[0] for one in entries if len(one.strip().splitlines()) > 17]
+    assert entries and long == [], "at most 15 lines below the heading"
+    anchors = {builder.anchor(title) for title in re.findall(r"^## (.+)$", log, re.M)}
+    listed = re.findall(r"^\* \[.+\]\(#(.+)\)$", log, re.M)
+    assert len(listed) > 5 and set(listed) <= anchors, "run: python docs/build.py --log"
