@@ -47,6 +47,14 @@ PHRASES = {
     r"|needless to say|it should be noted|(?:please )?note that|as it were|so to speak)\b",
 }
 
+EXCEPTIONS = {
+    "docs/warnings.md": {
+        "line": "python -m treegraft.runs.health writes it, an item a line",
+        "semicolons": "likely causes are a list after a colon",
+    }
+}
+"""Page -> rule -> reason why the whole page is excepted."""
+
 UNEDITED = ROOT / "docs" / "unedited.txt"
 """Lists the pages that nobody has edited by these rules yet; it only shrinks."""
 
@@ -166,7 +174,8 @@ def findings(name: str, page: str) -> list[Finding]:
         ]
     if p90(counts) >= MAX_P90:
         found.append(Finding(name, 1, "p90", f"{p90(counts)} words, expected under {MAX_P90}"))
-    return sorted(found, key=lambda one: one.line)
+    kept = [one for one in found if one.rule not in EXCEPTIONS.get(name, {})]
+    return sorted(kept, key=lambda one: one.line)
 
 
 def _lines_of_prose(page: str) -> Iterator[tuple[int, str]]:
