@@ -511,7 +511,7 @@ class Step(ShownStep):
 
 @dataclass(frozen=True, slots=True)
 class PathView:
-    """A path under way, from the root to the last step that is done."""
+    """An unfinished path, from the root to its last finished step."""
 
     steps: tuple[Step, ...]
     """The root first."""
@@ -605,8 +605,8 @@ class Expand:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Opens siblings of a finished step that keep its thought and begin a tool call or an answer,
-    in a tree whose leaves have all ended."""
+    """Opens siblings of a finished step, when all leaves have ended. They keep its thought and
+    begin a tool call or an answer."""
 
     step_id: str
     """A step that the agent sampled, below the prompt or a tool's result."""
