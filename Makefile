@@ -66,6 +66,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/prose.py
 
 bench: install
 	@for name in engine update whole buffer growth; do $(BIN)/python -m benchmarks.speed $$name || exit 1; done

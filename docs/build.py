@@ -2,11 +2,12 @@
 
     python docs/build.py [FOLDER]      # build/docs by default; the site is FOLDER/site
     python docs/build.py --files       # the list of files in docs/files.md, from the docstrings
+    python docs/build.py --log         # the contents of LOG.md, from its headings
     python docs/build.py --tables      # the tables of studies in the pages, from their results
 
-A line `<!-- include: PATH -->` in a page is replaced by that file: code in a block, a drawing as it
-is. Nothing is fetched, and a warning of the site's builder (a broken link or anchor, a page missing
-from the navigation) fails the build.
+README is the site's first page. A line `<!-- include: PATH -->` in a page is replaced by that file:
+code in a block, a drawing as it is. Nothing is fetched, and a warning of the site's builder (a
+broken link or anchor, a page missing from the navigation) fails the build.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 INTERVAL = re.compile(r"(?<=\d) ± (?=\d)")
 REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names|errors)[\w-]*\)")
 TABLE = re.compile(r"(?<=^<!-- table: )(.+?) -->\n.*?(?=<!-- end of table -->)", re.S | re.M)
+CONTENTS = re.compile(r"(?<=<!-- contents -->\n).*?(?=<!-- end of contents -->)", re.S)
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
 SETTINGS_HEAD = """# Settings
@@ -70,10 +72,11 @@ def stage(folder: Path) -> None:
 
     shutil.rmtree(folder, ignore_errors=True)
     place = folder / "docs"
-    shutil.copytree(PAGES, place, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__"))
+    shutil.copytree(PAGES, place, ignore=shutil.ignore_patterns("*.py", "*.t*", "__pycache__"))
     site = (PAGES / "zensical.toml").read_text(encoding="utf-8")
     (folder / "zensical.toml").write_text(site.replace("{version}", __version__), encoding="utf-8")
     shutil.copy(ROOT / "src/treegraft/view/static/icon.svg", place / "assets")
+    (place / "index.md").write_text(home(), encoding="utf-8")
     for page in place.rglob("*.md"):
         text = INCLUDE.sub(included, page.read_text(encoding="utf-8"))
         # A number and its interval stay on one line.
@@ -83,6 +86,14 @@ def stage(folder: Path) -> None:
     (place / "reference").mkdir(exist_ok=True)
     for name, text in references().items():
         (place / "reference" / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def home() -> str:
+    """Returns README as the site's first page: links lead from the pages' folder, and those to
+    files that the site lacks are text."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(?<=\]\()docs/|(?<=src=\")docs/|(?<=srcset=\")docs/", "", text)
+    return re.sub(r"\[([^\]]+)\]\([A-Z]+\.md\)", r"`\1`", text)
 
 
 def included(found: re.Match[str]) -> str:
@@ -414,6 +425,18 @@ def first_sentence(path: Path) -> str:
     return (clauses or whole or [sentence])[-1]
 
 
+def with_contents(log: str) -> str:
+    """Returns the text of LOG.md with its contents renewed."""
+    titles = re.findall(r"^## (.+)$", log, re.M)
+    lines = [f"* [{title}](#{anchor(title)})\n" for title in titles]
+    return CONTENTS.sub(lambda _: "".join(lines), log)
+
+
+def anchor(title: str) -> str:
+    """Returns the address of a heading as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -464,6 +487,10 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--files"]:
         page = ROOT / "docs" / "files.md"
         page.write_text(with_files(page.read_text("utf-8")), encoding="utf-8")
+        sys.exit()
+    if sys.argv[1:] == ["--log"]:
+        log = ROOT / "LOG.md"
+        log.write_text(with_contents(log.read_text("utf-8")), encoding="utf-8")
         sys.exit()
     if sys.argv[1:] == ["--tables"]:
         for path in (ROOT / "README.md", *PAGES.glob("*.md")):

@@ -91,9 +91,8 @@ def test_tables_of_studies_are_those_of_their_runs(builder: ModuleType) -> None:
 
 @pytest.mark.smoke
 def test_every_page_is_built_and_fetches_nothing(site: Path, builder: ModuleType) -> None:
-    names = {path.name.replace(".md", ".html") for path in DOCS} | {
-        f"reference/{name}.html" for name in builder.references()
-    }
+    names = {"index.html"} | {path.name.replace(".md", ".html") for path in DOCS}
+    names |= {f"reference/{name}.html" for name in builder.references()}
     assert {str(path.relative_to(site)) for path in site.rglob("*.html")} == names | {"404.html"}
     for path in site.rglob("*.html"):
         page = Fetched()
@@ -178,7 +177,8 @@ def test_every_page_has_its_place(builder: ModuleType) -> None:
         r'"([\w/-]+\.md)"', (ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8")
     )
     assert sorted(listed) == sorted(
-        [*(path.name for path in DOCS), *(f"reference/{name}.md" for name in builder.references())]
+        ["index.md", *(path.name for path in DOCS)]
+        + [f"reference/{name}.md" for name in builder.references()]
     )
 
 
@@ -275,3 +275,13 @@ def test_drawings_say_what_they_show() -> None:
         assert 'role="img" aria-label="' in text and "http" not in text.replace(
             'xmlns="http://www.w3.org/2000/svg"', ""
         )
+
+
+def test_entries_of_the_log_are_short_and_its_contents_lead_to_them(builder: ModuleType) -> None:
+    log = (ROOT / "LOG.md").read_text(encoding="utf-8")
+    entries = re.split(r"^## (?=\d{4}-\d\d-\d\d · )", log, flags=re.M)[1:]
+    long = [one.split("\n")[0] for one in entries if len(one.strip().splitlines()) > 17]
+    assert entries and long == [], "at most 15 lines below the heading"
+    anchors = {builder.anchor(title) for title in re.findall(r"^## (.+)$", log, re.M)}
+    listed = re.findall(r"^\* \[.+\]\(#(.+)\)$", log, re.M)
+    assert len(listed) > 5 and set(listed) <= anchors, "run: python docs/build.py --log"

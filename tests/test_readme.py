@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import demo
+from benchmarks import demo, readme
 from tests.pages import DOCS, PAGES, README, ROOT, file_name, printed, runnable
 
-from treegraft.cli import main as cli
 from treegraft.core.errors import SettingError
 from treegraft.runs.metrics import find_meaning
 from treegraft.runs.record import read_trees
@@ -52,7 +51,7 @@ WARMUP = {"warmup.num_steps": 2, "warmup.batch_size": 4, "warmup.lr_warmup_steps
 
 
 def test_the_marked_sections_are_found() -> None:
-    assert {"start.md", "own-tool.md", "own-credit.md", "from-verl.md"} <= {
+    assert {"start.md", "tools.md", "own-explorer.md", "moving.md"} <= {
         place.partition(":")[0] for place in runnable()
     }
     marked = sum(page.count("<!-- runnable -->") for page in PAGES.values())
@@ -154,7 +153,7 @@ def test_the_tool_of_the_page_answers(tmp_path: Path, monkeypatch: pytest.Monkey
 
     from treegraft.core.types import Task
 
-    for language, block in runnable()["own-tool.md: Your own tool"]:
+    for language, block in runnable()["tools.md: Your own tool"]:
         (tmp_path / str(file_name(block))).write_text(block, encoding="utf-8")
         assert language in ("python", "toml")
     monkeypatch.chdir(tmp_path)
@@ -186,7 +185,7 @@ def test_settings_by_task_are_taken() -> None:
     effect."""
     rows = [
         re.findall(r"`(\w+(?:\.\w+)+)=([^`]+)`", line)
-        for line in PAGES["by-task.md"].splitlines()
+        for line in PAGES["reference.md"].partition("## Settings for a wish")[2].splitlines()
         if line.startswith("| ")
     ]
     rows = [row for row in rows if row]
@@ -235,43 +234,15 @@ def test_the_table_of_the_demo_is_that_of_its_runs() -> None:
 
 
 @pytest.mark.smoke
-def test_the_table_of_results_is_that_of_its_studies(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `treegraft study STUDY --table` prints of the recorded runs."""
-
-    def numbers(study: str, world: str) -> dict[str, list[str]]:
-        """End, calls and the lead of commit branching at equal calls, by arm."""
-        path = str(ROOT / "studies" / study)
-        monkeypatch.setattr(
-            sys, "argv", ["treegraft", "study", path, "--only", world, "--table", "--json"]
-        )
-        with pytest.raises(SystemExit):
-            cli.main()
-        found = json.loads(capsys.readouterr().out)
-        leads = {
-            one["other"]: "{:.2f} [{:.2f}, {:.2f}]".format(one["difference"], *one["interval"])
-            for one in found["at_spent_calls"]
-            if one["primary"] == "commit"
-        }
-        return {
-            row["arm"]: [
-                f"{row['mean']:.2f}",
-                f"{row['totals']['rollout/num_tool_calls']:,.0f}",
-                leads.get(row["arm"], ""),
-            ]
-            for row in found["rows"]
-        }
-
-    early = numbers("exploration.toml", "boundary")
-    unsure = numbers("arpo-fair.toml", "unsure")
-    rows = PAGE.split("| method | stops early: 30 updates |")[1].split("\n\n")[0].splitlines()[2:]
-    shown = [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in rows]
-    names = ["commit", "Tree-GRPO", "ARPO", "GRPO", "GRPO, dynamic sampling"]
-    assert [row[1:] for row in shown] == [early[name] + unsure[name] for name in names]
-    flawed = numbers("decisive.toml", "imperfect")
-    pruned, raw = (flawed[name][0] for name in ("SFT, pruned", "SFT, raw"))
-    assert f"worth imitating once they are pruned: {pruned}, as stored {raw} (" in PAGE
+def test_the_table_of_the_readme_is_that_of_its_studies() -> None:
+    shown = [line for line in PAGE.splitlines() if line.startswith("|")]
+    printed = list(readme.table())
+    begin = shown.index(printed[0])
+    assert shown[begin : begin + len(printed)] == printed
+    rows = [row.strip("| ").split(" | ") for row in demo.table()]
+    ranges = {row[0]: row[1] for row in rows if len(row) > 1}
+    rapo, grpo = (ranges[name] for name in ("RAPO + learning from grafts", "GRPO"))
+    assert f"reaches {rapo} in `make demo`, where GRPO stays at {grpo} (" in " ".join(PAGE.split())
 
 
 def first_commands(page: str) -> list[str]:
@@ -287,7 +258,7 @@ def test_both_pages_begin_with_the_run_whose_output_is_shown() -> None:
     assert plain == {"treegraft train recipes/demo.toml explorers='[\"graft\"]'"}
     assert len({re.sub(r"runs/\w+", "", line) for line in asked}) == 1
     updates = load_config(ROOT / "recipes" / "demo.toml").run.num_updates
-    assert f"tiny on search_world, {updates} updates" in PAGES["README.md"]
+    assert f"tiny on search_world, {updates} updates" in PAGES["start.md"]
 
 
 @pytest.mark.slow
@@ -305,8 +276,9 @@ def test_the_first_agent_learns_what_the_pages_say(tmp_path: Path) -> None:
     assert "truncated" not in told[1] and "answer" in told[1]
 
 
-def test_the_layout_of_the_readme_is_that_of_the_package() -> None:
-    block = re.search(r"^src/treegraft/\n(.*?)^```", PAGE, re.S | re.M)
+def test_the_layout_of_contributing_is_that_of_the_package() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = re.search(r"^src/treegraft/\n(.*?)^```", page, re.S | re.M)
     assert block is not None
     listed = {line.split()[0].rstrip("/") for line in block[1].splitlines()}
     package = ROOT / "src" / "treegraft"

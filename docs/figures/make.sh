@@ -13,5 +13,5 @@ for method in GRPO=independent RAPO=graft ARPO=entropy; do
 done
 "$treegraft" report "GRPO=$runs/demo-independent" "RAPO=$runs/demo-graft" "ARPO=$runs/demo-entropy" --out "$runs/report"
 mkdir -p docs/figures/demo
-cp "$runs"/report/figures/*.svg docs/figures/demo/
+cp "$runs"/report/figures/training-dynamics.svg "$runs"/report/figures/accuracy-against-cost.svg docs/figures/demo/
 sh docs/figures/studies.sh "$treegraft"

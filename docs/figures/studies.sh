@@ -29,5 +29,4 @@ mkdir -p docs/figures/studies
 draw exploring accuracy-against-cost
 draw imperfect accuracy-against-cost
 draw ablations final-accuracy --baseline RAPO
-draw ablations sweep
 draw rapo-figure8 sweep

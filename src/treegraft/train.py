@@ -63,24 +63,25 @@ def train(
     callbacks: Sequence[object] = (),
     **objects: Unpack[Objects],
 ) -> RunResult:
-    """Trains an agent and returns where the results are.
+    """Trains an agent and returns its results.
 
     Args:
-        config: settings, a dict of them, or a recipe's path; with `resume` they may be None, which
-            takes the run's own, or differ from those in the settings that a resume may change.
+        config: settings, a dict, or a recipe's path. With `resume`, None takes the run's
+        settings; others may differ only in settings that a resume may change.
         recipe: name of the recipe, for the run folder's default name.
         resume: a run folder to continue from its latest checkpoint.
-        accepts_changes: with `resume`: go on although metrics, recorded evaluations or the buffer
-            have changed since that checkpoint; the run is then another than it would have been.
-        display: True shows progress on standard output, False nothing, None progress where that is
-            a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
-        placement: where engines and growers stand, such as "ray"; None for this process.
+        accepts_changes: with `resume`, whether to go on although metrics, recorded evaluations or
+        the buffer have changed since the checkpoint. The run then differs from an undisturbed
+        one.
+        display: True shows progress on standard output, False nothing, None progress in a
+        terminal or a notebook. A display of your own (`core.interfaces.Display`) works too.
+        placement: place of engines and growers, such as "ray"; None means this process.
         callbacks: functions called with (update, metrics) after each update, or objects with some
             of a tracker's methods. One that returns False ends the run after that update.
         objects: Python objects in place of settings, see `Objects`.
 
     Raises:
-        TreegraftError: bad input, before any work starts where that can be known.
+        TreegraftError: bad input, before any work starts if possible.
         KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
             SIGHUP or SIGUSR1.
     """

@@ -54,12 +54,12 @@ def branch_probability(
 def branch_probability(
     change: float | Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2
 ) -> float | Floats:
-    """Returns the probability of branching, 0..1, or [changes] of them for a list or array.
+    """Returns the probability of branching, 0..1, or an array [changes] for a list or array.
 
     P = clip(α + β ΔH, 0, 1)        (ARPO, arXiv 2507.19849, sec. 3.1)
 
-    The paper writes P without the clip and compares it with τ; for τ inside 0..1 that decides the
-    same. The released code tosses a coin with the clipped P.
+    The paper compares P without the clip with τ, which decides the same for τ in 0..1. The
+    released code tosses a coin with the clipped P.
     """
     probabilities: Floats = np.clip(base + weight * np.asarray(change, dtype=np.float64), 0.0, 1.0)
     return probabilities if probabilities.ndim else float(probabilities)

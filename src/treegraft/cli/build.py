@@ -58,10 +58,10 @@ def build(
     smoke: Smoke = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let an agent answer the training tasks and store its best trajectories as traces.
+    """Store an agent's best trajectories of the training tasks as traces.
 
-    Agent, attempts and what is kept are the settings buffer.build, the encoder is buffer.encoder.
-    The same command continues an earlier one: tasks that already have traces are skipped.
+    The settings buffer.build choose agent, attempts and kept trajectories; buffer.encoder is the
+    encoder. The same command continues an earlier one: tasks that already have traces are skipped.
     """
     from treegraft.settings.load import load_config, refuse_foreign
     from treegraft.traces.fill import BufferBuild

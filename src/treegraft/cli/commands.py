@@ -1,4 +1,4 @@
-"""What commands are made of: options, lines, tables, and runs that a command line asks for."""
+"""Parts of commands: options, lines, tables, and runs that a command line asks for."""
 
 from __future__ import annotations
 
@@ -224,8 +224,8 @@ AcceptChanges = Annotated[
     bool | None,
     typer.Option(
         "--accept-changes",
-        help="With --resume: go on although metrics, evaluations or the buffer have changed, and"
-        " from an earlier checkpoint where the latest is damaged or has lost its metrics.",
+        help="With --resume: go on although metrics, evaluations or the buffer have changed, or"
+        " from an earlier checkpoint if the latest is damaged or has lost its metrics.",
     ),
 ]
 

@@ -27,7 +27,7 @@ Model = Annotated[
 def init(name: Name, model: Model = None) -> None:
     """Make a project: data, a tool, a reward, a recipe and a test.
 
-    Train it as it is, then replace its parts by your own.
+    Train it unchanged, then replace its parts with your own.
     """
     if name.exists() and (not name.is_dir() or any(name.iterdir())):
         raise SettingError(

@@ -267,7 +267,7 @@ BundledUpdates = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="With --bundle: the updates whose trees it holds, e.g. 1,5,10-20, all or none."
+        help="With --bundle: updates whose trees the copy holds, e.g. 1,5,10-20, all or none."
         " Default: 10 of each run.",
     ),
 ]
@@ -286,7 +286,7 @@ def view(
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen on; with another than loopback, others can read the runs."
+            help="Address to listen on; others can read the runs unless it is a loopback address."
         ),
     ] = "127.0.0.1",
     port: Annotated[
@@ -350,20 +350,20 @@ def doctor(
     smoke: Smoke = None,
     num_gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, help="Estimate memory and time on so many GPUs instead."),
+        typer.Option("--gpus", min=1, help="Estimate memory and time on this number of GPUs."),
     ] = None,
     gpu: Annotated[
         str, typer.Option("--gpu", metavar="NAME", help="H200, H100, A100 or L40S.")
     ] = "H100",
     gpu_memory: Annotated[
         float | None,
-        typer.Option("--gpu-memory", min=1, metavar="GB", help="Memory of each, in 10^9 bytes."),
+        typer.Option("--gpu-memory", min=1, metavar="GB", help="Memory of a GPU, in 10^9 bytes."),
     ] = None,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
-    With a recipe, its first tasks are written as the agent will see them, and their references are
-    scored as its answers. With --gpus, the recipe's memory is that of GPUs which need not be here.
+    With a recipe, it writes the first tasks as the agent will see them and scores their references
+    as answers. With --gpus, it estimates the memory for GPUs that need not be here.
     The exit code is 2 if something has to be corrected.
     """
     from treegraft.cli.doctor import examine, print_examination

@@ -46,13 +46,13 @@ def prune(
     ],
     margin: Annotated[
         float,
-        typer.Option(help="Nats that a step has to add to the likelihood of the rest, to stay."),
+        typer.Option(help="Smallest gain of likelihood, in nats, that keeps a step."),
     ] = 0.0,
     task_best: Annotated[
         str,
         typer.Option(
             metavar="1|all",
-            help="1 keeps of each task only the best trajectory, of equals the shortest.",
+            help="1 keeps only the best trajectory of each task, the shortest among equals.",
         ),
     ] = "all",
     keep_tool: Annotated[
@@ -61,7 +61,7 @@ def prune(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a buffer without the steps that did nothing for the steps after them.
+    """Write a buffer without the steps that did not help the steps after them.
 
     A step is cut if the rest of its trajectory is likelier without it, and the recipe's reward not
     lower. Nothing is sampled, and no tool is called but an environment's. The same command
@@ -141,7 +141,7 @@ def show(
     num: Annotated[int, typer.Option("-n", min=1, help="Most trajectories to print.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Print stored trajectories; of a pruned buffer with each step's weight and the cut steps."""
+    """Print stored trajectories, and a pruned buffer's cut steps and weights of steps."""
     from contextlib import closing
 
     from treegraft.traces.buffer import TraceBuffer

@@ -54,7 +54,7 @@ def _unmade(explore: Any, facts: ExplorerFacts) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerFacts:
-    """What an explorer is made with beside its settings."""
+    """Facts, beside its settings, that an explorer is made with."""
 
     vocab_size: int
     """The tokenizer's."""
@@ -64,8 +64,8 @@ class ExplorerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerKind:
-    """An explorer by its name in `explore.explorers`: how it is made, and the facts about it that
-    settings and checks go by."""
+    """An explorer by its name in `explore.explorers`: its maker, and the facts that settings and
+    checks use."""
 
     make: Callable[[Any, ExplorerFacts], Any] | str = _unmade
     """Called with the table [explore] and the facts of a run; returns an `Explorer`. Or its import
@@ -152,8 +152,8 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What one extension brings, by the names that recipes use. Where a value may be an import
-    path, "package.module:name" is loaded on first use."""
+    """The parts that one extension brings, by their names in recipes. A value that is an import
+    path, "package.module:name", is loaded on first use."""
 
     name: str
     """Its name in messages."""

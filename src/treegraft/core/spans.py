@@ -1,5 +1,5 @@
-"""Spans of OpenTelemetry: what the seconds of an update went to, also in other processes. Nothing
-is measured, and nothing imported, where no run asks for it."""
+"""Spans of OpenTelemetry: how an update spent its time, also in other processes. Nothing is
+measured or imported unless a run asks for it."""
 
 from __future__ import annotations
 

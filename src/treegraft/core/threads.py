@@ -3,7 +3,7 @@
 Each thread that ever ran a parallel region of GNU's OpenMP keeps a team of its own. As soon as the
 teams of a process have more threads than the machine has cores, all of them stop spinning between
 regions and have to be woken for each one, some 50 µs: a decoding step, which has hundreds of them,
-takes half as long again (LOG.md). So a thread that is done for a while gives its team back.
+takes half as long again (LOG-0.6.md). So a thread that is done for a while gives its team back.
 """
 
 from __future__ import annotations

@@ -511,7 +511,7 @@ class Step(ShownStep):
 
 @dataclass(frozen=True, slots=True)
 class PathView:
-    """A path under way, from the root to the last step that is done."""
+    """An unfinished path, from the root to its last finished step."""
 
     steps: tuple[Step, ...]
     """The root first."""

@@ -1,4 +1,4 @@
-"""What evaluations of one's own are made of: an agent, its scored trees, and their files."""
+"""Parts of your own evaluations: an agent, its scored trees, and their files."""
 
 from __future__ import annotations
 

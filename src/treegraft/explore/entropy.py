@@ -21,13 +21,13 @@ class EntropyBranching(Independent):
     bernoulli: branch with probability P (their code)
 
     H_j is the exact entropy of the j-th of the first k tokens after a tool result, H_j^initial that
-    of the trajectory's own j-th token. A branch is a child of the same step as the tokens probed;
-    so the probe costs nothing, it is the trajectory's own continuation. The rest of the budget,
-    when all leaves have ended, becomes fresh starts. With α = τ, as published, the threshold rule
-    branches wherever entropy rose, whatever β and the normaliser are.
+    of the trajectory's own j-th token. A branch is a child of the same step as the probed tokens.
+    The probe costs nothing, since it is the trajectory's own continuation. When all leaves have
+    ended, the rest of the budget becomes fresh starts. With the published α = τ, the threshold
+    rule branches after every rise of entropy, for any β and normaliser.
 
-    The statistic "lagging" is the released code's: the entropies are those of the step that made
-    the call, so a decision comes one result late and the first one sees no change. Not copied: its
+    The statistic "lagging" is the released code's. It takes the entropies of the step that made
+    the call, so each decision comes one result late and the first sees no change. Not copied: its
     baselines that outlive a batch, its truncated entropies, a branch that takes its own first
     segment as baseline, and a back-fill of one start a round, which may branch (ours opens all that
     is missing at once, when nothing is left to branch).

@@ -141,9 +141,9 @@ async def _held(
 class Grove:
     """Trees for tasks, as `train` grows, scores and credits them; made by `grove`.
 
-    Opened with `async with` it lives on the running event loop. Opened with `with` it has a thread
-    with an event loop of its own, so it works in notebooks too. It writes nothing unless told to:
-    a Step-Trace Buffer that is made or grown lives in memory.
+    With `async with` it uses the running event loop. With `with` it has a thread with its own
+    event loop, so it works in notebooks too. It writes no file unless `save` is called; its
+    Step-Trace Buffer lives in memory.
     """
 
     def __init__(self, config: Config, given: GivenObjects, *own: Any) -> None:

@@ -101,7 +101,7 @@ class History(list[dict[str, float]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run leaves behind: its folder, and what can be read from it."""
+    """The result of a run: its folder and the data in it."""
 
     run_dir: Path
     checkpoint_dir: Path

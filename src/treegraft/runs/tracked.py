@@ -14,7 +14,7 @@ from treegraft.core.files import write_atomically
 
 @dataclass(slots=True)
 class Tracked:
-    """What the trackers of a run have had so far."""
+    """The records that the trackers of a run already have."""
 
     run_dir: Path
     id: str

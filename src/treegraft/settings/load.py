@@ -404,15 +404,15 @@ def load_config(
     Args:
         source: a `Config`, nested tables (over those of a recipe, with {"base": "demo", ...}), the
             path of a recipe (.toml) or of a resolved config.json, or the name of a shipped recipe.
-        overrides: each "table.setting=value", the value a TOML literal or else a text; "none" for
-            None.
-        smoke: with the recipe's table [smoke] put over the others: the same path through the code
-            in seconds.
-        used: tables that the caller uses where a run would not, so that overrides of their settings
-            have an effect.
-        given: settings that Python objects stand behind, by dotted names; see `with_objects`. None
-            for none.
-        replaces: these take the place of the source's own; otherwise the two must agree.
+        overrides: each "table.setting=value". The value is a TOML literal, else a text; "none"
+        means None.
+        smoke: whether the recipe's table [smoke] overrides the others, to run the same code in
+        seconds.
+        used: tables that the caller uses and a run would not, so that overrides of their settings
+        have an effect.
+        given: Python objects by the dotted names of their settings; see `with_objects`. None
+        means none.
+        replaces: whether they replace the source's own; otherwise the two must agree.
     """
     if PLUGIN_PROBLEMS:
         raise SettingError("\n".join(PLUGIN_PROBLEMS), code="plugins-broken")

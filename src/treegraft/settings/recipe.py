@@ -1,4 +1,4 @@
-"""A recipe from its file: the one that it builds on, its own tables, and its smoke test."""
+"""A recipe from its file: its base, its own tables, and its smoke test."""
 
 from __future__ import annotations
 

@@ -75,16 +75,15 @@ class Condition:
 
 
 def when(other: str, *values: str) -> Condition:
-    """Returns the condition that another setting has one of these values; without values, that it
-    is not empty, off or 0."""
+    """Returns the condition that another setting has one of the values. Without values the
+    setting must not be empty, off or 0."""
     if not values:
         return Condition(other, bool)
     return Condition(other, values.__contains__, f"; add {other}={' or '.join(values)}")
 
 
 def has(other: str, name: str, *, or_own: bool = False) -> Condition:
-    """Returns the condition that a list holds a name or, with `or_own`, any import path, whose
-    object may do the same."""
+    """Returns the condition that a list holds a name or, with `or_own`, any import path."""
     return Condition(
         other,
         lambda names: name in names or (or_own and any(":" in own for own in names)),
@@ -157,7 +156,7 @@ def setting(
     idle_unless: Condition | tuple[Callable[[Any], str], ...] = (),
     **facts: Any,
 ) -> Any:
-    """Returns a field with limits and `Facts`; those of a table hold for all settings in it.
+    """Returns a field with limits and `Facts`. The facts of a table apply to all its settings.
 
     Raises TypeError for a fact that `Facts` does not have.
     """

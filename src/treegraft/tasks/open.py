@@ -9,8 +9,7 @@ from treegraft.core.types import StepContent, Task
 
 
 class OpenTasks:
-    """The answers of a `TaskSource` that has no tools of its own, no expert and no closed
-    vocabulary."""
+    """The base of a `TaskSource` without tools, expert or closed vocabulary."""
 
     def tools(self) -> Sequence[Tool]:
         """Returns none: the recipe or the environment brings them."""

@@ -148,11 +148,11 @@ def math_equal(
     """Returns whether both mean the same mathematics: "1/2" and "0.5", "x+1" and "1+x", but not
     "(3,4)" and "(4,3)".
 
-    Plain numbers are compared as fractions: exactly, but decimals to six digits (math-verify rounds
-    to six decimals). All else goes to math-verify in a worker process; past `deadline_s` processor
-    seconds the answer is False. Where nothing can be parsed, and where the reference is no
-    mathematics (`is_mathematical`), normalised strings are compared: parsed as products of symbols,
-    "listen" would equal "silent".
+    Plain numbers are compared as fractions: exactly, but decimals to six digits (math-verify
+    rounds to six decimals). Other answers go to math-verify in a worker process; past
+    `deadline_s` processor seconds the result is False. If nothing can be parsed, or the reference
+    is no mathematics (`is_mathematical`), normalised strings are compared: as products of
+    symbols, "listen" would equal "silent".
 
     Raises:
         TreegraftError: math-verify is not installed, or the worker process cannot be started.

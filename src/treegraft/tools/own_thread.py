@@ -31,9 +31,10 @@ if hasattr(os, "register_at_fork"):
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    """Returns the result of `call`, run in a daemon thread that runs nothing else meanwhile.
+    """Returns the result of `call`, which runs in a daemon thread of its own.
 
-    Raises the exception of `call`; as `RuntimeError` if it would end or confuse the event loop.
+    Raises the exception of `call`, or a `RuntimeError` if that exception would end or confuse the
+    event loop.
     """
     job, future = _job(call)
     try:

@@ -1,8 +1,7 @@
-"""Trees that grow in other processes: what is asked for, what comes back, and the states of the
-Step-Trace Buffer that they retrieve from.
+"""Trees that grow in other processes: requests, replies, and the states of the Step-Trace Buffer.
 
-The run's process alone writes the buffer. A state is a file that is written once, in a folder that
-all processes see, and never changes: so a tree gets the same answers in whichever process it grows.
+Only the run's process writes the buffer. A state is a file that is written once, in a folder that
+all processes see, and never changes. A tree therefore gets the same answers in every process.
 """
 
 from __future__ import annotations

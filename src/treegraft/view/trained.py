@@ -16,7 +16,7 @@ from treegraft.settings.load import load_config
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A checkpoint and what is known of its run."""
+    """A checkpoint with the settings and state of its run."""
 
     checkpoint: Path
     run_dir: Path | None

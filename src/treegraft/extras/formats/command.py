@@ -22,7 +22,7 @@ def export(
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="inspect or verifiers.")],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Where files go; RUN/export/FORMAT otherwise."),
+        typer.Option(metavar="FOLDER", help="Folder to write to. Default: RUN/export/FORMAT."),
     ] = None,
 ) -> None:
     """Write the trees of a run in the format of another project.

@@ -33,7 +33,7 @@ def push(
     ] = False,
     revision: Annotated[
         str | None,
-        typer.Option(metavar="BRANCH", help="Branch to commit to; made where it is missing."),
+        typer.Option(metavar="BRANCH", help="Branch to commit to; created if missing."),
     ] = None,
     licence: Annotated[
         str | None,

@@ -31,9 +31,9 @@ def profile(
 ) -> None:
     """Run a few updates of a recipe and print the time of each part.
 
-    Evaluations are skipped, and nothing of the run is kept. Given a run folder with spans
-    (track.spans=file), it prints instead what each process of the run did, for several ranks and
-    clusters too.
+    Evaluations are skipped, and the run is not kept. Given a run folder with spans
+    (track.spans=file), it prints what each process of the run did, also for several ranks and
+    clusters.
     """
     if Path(recipe).is_dir():
         from treegraft.extras.lab.profile_spans import print_spent

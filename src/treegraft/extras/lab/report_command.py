@@ -34,8 +34,8 @@ def report(
         typer.Option(
             metavar="N",
             min=1,
-            help="Also write cases.html: N held-out questions on which the runs differ, side by"
-            " side. Of one run: its first and last evaluation.",
+            help="Also write cases.html: N held-out questions on which the runs differ, or the"
+            " first and last evaluation of one run.",
         ),
     ] = None,
     at: Annotated[

@@ -38,9 +38,9 @@ File = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Run this arm or world alone; may be repeated."),
+    typer.Option(metavar="NAME", help="Run only this arm or world; may be repeated."),
 ]
-Pairs = Annotated[int | None, typer.Option(min=1, help="The first so many pairs alone.")]
+Pairs = Annotated[int | None, typer.Option(min=1, help="Only so many pairs, from the first.")]
 Brief = Annotated[
     bool,
     typer.Option(
@@ -88,7 +88,7 @@ def study(
     ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Processes, of one thread each.")] = 2,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="Begin no run after so many minutes.")
+        float | None, typer.Option(min=0, help="Begin no run after this number of minutes.")
     ] = None,
     only: Only = None,
     pairs: Pairs = None,
@@ -106,7 +106,7 @@ def study(
 ) -> None:
     """Run a study: arms in worlds, in pairs of equal seeds.
 
-    The same command goes on where an earlier one was stopped. Results are one line a run.
+    The same command resumes a stopped study. Results are one line a run.
     """
     if not table:
         own = () if figure else ("--baseline",)

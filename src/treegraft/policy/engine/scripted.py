@@ -22,10 +22,10 @@ class ScriptedEngine:
     >>> replies = ["<search>e1 r2</search>", "<answer>\\\\boxed{e7}</answer>"]
     >>> engine = ScriptedEngine(replies, tokenizer)
 
-    A list is used up in the order of requests, which is the order of steps for a single trajectory.
-    A function gets the decoded path and returns the reply, so it serves any number of trajectories;
-    it may be async. A reply is a text or token ids; an answer gets its end-of-sequence token added
-    where the reply has none.
+    A list is used up in the order of requests, which is the order of steps for a single
+    trajectory. A function, which may be async, gets the decoded path and returns the reply, for
+    any number of trajectories. A reply is a text or token ids. An answer without an
+    end-of-sequence token gets one.
     """
 
     capacity = 1 << 20

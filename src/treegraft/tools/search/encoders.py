@@ -90,13 +90,13 @@ def build_encoder(
     "pypi:PACKAGE".
 
     Args:
-        keeps: the part of a text that a sentence-transformers model reads where the whole is too
-            long for it.
-        dtype: number type of such a model; None takes bfloat16 on processors where it was measured
-            to be faster and equally repeatable.
+        keeps: the part of a text that a sentence-transformers model reads if the whole is too
+        long.
+        dtype: number type of such a model; None takes bfloat16 on processors that run it faster
+        and as repeatably.
 
     Raises:
-        SettingError: the name is none of these, or sentence-transformers is not installed.
+        SettingError: an unknown name, or sentence-transformers is not installed.
         ModelError: there is nothing to load.
     """
     name = encoder_name(name)

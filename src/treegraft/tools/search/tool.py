@@ -96,15 +96,15 @@ def open_corpus(
 ) -> CorpusSearch:
     """Returns a search over a JSONL file of {"id", "contents"} rows; a missing index is built.
 
-    A BM25 index of a corpus of up to 64 MiB is built each time, which takes seconds; others are
-    kept (see `index_home`).
+    A BM25 index of a corpus of up to 64 MiB is built each time, in seconds. Larger indexes are
+    stored (see `index_home`).
 
     Args:
         encoder: for "dense", as in [tools.search].
-        index_dir: where indexes are kept; empty for beside the corpus.
+        index_dir: folder of stored indexes; empty means the folder of the corpus.
 
     Raises:
-        SettingError: an empty path, an unknown encoder, or a place that cannot be written to.
+        SettingError: an empty path, an unknown encoder, or a folder that cannot be written to.
         DataError: a missing file, a bad row or a corpus without words.
         ModelError: an encoder that cannot be loaded.
     """
