@@ -109,7 +109,7 @@ def ended(*arguments: str) -> Ended:
 def recipe(draw: random.Random, folder: Path, _: Path) -> Ended:
     """One of ours with parts left out and others put in, or with any bytes."""
     path, text = folder / "r.toml", draw.choice(RECIPES).read_text(encoding="utf-8")
-    for _ in range(draw.randint(1, 4)):
+    for _change in range(draw.randint(1, 4)):
         start = draw.randint(0, len(text))
         text = text[:start] + draw.choice(JUNK) + text[start + draw.randint(0, 200) :]
     path.write_bytes(text.encode() if draw.random() < 0.9 else draw.randbytes(200))

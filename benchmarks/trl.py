@@ -201,10 +201,9 @@ def one_run(folder: Path, seed: int, method: str, side: str, updates: int) -> di
     """Trains, and returns the line of what came out."""
     base = warmed_up(folder, "warmup", *SMALL, *WARM)
     name = f"{side}-{method}-{seed}-{updates}"
-    config = config_of(
-        *(method, base, *LEARNING, f"run.seed={seed}", f"run.num_updates={updates}"),
-        *(f"run.name={json.dumps(name)}", f"run.dir={json.dumps(str(folder))}"),
-    )
+    named = (f"run.name={json.dumps(name)}", f"run.dir={json.dumps(str(folder))}")
+    size = (f"run.seed={seed}", f"run.num_updates={updates}")
+    config = config_of(method, base, *LEARNING, *size, *named)
     # A run that was cut off has left its beginning.
     shutil.rmtree(folder / name, ignore_errors=True)
     began = time.process_time()

@@ -37,7 +37,7 @@ def distance(tree: Tree, encoder: Any) -> float | None:
     with v the unit vectors of their texts. RAPO (arXiv 2603.03078, figure 4) counts clusters of
     such vectors in place of it, with a radius of its own choice.
     """
-    texts = [text_of(path) for path in tree.trajectories() if path.contents]
+    texts = [text for path in tree.trajectories() if (text := text_of(path))]
     if len(texts) < 2:
         return None
     vectors = np.asarray(encoder.encode(texts), np.float64)
