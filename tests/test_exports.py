@@ -211,8 +211,8 @@ def test_scores_of_packed_trees_come_per_trajectory() -> None:
     import torch
 
     from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
-    from treegraft.policy.learn.learner import token_scores
     from treegraft.policy.learn.pack import pack_trees
+    from treegraft.policy.learn.scores import token_scores
     from treegraft.policy.tiny import build_tiny_model
     from treegraft.settings.policy import TinySettings
 

@@ -32,8 +32,8 @@ from treegraft.policy.learn.flex import (
     proven_flex,
     tree_block_mask,
 )
-from treegraft.policy.learn.learner import token_scores
 from treegraft.policy.learn.pack import Node, TreeBatch, columns_of, pack_trees
+from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.learn.tree_attention import PackedPlan
 
 pytestmark = pytest.mark.filterwarnings(

@@ -20,8 +20,8 @@ from tests.trees import Part, build_tree, mixed_trees
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import EntropyKind, Origin, Status, Trajectory, Tree
 from treegraft.policy.learn import learner as learner_module
-from treegraft.policy.learn.learner import token_scores
 from treegraft.policy.learn.pack import pack_trees
+from treegraft.policy.learn.scores import token_scores
 from treegraft.runs.metrics import check_known
 from treegraft.settings.policy import LossSettings
 

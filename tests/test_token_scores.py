@@ -17,8 +17,9 @@ from tests.slow_learner import (
 
 from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn import scores as scores_module
-from treegraft.policy.learn.learner import Learner, token_scores
+from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
+from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.load import with_adapters
 from treegraft.settings.policy import LearnSettings, LossSettings, ModelSettings
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from treegraft.evals.agent import answer_question
     from treegraft.evals.evaluate import evaluate_checkpoint
     from treegraft.policy.engine.scripted import ScriptedEngine
-    from treegraft.policy.learn.learner import token_scores
     from treegraft.policy.learn.pack import TreeBatch, pack_trees
+    from treegraft.policy.learn.scores import token_scores
     from treegraft.runs.record import read_trees
     from treegraft.runs.result import RunResult
     from treegraft.runs.trust import trust
@@ -98,7 +98,7 @@ _NAMES = {
     "evals.agent": "answer_question",
     "evals.evaluate": "evaluate_checkpoint",
     "policy.engine.scripted": "ScriptedEngine",
-    "policy.learn.learner": "token_scores",
+    "policy.learn.scores": "token_scores",
     "policy.learn.pack": "TreeBatch pack_trees",
     "runs.record": "read_trees",
     "runs.result": "RunResult",

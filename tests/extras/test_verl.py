@@ -33,6 +33,7 @@ from tests.extras.verl_check import Held, Queue, in_queue, verl_config
 from treegraft import SettingError, Tree, read_trees
 from treegraft.extras import verl as ours
 from treegraft.extras.verl import arguments
+from treegraft.extras.verl.arguments import MANAGER
 from treegraft.extras.verl.rows import ADVANTAGES
 from treegraft.parts import BranchCause, Grove
 
@@ -275,7 +276,7 @@ def test_contract_verl_finds_trainer_and_manager_by_name() -> None:
     from verl.utils.import_utils import load_class_from_fqn
 
     assert get_trainer_cls("treegraft") is verl_check.of_trainer.TreeTrainer
-    manager = load_class_from_fqn(ours.MANAGER, "AgentLoopManager")
+    manager = load_class_from_fqn(MANAGER, "AgentLoopManager")
     assert manager is ours.TreeManager
     # The entry point of this package leads to the module that registers it.
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")

@@ -732,8 +732,7 @@ class Trajectory(ShownTrajectory):
     def num_loss_tokens(self) -> int:
         """|y|, the loss tokens of the whole path; of a stored trajectory, those that its agent
         wrote."""
-        is_stored = self.is_stored
-        return sum(len(s.lesson_ids) if is_stored else sum(s.loss_mask) for s in self.steps)
+        return sum(len(s.lesson_ids) if self.is_stored else sum(s.loss_mask) for s in self.steps)
 
     @property
     def token_ids(self) -> list[int]:
@@ -826,5 +825,5 @@ class Trajectory(ShownTrajectory):
     @property
     def num_tool_calls(self) -> int:
         """Calls the policy made and that were run."""
-        own = (step.content for step in self.steps if step.origin is Origin.POLICY)
-        return sum(len(content.observations) for content in own)
+        own = (one for one in self.steps if one.origin is Origin.POLICY)
+        return sum(len(one.content.observations) for one in own)

@@ -36,6 +36,14 @@ File = Annotated[
         " --table also its results alone, a .jsonl.",
     ),
 ]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder of runs and of results.jsonl. Default: runs/NAME, with the results beside the"
+        " study, in NAME.jsonl.",
+    ),
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Run only this arm or world; may be repeated."),
@@ -75,14 +83,7 @@ Lines = Annotated[
 def study(
     context: typer.Context,
     file: File,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder of runs and of results.jsonl. Default: runs/NAME, with the results beside"
-            " the study, in NAME.jsonl.",
-        ),
-    ] = None,
+    out: Out = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="With the study's table [smoke]: tiny runs.")
     ] = False,

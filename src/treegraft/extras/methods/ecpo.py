@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 from treegraft import Step, Trajectory
-from treegraft.extras.methods.gigpo_math import discounted_returns
 from treegraft.parts import Plugin, Settings, setting, when
 
 Instance = tuple[tuple[int, str], Hashable, float]
@@ -79,6 +78,9 @@ def evidence(
     States and discounted returns are GiGPO's (see `gigpo_math.state_advantages`): what the agent
     was shown last.
     """
+    # numpy comes with it, and commands load this module without.
+    from treegraft.extras.methods.gigpo_math import discounted_returns
+
     states = defaultdict[tuple[str, ...], list[Instance]](list)
     for index, path in enumerate(members):
         seen: tuple[str, ...] = ()

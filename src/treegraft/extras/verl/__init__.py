@@ -14,10 +14,6 @@ __all__ = ["TreeManager"]
 
 SUPPORTED = "0.9.1"
 """The version of verl that this was written for: it overrides methods with private names."""
-TRAINER = "treegraft"
-"""Its name in `trainer.v1.trainer_mode`."""
-MANAGER = "treegraft.extras.verl.TreeManager"
-"""Its name in `actor_rollout_ref.rollout.agent.agent_loop_manager_class`."""
 
 
 def check_version(version: str) -> None:

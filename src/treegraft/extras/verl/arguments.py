@@ -10,7 +10,6 @@ from typing import Any
 
 from treegraft import Config, SettingError, load_config
 from treegraft.extras.hosts import Derived, Host, Only
-from treegraft.extras.verl import MANAGER, TRAINER
 
 AGGREGATIONS = {
     "token-mean": "token-mean",
@@ -22,6 +21,10 @@ NO_DUAL_CLIP = 1e9
 """`clip_ratio_c` that never acts: verl bounds ratios by e^20 < 4.9e8."""
 ENTROPIES = ("top_k", "sampled")
 """Values of `treegraft.entropies`."""
+TRAINER = "treegraft"
+"""Its name in `trainer.v1.trainer_mode`."""
+MANAGER = "treegraft.extras.verl.TreeManager"
+"""Its name in `actor_rollout_ref.rollout.agent.agent_loop_manager_class`."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 

@@ -18,8 +18,8 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from treegraft import SettingError, load_config
-from treegraft.extras.verl import TRAINER, check_version
-from treegraft.extras.verl.arguments import check_arguments, check_recipe
+from treegraft.extras.verl import check_version
+from treegraft.extras.verl.arguments import TRAINER, check_arguments, check_recipe
 from treegraft.extras.verl.rows import ADVANTAGES, FACTS, Facts, factors, minibatches
 from treegraft.extras.verl.server import use_top_servers
 from treegraft.parts import errors

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from treegraft.algo.losses import (
     Denominators,
@@ -20,7 +20,7 @@ from treegraft.algo.losses import (
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import EntropyKind, Step, Tree
-from treegraft.policy.attention_hook import install_attention, tree_attention
+from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
 from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
@@ -58,38 +58,11 @@ from treegraft.policy.learn.scores import (
     Scores,
     ScoringModel,
     check_head,
-    chunked_scores,
-    packed_hidden,
     packing_problem,
-    rowwise_hidden,
 )
-from treegraft.policy.output_head import OutputHead, base_model
+from treegraft.policy.output_head import base_model
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
-
-
-def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = 2048) -> Scores:
-    """Returns (logprobs, entropies), each [U] float32, of the batch's unique sampled tokens in the
-    order of `batch.sampled`.
-
-    Both are of softmax(logits / T) with T of the token's step. Our attention is installed for the
-    call and the model's own restored after it; a model that cannot take it is run once per
-    trajectory. Gradients flow to the model, except under its own gradient checkpointing, for which
-    `Learner` keeps the attention installed.
-
-    Raises:
-        ModelError: its logits cannot be had from hidden states and output embeddings.
-    """
-    check_head(model)
-    if packing_problem(model) is not None:
-        hidden = rowwise_hidden(model, batch)
-    else:
-        with tree_attention(model):
-            hidden = packed_hidden(model, batch)
-    sampled = hidden[: batch.sampled.numel()]
-    return chunked_scores(
-        OutputHead(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,3 +304,27 @@ class ScoringModel(nn.Module):
         if not self._is_packed:
             return rowwise_hidden(self.model, batch)
         return packed_hidden(self.model, batch, compile_kernels=self._settings.compile_kernels)
+
+
+def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = 2048) -> Scores:
+    """Returns (logprobs, entropies), each [U] float32, of the batch's unique sampled tokens in the
+    order of `batch.sampled`.
+
+    Both are of softmax(logits / T) with T of the token's step. Our attention is installed for the
+    call and the model's own restored after it; a model that cannot take it is run once per
+    trajectory. Gradients flow to the model, except under its own gradient checkpointing, for which
+    `Learner` keeps the attention installed.
+
+    Raises:
+        ModelError: its logits cannot be had from hidden states and output embeddings.
+    """
+    check_head(model)
+    if packing_problem(model) is not None:
+        hidden = rowwise_hidden(model, batch)
+    else:
+        with tree_attention(model):
+            hidden = packed_hidden(model, batch)
+    sampled = hidden[: batch.sampled.numel()]
+    return chunked_scores(
+        OutputHead(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk
+    )
