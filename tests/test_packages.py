@@ -65,6 +65,8 @@ def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> No
     known |= {"mcp_types", "httpx2"}
     # Of a notebook itself, and what `history.frame()` asks for in a sentence of its own.
     known |= {"IPython", "pandas"}
+    # Of the standard library from Python 3.14 on.
+    known |= {"compression"}
     brought, unknown = required(), []
     for module, tree in trees().items():
         for name in imports(tree, module) if is_core(module) else ():

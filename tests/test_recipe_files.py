@@ -129,7 +129,9 @@ def test_doctor_names_what_a_papers_recipe_lacks(
     # The hardware that the recipe is written for.
     memory = list(sizing(config, model_shape(config), Plan.of(8, "H100", None)))
     assert not list(cards(config, 8)) and all(one.is_good for one in memory)
-    assert "keys and values" in {one.name for one in memory}
+    # The shapes of other people's checkpoints are read once they are there.
+    asked = "keys and values" if config.run.num_updates else "each GPU"
+    assert asked in {one.name for one in memory}
 
 
 def smoke(name: str, folder: Path) -> Path:

