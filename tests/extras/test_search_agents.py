@@ -91,4 +91,3 @@ def test_a_prompt_of_ones_own_and_its_limit() -> None:
     assert text_of(made(search_o1, system_prompt="").prompt_ids(TASK)) == "Who founded it?"
     with raises_code("prompt-too-long"):
         made(search_r1, max_context=10).prompt_ids(TASK)
-
