@@ -51,7 +51,10 @@ ELSEWHERE = {
     r"treegraft study studies/\S+( --only \S+| --pairs \d+| --minutes \d+| --smoke| --out \w+)*$": (
         "hours; tests/test_study.py runs the smoke test of each study"
     ),
-    r"treegraft train papers/\S+ --smoke": "tests/test_recipe_files.py runs it",
+    r"treegraft (train|sft) papers/": "tests/test_recipe_files.py and extras/test_papers_steps.py",
+    r"treegraft (data check|serve search|buffer stats) \$": "tests/extras/test_papers_steps.py",
+    r"treegraft compare evals/grpo": "tests/extras/test_papers_steps.py compares them",
+    r"treegraft study \S+ .*--figure": "tests/extras/test_paper_figures.py draws",
     r"treegraft buffer build papers/": "needs a model of 7B; tests/test_build_traces.py builds",
     r"treegraft buffer build .*agent=http": "needs a server; tests/test_build_traces.py has one",
     r"treegraft buffer build .*agent=runs": "a tiny agent keeps nothing; see test_build_traces.py",

@@ -84,9 +84,13 @@ def costs(lines: Sequence[Line], baseline: str | None) -> list[tuple[str, ...]]:
         for key, _ in PER_UPDATE:
             value, base = own[key], found.get(baseline or "", {}).get(key)
             ratio = f" ({value / base:.2f} x)" if value is not None and base else ""
-            cells.append("" if value is None else f"{value:.3g}{ratio}")
+            cells.append("" if value is None else f"{_shown(value)}{ratio}")
         rows.append((arm, *cells))
     return rows
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _mean_of(arm: str, key: str, lines: Sequence[Line]) -> float | None:

@@ -104,6 +104,11 @@ class StudyFile(_Table):
     one. `base = "FILE"` takes the tables of another study, and puts those of this one over them."""
     title: str = ""
     """A sentence above the tables."""
+    portable: bool = False
+    """Whether runs compute what they would on any other x86 processor, to the bit in float32: with
+    the instructions that all of them have (MKL's compatible mode, torch's plain path) and without
+    kernels of our own, so that equal seeds give equal warm-ups. It is part of a line's
+    fingerprint."""
     pairs: int = Field(10, ge=1)
     """Pairs: runs of all arms in all worlds with the same seeds."""
     first_seed: int = Field(100, ge=0)

@@ -27,6 +27,11 @@ _LIMITS = (
     "rollout.max_tool_calls",
     "rollout.deadline_s",
 )
+PORTABLE = {
+    "learn": {"compile_kernels": False},
+    "engine": {"native": {"compile_kernels": False}},
+}
+"""Settings of a portable study: our kernels are compiled for the processor at hand."""
 OF_WARMUP = (*_WORK, *_LIMITS, "warmup.", "learn.")
 """Beginnings of the names of the settings that tell warm-ups apart; others cannot matter there."""
 OF_EXPERT = (*_WORK, *_LIMITS, "buffer.encoder")
@@ -269,7 +274,7 @@ class _Planner:
             shown=shown,
             told=tuple(loaded.told),
             defaults=loaded.defaults,
-            fingerprint=_hash(parts),
+            fingerprint=self._hash(parts),
         )
 
     def _arm(self, name: str) -> Arm:
@@ -290,7 +295,14 @@ class _Planner:
         return self._loaded["run", world, arm]
 
     def _tables(self, *more: Tables) -> dict[str, Any]:
-        return recipe.merged({"run": {"num_threads": 1}}, self._recipe, self._study.settings, *more)
+        own = PORTABLE if self._study.portable else {}
+        return recipe.merged(
+            {"run": {"num_threads": 1}}, self._recipe, self._study.settings, *more, own
+        )
+
+    def _hash(self, parts: Sequence[Any]) -> str:
+        # Only where it is asked for, so that the lines of other studies keep theirs.
+        return _hash([*parts, "portable"] if self._study.portable else parts)
 
     def _load(self, tables: Tables, where: str) -> _Loaded:
         try:
@@ -338,7 +350,7 @@ class _Planner:
                 )
             self._loaded["warmup", name] = loaded
         loaded, seed = self._loaded["warmup", name], study.first_warmup_seed + pair
-        fingerprint = _hash(["warmup", seed, loaded.told_of(OF_WARMUP)])
+        fingerprint = self._hash(["warmup", seed, loaded.told_of(OF_WARMUP)])
         config = loaded.seeded(seed)
         return WarmupPlan(name=name, pair=pair, config=config, fingerprint=fingerprint)
 

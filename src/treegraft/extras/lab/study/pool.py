@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -20,6 +20,9 @@ from treegraft import TreegraftError
 from treegraft.parts import plain
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+PORTABLE = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}
+"""Environment in which MKL and torch take the same path on every x86 processor; read when they are
+loaded."""
 END_S = 120.0
 """How long a worker may take to save and end."""
 
@@ -41,8 +44,12 @@ class Pool:
     that started them decides, see `end`.
     """
 
-    def __init__(self, function: Callable[..., Any], num: int) -> None:
+    def __init__(
+        self, function: Callable[..., Any], num: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Args: environment: further variables of the processes; None for none."""
         self._function, self.num = function, num
+        self._environment = dict.fromkeys(THREADS, "1") | dict(environment or {})
         self._workers: dict[Connection, Any] = {}
         self._jobs: dict[Connection, Any] = {}
         self._idle: list[Connection] = []
@@ -67,13 +74,13 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         worker = context.Process(target=_work, args=(theirs, self._function), daemon=True)
-        before = {name: os.environ.get(name) for name in THREADS}
+        before = {name: os.environ.get(name) for name in self._environment}
         # Its start would let SIGINT through.
         resource_tracker.ensure_running()
         # A worker that is still being loaded gets the signal when it can heed it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         # Read once, when the libraries of the new process are loaded.
-        os.environ |= dict.fromkeys(THREADS, "1")
+        os.environ |= self._environment
         try:
             worker.start()
             self._workers[ours] = worker

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.extras.lab.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
-from treegraft.extras.lab.study.pool import Outcome, Pool
+from treegraft.extras.lab.study.pool import PORTABLE, Outcome, Pool
 from treegraft.extras.lab.study.results import Key, Line, add_results, changes, known_runs, repair
 from treegraft.extras.lab.study.work import carry_out, note_of
 from treegraft.extras.lab.text import counted
@@ -145,7 +145,8 @@ class _Work:
 
     def carry_out(self, workers: int, minutes: float | None) -> Ran:
         """Does the work with a pool of processes."""
-        pool = Pool(functools.partial(carry_out, out=self._out), workers)
+        own = PORTABLE if self._plan.study.portable else None
+        pool = Pool(functools.partial(carry_out, out=self._out), workers, own)
         stopped_by: int | None = None
         try:
             with interrupt.others_as_ctrl_c():
