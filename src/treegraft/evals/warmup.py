@@ -57,8 +57,8 @@ async def warm_up_from(
 ) -> None:
     """Supervised fine-tuning on the demonstrations that are still to come."""
     settings, learner = run.config.warmup, parts.learner
-    # A kill costs at most a quarter of the warm-up.
-    save_every = max(1, settings.num_steps // 4)
+    # A kill costs at most a quarter of the warm-up, unless no checkpoint but the last is asked for.
+    save_every = max(1, settings.num_steps // (4 if run.config.checkpoint.every else 1))
     # An evaluation that was interrupted comes now.
     await evaluate_warmup(run, parts, publisher)
     began, cpu_began = time.monotonic(), time.process_time()
