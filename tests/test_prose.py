@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from types import ModuleType
 
 import pytest
-from tests.pages import ROOT
+from tests.pages import PAGES, ROOT
 
 
 def load() -> ModuleType:
@@ -86,3 +87,15 @@ def test_the_edited_pages_keep_the_rules() -> None:
         [sys.executable, str(ROOT / "docs" / "prose.py")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_a_block_of_python_runs_or_says_why_not() -> None:
+    waiting = {name.removeprefix("docs/") for name in prose.unedited()}
+    unmarked = [
+        f"{name}: {block[:40]}"
+        for name, page in PAGES.items()
+        if name not in waiting
+        for above, block in re.findall(r"(.*)\n```python\n(.*)", page)
+        if not re.fullmatch(r"<!-- (?:runnable|not run: \S.+) -->", above)
+    ]
+    assert unmarked == []
