@@ -94,8 +94,8 @@ MOST_CORE_LINES = 35_000
 """Lines of code outside `extras`."""
 MOST_LINES_BELOW_TRAIN = 41_900
 """Lines of `train.py` and all that it imports, directly or not. 41,000 are wanted: trust in run
-folders, ranks that start themselves, checks of rewards and compressed trees came after; vLLM's engine is next to
-move."""
+folders, ranks that start themselves, checks of rewards and compressed trees came after; vLLM's
+engine is next to move."""
 LONGEST_CHAIN = 18
 """Files of the core that import one another in a row."""
 LONGER: dict[str, str] = {}
