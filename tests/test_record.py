@@ -329,6 +329,22 @@ def test_a_reader_beside_the_writer_sees_whole_updates(tmp_path: Path) -> None:
     assert len(reader.files()) == 3 and reader.tree("update-000003", 0) == TREE
 
 
+def test_trees_are_read_through_links_of_the_user_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of its own folder, and a folder of trees that lies on another disk."""
+    packed(tmp_path)
+    run = tmp_path / "run"
+    (run / "trees").rename(tmp_path / "elsewhere")
+    (run / "trees").symlink_to(tmp_path / "elsewhere")
+    assert read_trees(run) == [TREE] * 3
+    assert RunFolder(run).damaged_trees(3, has_all=True) == []
+    monkeypatch.chdir(tmp_path)
+    write_trees(Path("mine.jsonl"), [TREE])
+    Path("link.jsonl").symlink_to("mine.jsonl")
+    assert read_trees("mine.jsonl") == read_trees("link.jsonl") == [TREE]
+
+
 def test_trees_of_0_7_are_read_and_cut(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "{}")
     for number in (1, 2):

@@ -50,7 +50,7 @@ def read_trees(path: Path | str) -> list[Tree]:
         folder = place / "trees" if (place / "trees").is_dir() else place
         parts = parts_in(folder, "update")
     elif place.suffix == ".zst" and place.is_file():
-        parts = in_order(parts_of(place))
+        parts = in_order(parts_of(place.absolute()))
     elif part := find_part(place):
         parts = [part]
     else:

@@ -76,12 +76,14 @@ class TreePart:
     """ "update", or the kind of evaluation: "greedy" or "sampled"."""
     update: int
     path: Path
+    within: Path
+    """The folder that no link may lead out of."""
     begin: int
     body: int
     """Where the first tree begins."""
     end: int
     checksum: str
-    """Of what follows the head's own; empty for a file of lines."""
+    """Of the name and what follows the checksum; empty for a file of lines."""
     mtime_ns: int = field(compare=False)
     """Of its file, to which others may have been added."""
     index: bytes = field(compare=False, repr=False, default=b"")
@@ -113,7 +115,7 @@ class TreePart:
                 if begin != self.end:
                     raise ValueError("the sizes of its trees are others")
                 return found
-            with open_inside(self.path, self.path.parents[1]) as file:
+            with open_inside(self.path, self.within) as file:
                 for line in file:
                     task = _TASK.match(line)
                     name = str(json.loads(task[1])) if task else ""
@@ -124,7 +126,7 @@ class TreePart:
         """Yields the texts of trees with their numbers from `first` on, `num` of them; None for
         all. Raises DataError for a damaged one."""
         chosen = slice(first, None if num is None else first + num)
-        with open_inside(self.path, self.path.parents[1]) as file:
+        with open_inside(self.path, self.within) as file:
             for number, (_, begin, end) in enumerate(self.places()[chosen], start=first):
                 file.seek(begin)
                 data = file.read(end - begin)
@@ -153,7 +155,7 @@ class TreePart:
 
     def data(self) -> bytes:
         """Returns its bytes."""
-        with open_inside(self.path, self.path.parents[1]) as file:
+        with open_inside(self.path, self.within) as file:
             file.seek(self.begin)
             return file.read(self.size)
 
@@ -161,7 +163,7 @@ class TreePart:
         """Returns the checksum of what is there: `checksum`, if that is what was written."""
         data = self.data()
         head = _HEAD.match(data)
-        return checksum(data[head.end() if head else 0 :])
+        return checksum(self.name.encode() + data[head.end() if head else 0 :])
 
 
 def pack_of(path: Path) -> Path | None:
@@ -185,27 +187,34 @@ def write_trees(path: Path, trees: Iterable[Tree]) -> None:
     index = json.dumps(sizes, separators=(",", ":")).encode()
     body = index + b"".join(frames)
     name = path.name.removesuffix(".jsonl")
-    head = f"{name} {len(body) - len(index)} {checksum(body)} ".encode()
+    head = f"{name} {len(body) - len(index)} {checksum(name.encode() + body)} ".encode()
     append_whole(pack, _OPENING + struct.pack("<I", len(head) + len(index)) + head + body)
 
 
-def parts_of(path: Path) -> list[TreePart]:
+def parts_of(path: Path, within: Path | None = None) -> list[TreePart]:
     """Returns the parts of a file that are whole, in order. Behind a damaged head it looks for the
-    next one."""
-    found, begin = list[TreePart](), 0
-    with open_inside(path, path.parents[1]) as file:
+    next one.
+
+    Args:
+        within: the folder that no link may lead out of; None for the file's own.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found, begin, within = list[TreePart](), 0, within or path.parent
+    with open_inside(path, within) as file:
         stat = os.fstat(file.fileno())
         if not path.name.endswith(_ENDING):
-            return [_part(path.stem, path, 0, 0, stat.st_size, "", stat.st_mtime_ns)]
+            return [_part(path.stem, path, within, 0, 0, stat.st_size, "", stat.st_mtime_ns)]
         for _ in range(_MOST_HOPS):
             file.seek(begin)
             head = _HEAD.match(data := file.read(_READ))
             if head and (length := 8 + int.from_bytes(head[1], "little")) <= _MOST_HEAD:
-                end = begin + length + int(head[3])
-                if end <= stat.st_size:
+                end, name = begin + length + int(head[3]), head[2].decode()
+                if end <= stat.st_size and PART_NAME.fullmatch(name):
                     data += file.read(max(0, length - len(data)))
                     about = head[4].decode(), stat.st_mtime_ns, data[head.end() : length]
-                    found.append(_part(head[2].decode(), path, begin, begin + length, end, *about))
+                    found.append(_part(name, path, within, begin, begin + length, end, *about))
                     begin = end
                     continue
             if (begin := _next_head(file, begin + 1)) < 0:
@@ -232,7 +241,7 @@ def _next_head(file: BinaryIO, begin: int) -> int:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Returns the files of trees of a folder, without links that lead out of its run."""
+    """Returns the files of trees of a folder, without links that lead out of it."""
     found = []
     for entry in os.scandir(folder) if folder.is_dir() else ():
         stem = entry.name.removesuffix(".zst").removesuffix(".jsonl")
@@ -240,7 +249,7 @@ def files_in(folder: Path) -> list[Path]:
         if not is_pack and not (entry.name.endswith(".jsonl") and PART_NAME.fullmatch(stem)):
             continue
         path = Path(entry.path)
-        if not (entry.is_symlink() and leads_outside(path, folder.parent)):
+        if not (entry.is_symlink() and leads_outside(path, folder)):
             found.append(path)
     return found
 
@@ -260,6 +269,9 @@ def parts_in(folder: Path, kind: str = "") -> list[TreePart]:
 def find_part(path: Path) -> TreePart | None:
     """Returns the part `path`, such as trees/update-000012, or the file of lines at this path; None
     where there is none."""
+    path = path.absolute()
+    if path.parent.name != "trees" and path.is_file():
+        return parts_of(path.resolve())[0]
     for place in (path, path.with_name(f"{path.name}.jsonl"), pack_of(path)):
         if place is not None and place.is_file():
             name = path.name.removesuffix(".jsonl")

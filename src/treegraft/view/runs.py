@@ -203,7 +203,7 @@ class RunReader:
             try:
                 stat = path.stat()
                 key = (path, stat.st_mtime_ns, stat.st_size)
-                found[key] = self._parts[key] if key in self._parts else parts_of(path)
+                found[key] = self._parts[key] if key in self._parts else parts_of(path, self.path)
             except OSError:  # a resume has just cut it away, or a link points to itself
                 continue
         if self._listed[0] != found.keys():
