@@ -126,8 +126,12 @@ def test_doctor_names_what_a_papers_recipe_lacks(
     assert ("buffer.path" in lacks) is (not reads_buffer(config))
     assert ("tools.search.corpus" in lacks) is is_dense
     assert ("SERPER_API_KEY" in lacks) is not is_dense
+    # Of agents that are measured alone the checkpoint's name may tell no size.
+    if (shape := model_shape(config)) is None:
+        assert not config.run.num_updates
+        return
     # The hardware that the recipe is written for.
-    memory = list(sizing(config, model_shape(config), Plan.of(8, "H100", None)))
+    memory = list(sizing(config, shape, Plan.of(8, "H100", None)))
     assert not list(cards(config, 8)) and all(one.is_good for one in memory)
     # The shapes of other people's checkpoints are read once they are there.
     asked = "keys and values" if config.run.num_updates else "each GPU"

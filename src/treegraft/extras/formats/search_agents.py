@@ -21,6 +21,7 @@ class Marks:
     """The markup of an agent."""
 
     call: tuple[str, str]
+    """Around the query of a search."""
     result: tuple[str, str]
     """Before and after a result, line breaks included."""
     answer: tuple[str, str] | None
@@ -64,7 +65,9 @@ class Read:
     """One step as it was read."""
 
     content: StepContent
+    """The step's content; after a violation no more than its thought."""
     violation: str | None = None
+    """Which rule it broke; None where it broke none."""
 
     @property
     def is_complete(self) -> bool:

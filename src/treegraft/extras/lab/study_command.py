@@ -109,11 +109,7 @@ def study(
 
     The same command resumes a stopped study. Results are one line a run.
     """
-    if not table:
-        own = () if figure else ("--baseline",)
-        commands.refuse_idle(context, "without --table", "--json", "--brief", *own)
-    if as_json:
-        commands.refuse_idle(context, "with --json", "--brief")
+    _refuse_without_table(context, table, figure is not None, as_json)
     _refuse_second_mode(context, as_lines, table, check, figure is not None)
     if file.suffix == ".jsonl":
         _refuse_no_results(file, with_table=table)
@@ -146,6 +142,15 @@ def _shipped(file: Path) -> Path:
     """The file of a study of this clone by its name; other paths as they are."""
     found = Path(treegraft.__file__).parents[2] / "studies" / f"{file}.toml"
     return found if file.name == str(file) and found.is_file() else file
+
+
+def _refuse_without_table(context: typer.Context, table: bool, draws: bool, as_json: bool) -> None:
+    """Refuses options of tables where none is printed."""
+    if not table:
+        own = () if draws else ("--baseline",)
+        commands.refuse_idle(context, "without --table", "--json", "--brief", *own)
+    if as_json:
+        commands.refuse_idle(context, "with --json", "--brief")
 
 
 def _refuse_second_mode(

@@ -433,10 +433,9 @@ class Learner:
     ) -> Tensor:
         """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on
         sampled tokens."""
-        batch, settings = pack.batch, self._loss
+        batch, settings, weight = pack.batch, self._loss, self._loss.shaping_weight
         rows = batch.carries_loss.nonzero()[:, 0]
         tokens, owners = batch.tokens[rows], batch.trajectories[rows]
-        weight = settings.shaping_weight
         shaping = [shaping_factor(path.leaf.retrieved_frac, weight) for path in batch.paths]
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.

@@ -23,7 +23,7 @@ OWN = "own"
 
 
 def shipped_template(name: str) -> str:
-    """Returns the text of a template: its marks, then the conversation."""
+    """Returns the text of a template: its marks, and the conversation where it has none itself."""
     folder = resources.files(__package__) / "templates"
     parts = (name,) if name == "mistral" else (name, "conversation")
     return "".join((folder / f"{part}.jinja").read_text("utf-8") for part in parts)
