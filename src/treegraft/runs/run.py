@@ -225,13 +225,8 @@ class Run:
         self.reporter.update(update, trees)
         calls, tokens = (sum(int(metrics.get(key, 0)) for key in keys) for keys in SPENT)
         spent = (self.state.spent[0] + calls, self.state.spent[1] + tokens)
-        own: dict[str, Any] = {
-            "update": update,
-            "is_closed": False,
-            "pending": metrics,
-            "spent": spent,
-        }
-        self.state = replace(self.state, **own, **more_state)
+        own: dict[str, Any] = {"update": update, "pending": metrics, "spent": spent}
+        self.state = replace(self.state, is_closed=False, **own, **more_state)
 
     def keep_update(self, evaluated: Mapping[str, float]) -> None:
         """Logs the update with its evaluation (empty for none), and keeps the best and the latest

@@ -301,7 +301,7 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
                 tuning=lines[0].get("tuning", {}),
                 at=at,
                 areas=areas,
-                num_left=len(left := [*filter(None, map(_left_after, lines))]),
+                num_left=len(left := [one for one in map(_left_after, lines) if one is not None]),
                 left_after=statistics.median(left) if left else None,
                 pass_at=_pass_at([line["curve"][-1] for line in lines]),
             )
@@ -320,12 +320,12 @@ def _mean_of_all(values: Sequence[float | None]) -> float | None:
 
 
 def _left_after(line: Line) -> float | None:
-    """The calls, at least 1, with which a run had left its start, if it has at its end."""
+    """The calls with which a run had left its start, if it has at its end."""
     start, points = line["curve"][0]["accuracy"], line["curve"]
     if points[-1]["accuracy"] < start + RISE:
         return None
     first = next(point for point in points if point["accuracy"] >= start + RISE)
-    return max(1.0, float(first.get(CALLS, 0.0)))
+    return float(first.get(CALLS, 0.0))
 
 
 def _of_buffer(lines: Sequence[Line], count: str) -> float:
