@@ -38,13 +38,14 @@ def recipe(base: Path | str, *overrides: str) -> Config:
     return load_config(tiny(**RAPO | {"model": {"path": str(base)}}), overrides)
 
 
-def warmed_up(folder: Path) -> Path:
-    """An agent that has learned a little: it searches, and answers too early."""
+def warmed_up(folder: Path, num_steps: int = 60) -> Path:
+    """An agent that has learned a little: it searches, and answers too early; after fewer steps it
+    is less sure of what it writes."""
     tables = tiny(
         run={"num_updates": 0, "dir": str(folder), "name": "base"},
         model={"tiny": {"max_context": 160}},
         eval={"every": 0, "at_start": False, "at_end": False},
-        warmup={"num_steps": 60},
+        warmup={"num_steps": num_steps},
     )
     return train(tables, display=False).checkpoint_dir
 

@@ -44,7 +44,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return warmed_up(tmp_path_factory.mktemp("runs"))
+    return warmed_up(tmp_path_factory.mktemp("runs"), num_steps=30)
 
 
 def request(**changes: Any) -> served.TokenRequest:
