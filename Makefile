@@ -89,11 +89,13 @@ audit:
 	$(PYTHON) -m benchmarks.audit $(AUDIT)/bin/pip-audit
 
 # The pages, into build/docs/site; a warning fails. Where $(PYTHON) has the package already, no second environment is made.
+# A dry run executes lines that name $(MAKE) itself, and would build the pages.
+SUBMAKE = $(MAKE)
 docs:
 	@if [ ! -e $(STAMP) ] && $(PYTHON) -c "import treegraft" 2>/dev/null; then \
 	  $(PYTHON) -c "import zensical" 2>/dev/null || { echo "make docs: $(PYTHON) lacks what builds the pages; run: $(PYTHON) -m pip install -c constraints.txt -e '.[docs]'"; exit 1; }; \
 	  $(PYTHON) docs/build.py; \
-	else $(MAKE) install && $(BIN)/python docs/build.py; fi
+	else $(SUBMAKE) install && $(BIN)/python docs/build.py; fi
 
 install: $(STAMP)
 
