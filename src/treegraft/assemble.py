@@ -363,7 +363,8 @@ async def assemble_training(
             trained = _adapted(config, model)
             opening: AbstractAsyncContextManager[Engine]
             if placement is None:
-                opening = opened_engine(config, own or trained, tokenizer, source_path)
+                count = 1 if ranks is None else ranks.size
+                opening = opened_engine(config, own or trained, tokenizer, source_path, count)
             else:
                 opening = placement.engine(config, model_path)
             engine = await stack.enter_async_context(opening)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from treegraft.core.interfaces import Engine, Tokenizer
 from treegraft.core.plugin import chosen, make
+from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 
 if TYPE_CHECKING:
@@ -26,18 +27,19 @@ def needs_weights(config: Config, model_path: Path | str) -> bool:
 
 @asynccontextmanager
 async def opened_engine(
-    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
+    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str, num_ranks: int = 0
 ) -> AsyncIterator[Engine]:
     """Holds the engine of a recipe.
 
     Args:
+        num_ranks: how many processes will learn, this one among them; 0 for none.
         model: the native engine's own; another one reads what it needs.
         model_path: one of the user's loads its own weights from here.
 
     Raises:
         TreegraftError: it cannot be made.
     """
-    engine = _build_engine(config, model, tokenizer, model_path)
+    engine = _build_engine(config, model, tokenizer, model_path, num_ranks)
     try:
         if config.engine.kind == "vllm":
             await cast("VllmEngine", engine).open()
@@ -47,13 +49,15 @@ async def opened_engine(
 
 
 def _build_engine(
-    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
+    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str, num_ranks: int
 ) -> Engine:
     kind = config.engine.kind
     if kind == "native":
         from treegraft.policy.engine.native import NativeEngine
 
-        return NativeEngine(model, tokenizer, config.engine)
+        return NativeEngine(
+            model, tokenizer, config.engine, reserved_bytes(config, model, num_ranks)
+        )
     if kind == "vllm":
         from treegraft.policy.engine.vllm.build import build_engine
 
@@ -68,3 +72,15 @@ def _build_engine(
         model_path=str(model_path),
     )
     return engine
+
+
+def reserved_bytes(config: Config, model: Any, num_ranks: int) -> float:
+    """Returns what is still to be taken of a GPU that holds the model already: by a learner of so
+    many ranks, and by the driver."""
+    if not num_ranks:
+        return ModelShape.RESERVED
+    count = sum(weight.numel() for weight in model.parameters())
+    shape = ModelShape.of_config(model.config.get_text_config().to_dict(), count)
+    parts = shape.learner_parts(config, num_ranks)
+    # A single rank learns the weights that are there.
+    return sum(parts.values()) - (parts.get("weights", 0.0) if num_ranks == 1 else 0.0)
