@@ -8,6 +8,7 @@ the 20 most likely tokens, and in columns as Treegraft's route does. The best of
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -23,7 +24,7 @@ from treegraft.policy.engine.served import Draft, StopFinder, TokenReply
 from treegraft.policy.engine.vllm.protocol import packed, unpacked
 
 TOKENS, ROUNDS = 500, 15
-SAMPLING = Sampling(TOKENS, stop=("</search>", "</python>"), final=("</answer>",))
+SAMPLING = Sampling(max_new_tokens=TOKENS, stop=("</search>", "</python>"), final=("</answer>",))
 
 
 class Letters:
@@ -39,7 +40,7 @@ class Letters:
 def replies() -> dict[str, Mapping[str, Any]]:
     """Returns a reply of each kind."""
     draw = random.Random(0)
-    ids = [draw.randrange(1000) for _ in range(TOKENS)]
+    ids = [draw.randrange(3, 1000) for _ in range(TOKENS)]
 
     def content(count: int) -> list[dict[str, Any]]:
         rows = []
@@ -77,7 +78,7 @@ def main() -> None:
             times.append(time.process_time())
             draft.take(TokenReply(*columns))
             times.append(time.process_time())
-            parts = [end - start for start, end in zip(times, times[1:], strict=False)]
+            parts = [end - start for start, end in itertools.pairwise(times)]
             best = [min(pair) for pair in zip(best, parts, strict=True)]
         assert len(draft.ids) == TOKENS
         shown = " | ".join(f"{1e6 * one / TOKENS:.2f}" for one in (*best, sum(best)))

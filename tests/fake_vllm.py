@@ -22,10 +22,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from treegraft.core.listener import listen
+from treegraft.extras.memory.pipe import Pipe
 from treegraft.policy.engine.sampling import draws_of_sampling, sample_tokens
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.pipe import Pipe
 from treegraft.policy.engine.vllm.protocol import (
     DRAW,
     PLAIN_ROUTE,

@@ -36,9 +36,12 @@ from tests.tiny import tiny
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.extras.memory import pipe
+from treegraft.extras.memory.pipe import buckets, parts_of
+from treegraft.extras.memory.senders import Senders
 from treegraft.policy.canary import Canaries
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.engine.vllm import fleet, launch, pipe
+from treegraft.policy.engine.vllm import fleet, launch
 from treegraft.policy.engine.vllm.build import (
     _environment,
     _folder_for_weights,
@@ -52,8 +55,7 @@ from treegraft.policy.engine.vllm.build import (
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.fleet import Fleet, State
 from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
-from treegraft.policy.engine.vllm.loading import Changed, Due, Held, Senders, give_weights
-from treegraft.policy.engine.vllm.pipe import buckets, parts_of
+from treegraft.policy.engine.vllm.loading import CHANGED, Due, Held, give_weights
 from treegraft.policy.engine.vllm.server import Process, Server, Unreachable
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import with_adapters
@@ -679,7 +681,8 @@ def test_what_several_ranks_stream_is_sent_once_a_publish() -> None:
         senders, server = Senders(1.0), Server("http://127.0.0.1:9", httpx.AsyncClient())
         due = Due("a", None, "f", source=Streamed())
         assert await senders.give({}, due) == {}
-        assert isinstance((await senders.give({server: {}}, due))[server], Changed)
+        fault: Any = (await senders.give({server: {}}, due))[server]
+        assert fault.code == CHANGED
 
     asyncio.run(main())
 

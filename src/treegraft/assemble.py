@@ -54,7 +54,6 @@ from treegraft.tools.environments.trial import Trial, try_environment
 from treegraft.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
-    from treegraft.policy.engine.vllm.engine import VllmEngine
     from treegraft.policy.learn.learner import Learner
     from treegraft.policy.learn.ranks import Ranks
 
@@ -231,7 +230,7 @@ class Parts(Setup):
         if self.placement is not None:
             self.placement.show_in(folder.parent)
         elif self.config.engine.kind == "vllm":
-            cast("VllmEngine", self.engine).move_logs(folder)
+            cast(Any, self.engine).move_logs(folder)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of tools and engine since the last call."""

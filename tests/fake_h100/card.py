@@ -8,7 +8,6 @@ import re
 import subprocess
 import tempfile
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch._dynamo import device_interface
 from torch._inductor.fx_passes import fuse_attention, joint_graph
 from torch._inductor.runtime import triton_heuristics
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 SHARED = 232_448
 """Bytes of shared memory that one block of an H100 may have."""
@@ -199,11 +199,10 @@ def _needs(found: list[Any], fault: str) -> dict[str, Any]:
     if not found:
         return {"fault": fault[:300]}
     binary = found[-1]
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(binary.asm["ptx"])
         file.flush()
-        command = [str(folder / "ptxas"), "-v", "--gpu-name", "sm_90a"]
+        command = [get_ptxas(90).path, "-v", "--gpu-name", "sm_90a"]
         command += [file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", said)

@@ -10,7 +10,6 @@ from importlib import resources
 from typing import Any, ClassVar
 
 from treegraft.core.errors import ModelError, nearest
-from treegraft.settings.config import Config
 
 PREFIX = "shape:"
 """What model.path begins with where it names a shape."""
@@ -77,7 +76,7 @@ class ModelShape:
         """Returns the bytes of one token's keys and values, `width` bytes a number."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * width
 
-    def num_trained(self, config: Config) -> int:
+    def num_trained(self, config: Any) -> int:
         """Returns how many weights learn: all, or those of the adapters."""
         # Rank · (in + out) of the seven matrices of a layer: query and output, key and value, the
         # three of the feed-forward part.
@@ -86,7 +85,7 @@ class ModelShape:
         rank = config.model.lora.rank
         return self.num_layers * rank * ends if rank else self.num_weights
 
-    def learner_parts(self, config: Config, ranks: int) -> dict[str, float]:
+    def learner_parts(self, config: Any, ranks: int) -> dict[str, float]:
         """Returns the bytes of each part of a learner on each GPU of so many ranks, as estimated:
         `treegraft doctor` says them, and the native engine leaves room for them."""
         model, learn = config.model, config.learn

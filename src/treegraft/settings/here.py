@@ -6,8 +6,6 @@ import logging
 import os
 from pathlib import Path
 
-import treegraft
-
 _log = logging.getLogger(__name__)
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -16,7 +14,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 def vllm_pythons() -> list[Path]:
     """Returns where the Python of `make vllm-env` is looked for: in the working directory, and in
     the clone that this package is run from."""
-    places = Path.cwd(), Path(treegraft.__file__).parents[2]
+    places = Path.cwd(), Path(__file__).parents[3]
     return [one / ".vllm-env/bin/python" for one in places]
 
 

@@ -222,8 +222,11 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: Literal["auto", "shared", "disk", "memory", "adapter", "external"] = setting(
-        "auto", same_answers=True
+    kind: str = setting(
+        "auto",
+        built_in=("auto", "shared", "disk", "adapter", "external"),
+        plugins="senders",
+        same_answers=True,
     )
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from treegraft.core.interfaces import Engine, Tokenizer
-from treegraft.core.plugin import chosen, make
+from treegraft.core.plugin import chosen, load_object, make
 from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 
-if TYPE_CHECKING:
-    from treegraft.policy.engine.vllm.engine import VllmEngine
+_VLLM = "treegraft.policy.engine.vllm.build"
+"""By name, as engines of plugins are: a run without servers has no part of it."""
 
 
 def needs_weights(config: Config, model_path: Path | str) -> bool:
     """Returns whether the engine gets its weights from the process that makes it."""
     if config.engine.kind == "vllm":
-        from treegraft.policy.engine.vllm.build import needs_weights
-
-        return needs_weights(config, model_path)
+        needed: bool = load_object(f"{_VLLM}:needs_weights")(config, model_path)
+        return needed
     return config.engine.kind == "native"
 
 
@@ -42,7 +41,7 @@ async def opened_engine(
     engine = _build_engine(config, model, tokenizer, model_path, num_ranks)
     try:
         if config.engine.kind == "vllm":
-            await cast("VllmEngine", engine).open()
+            await cast(Any, engine).open()
         yield engine
     finally:
         await engine.close()
@@ -59,9 +58,8 @@ def _build_engine(
             model, tokenizer, config.engine, reserved_bytes(config, model, num_ranks)
         )
     if kind == "vllm":
-        from treegraft.policy.engine.vllm.build import build_engine
-
-        return build_engine(config, model, tokenizer, model_path)
+        served: Engine = load_object(f"{_VLLM}:build_engine")(config, model, tokenizer, model_path)
+        return served
     engine: Engine = make(
         chosen(kind, {"native": None, "vllm": None}, "engines", "engine.kind"),
         Engine,

@@ -19,6 +19,7 @@ from treegraft.core.errors import EngineError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Request, Tokenizer, WeightSource
 from treegraft.core.keyed import keyed_int
+from treegraft.core.plugin import loaded, offered
 from treegraft.core.types import NO_FILTERS, Completion, EntropyKind
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.served import NUM_ASKED, Draft, ServerEngine, TokenReply, TokenRequest
@@ -77,6 +78,8 @@ class VllmEngine(ServerEngine):
         self._initial, self._publishing, self._draws_here = initial, kind, draws_here
         self._http, self._weights, self._folders = http, weights, folders
         self._fleet = Fleet(servers, settings, expected, kind == "external")
+        if kind in (ways := offered("senders")):
+            self._fleet.senders = loaded(ways[kind])(settings.vllm.start_timeout_s)
         if draws_here:
             self._kind = EntropyKind.EXACT
         self._num_published = self._num_bytes = 0
@@ -199,15 +202,18 @@ class VllmEngine(ServerEngine):
                 former.remove()
             self._former.clear()
         self.fingerprint = due.fingerprint
-        sent, self._fleet.senders.num_bytes = self._fleet.senders.num_bytes, 0
-        self._num_bytes += sent if due.folder is None else due.folder.num_bytes()
+        if due.folder is not None:
+            self._num_bytes += due.folder.num_bytes()
+        else:
+            self._num_bytes += self._fleet.senders.num_bytes
+            self._fleet.senders.num_bytes = 0
 
     async def _written(
         self, source: WeightSource, version: int, *, is_adapter: bool = False
     ) -> Due:
         self._num_published += 1
         label = f"{self._fleet.owner}-{version}.{self._num_published}"
-        if self._publishing == "memory":
+        if self._fleet.senders is not None:
             return Due(label, None, source.fingerprint, source=source)
         path = self._weights / f"weights-{self._num_published}"
         try:

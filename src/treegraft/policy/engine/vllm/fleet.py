@@ -21,7 +21,7 @@ from typing import Any
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.loading import Changed, Due, Held, Senders, give_weights
+from treegraft.policy.engine.vllm.loading import CHANGED, Due, Held, give_weights
 from treegraft.policy.engine.vllm.protocol import PLAIN_ROUTE, ROUTE
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 from treegraft.settings.policy import EngineSettings
@@ -109,7 +109,8 @@ class Fleet:
         self.base: WeightsFolder | None = None
         """The weights that a server from elsewhere needs below an adapter."""
         self._wait_s = settings.vllm.start_timeout_s
-        self.senders = Senders(self._wait_s)
+        self.senders: Any = None
+        """Of publish.kind, where that is a plugin's; see `core.plugin.Plugin.senders`."""
         self._homes: dict[object, Member] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -330,10 +331,9 @@ class Fleet:
             try:
                 async with asyncio.timeout(self.settings.vllm.start_timeout_s):
                     await self._raise_up(member)
-            except Changed as error:
-                # The next publish gives it weights.
-                return self.drain(member, f"{member.server} came back late: {error}")
             except (TimeoutError, Unreachable, EngineError, *_UNREADABLE) as error:
+                if isinstance(error, EngineError) and error.code == CHANGED:
+                    return self.drain(member, f"{member.server} came back late: {error}")
                 member.fault = str(error) or "it was not ready in time"
                 _log.warning("%s: %s", member.server, member.fault)
                 continue

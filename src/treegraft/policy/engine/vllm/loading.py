@@ -3,30 +3,15 @@ hold."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
-
-import torch
 
 from treegraft.core.interfaces import WeightSource
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.pipe import Pipe, address_towards, buckets
 from treegraft.policy.engine.vllm.server import Server, Unreachable
-from treegraft.policy.output_head import first_line
-from treegraft.policy.weights import ModelWeights
 
-_log = logging.getLogger(__name__)
-
-PIPE_TIMEOUT_S = 60.0
-"""Longest wait for one bucket."""
-
-
-class Changed(Unreachable):
-    """The weights that are due can no longer be sent: the learner has gone on."""
+CHANGED = "weights-gone-on"
+"""Code of the error that weights which are due can no longer be sent: the learner has gone on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,89 +83,3 @@ def check_sums(server: Server, found: Sequence[Mapping[str, str]], expected: str
             raise Unreachable(
                 f"{server} read weights with checksum {one['fingerprint']}, expected {expected}"
             )
-
-
-class Senders:
-    """Sends weights to servers from memory to memory, to each through a pipe of its own: one that
-    dies breaks no other."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._pipes = timeout_s, dict[Server, Pipe]()
-        self._label, self.num_bytes = "", 0
-
-    async def give(
-        self, asked: Mapping[Server, Mapping[str, Any]], due: Due
-    ) -> Mapping[Server, BaseException]:
-        """Sends what is due to paused servers, in one pass over it, and returns what kept some of
-        them from taking it.
-
-        Args:
-            asked: each with its identity, see `checks.check_identity`.
-        """
-        source = due.source
-        assert source is not None
-        faults: dict[Server, BaseException] = {}
-        if self._label == due.label and not isinstance(source, ModelWeights):
-            # Several ranks stream together, and may be learning by now.
-            return dict.fromkeys(asked, Changed("the ranks send weights once a publish"))
-        self._label = due.label
-
-        async def joined(server: Server) -> None:
-            if server not in self._pipes:
-                self._pipes[server] = await self._met(server, asked[server])
-
-        async def received(server: Server) -> None:
-            found = await server.call("treegraft_receive", timeout_s=self._timeout_s)
-            try:
-                check_sums(server, found, due.fingerprint)
-            except Unreachable as fault:
-                raise Changed(str(fault)) from fault
-
-        async def ended(work: Mapping[Server, asyncio.Task[None]]) -> None:
-            found = await asyncio.gather(*work.values(), return_exceptions=True)
-            pairs = zip(work, found, strict=True)
-            faults.update({one: fault for one, fault in pairs if fault is not None})
-
-        await ended({one: asyncio.create_task(joined(one)) for one in asked})
-        work = {one: asyncio.create_task(received(one)) for one in asked if one not in faults}
-        pipes = {one: self._pipes.pop(one) for one in work}
-        try:
-            await asyncio.to_thread(self._send, source, pipes)
-            self._pipes |= pipes
-        finally:
-            # What still waits for a bucket is told by the end of its pipe.
-            del pipes
-            await ended(work)
-            for one in faults:
-                self._pipes.pop(one, None)
-        return faults
-
-    def _send(self, source: WeightSource, pipes: dict[Server, Pipe]) -> None:
-        """Sends all buckets; `pipes` keeps those that took them."""
-        for bucket in buckets(source):
-            self.num_bytes += bucket.flat.nbytes
-            for server, pipe in list(pipes.items()):
-                try:
-                    pipe.send(bucket)
-                except RuntimeError as error:
-                    _log.warning("%s was lost in a publish: %s", server, first_line(error))
-                    del pipes[server]
-
-    async def _met(self, server: Server, identity: Mapping[str, Any]) -> Pipe:
-        host = "127.0.0.1"
-        if server.process is None:
-            host = address_towards(urlsplit(server.url).hostname or host)
-        kind = "gloo"
-        if torch.cuda.is_available():
-            # NCCL refuses two processes on one GPU.
-            own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-            kind = "ipc" if own == identity["gpu"] else "nccl"
-        pipe = Pipe(host, 0, 0, 1 + int(identity["workers"]), kind, PIPE_TIMEOUT_S)
-        words = (host, pipe.port, 1 + int(identity["workers"]), kind, PIPE_TIMEOUT_S)
-        meeting = asyncio.to_thread(pipe.meet)
-        try:
-            joining = server.call("treegraft_join", *words, timeout_s=2 * PIPE_TIMEOUT_S)
-            await asyncio.gather(meeting, joining)
-        except RuntimeError as error:
-            raise Unreachable(f"{server} did not join the publish: {first_line(error)}") from error
-        return pipe

@@ -7,6 +7,7 @@ Both of vLLM's runners call it; `draw` is for the former one.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +18,6 @@ from vllm import __version__ as vllm_version
 
 from treegraft.policy.engine.sampling import draws_of_sampling
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.pipe import Pipe
 from treegraft.policy.engine.vllm.protocol import PLUGIN_VERSION
 from treegraft.policy.weights import bit_sum, fingerprint_of
 
@@ -31,7 +31,7 @@ class Extension:
     device: torch.device
     rank: int
     _owner: tuple[str, float] | None = None
-    _pipe: Pipe | None = None
+    _pipe: Any = None
 
     def treegraft_identity(self) -> dict[str, Any]:
         """Returns what a client compares with its own: versions, model, limits, draws."""
@@ -86,9 +86,11 @@ class Extension:
     def treegraft_join(
         self, host: str, port: int, size: int, kind: str, timeout_s: float
     ) -> dict[str, Any]:
-        """Meets the run that sends weights; see `pipe.Pipe`."""
+        """Meets the run that sends weights; see `treegraft.extras.memory.pipe`."""
+        # By name: the core does not know extensions.
+        make = importlib.import_module("treegraft.extras.memory.pipe").Pipe
         self._pipe = None
-        pipe = Pipe(host, port, 1 + self.rank, size, kind, timeout_s)
+        pipe = make(host, port, 1 + self.rank, size, kind, timeout_s)
         pipe.meet()
         self._pipe = pipe
         return {}
