@@ -202,7 +202,7 @@ def _needs(found: list[Any], fault: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(binary.asm["ptx"])
         file.flush()
-        command = [get_ptxas(90).path, "-v", "--gpu-name", "sm_90a"]
+        command = [get_ptxas(90).path, "-v", "--regAllocOptLevel=2", "--gpu-name", "sm_90a"]
         command += [file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", said)
