@@ -54,7 +54,8 @@ class Pipe:
         """
         self.rank, self._size, self._kind, self._num = rank, size, kind, 0
         self._host, self._wait = host, timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(
+        self._group: Any = None
+        self._store: Any = dist.TCPStore(
             host, port, size, rank == 0, timeout=self._wait, wait_for_workers=False
         )
         self.port = self._store.port
@@ -70,6 +71,10 @@ class Pipe:
             own = address_towards(self._host)
             options._devices = [_untyped.ProcessGroupGloo.create_device(hostname=own)]
             self._group = _untyped.ProcessGroupGloo(store, self.rank, self._size, options)
+
+    def close(self) -> None:
+        """Ends it: whoever waits for a bucket is told so by an error."""
+        self._group = self._store = None
 
     def send(self, bucket: Bucket) -> None:
         """Gives the others a bucket, and returns once its memory may change. Raises RuntimeError

@@ -70,12 +70,14 @@ class Senders:
         await ended({one: asyncio.create_task(joined(one)) for one in asked})
         work = {one: asyncio.create_task(received(one)) for one in asked if one not in faults}
         pipes = {one: self._pipes.pop(one) for one in work}
+        is_sent = False
         try:
             await asyncio.to_thread(self._send, source, pipes)
             self._pipes |= pipes
+            is_sent = True
         finally:
-            # What still waits for a bucket is told by the end of its pipe.
-            del pipes
+            for pipe in () if is_sent else pipes.values():
+                pipe.close()
             await ended(work)
             for one in faults:
                 self._pipes.pop(one, None)
@@ -90,7 +92,7 @@ class Senders:
                     pipe.send(bucket)
                 except RuntimeError as error:
                     _log.warning("%s was lost in a publish: %s", server, error)
-                    del pipes[server]
+                    pipes.pop(server).close()
 
     async def _met(self, server: Any, identity: Mapping[str, Any]) -> Pipe:
         host = "127.0.0.1"
