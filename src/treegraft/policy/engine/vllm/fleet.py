@@ -23,7 +23,7 @@ from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.loading import CHANGED, Due, Held, give_weights
 from treegraft.policy.engine.vllm.protocol import PLAIN_ROUTE, ROUTE
-from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
+from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable, runs
 from treegraft.settings.policy import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -397,7 +397,7 @@ class Fleet:
             if held["owner"] == self.owner:
                 continue
             host, pid, _ = held["owner"].split(":")
-            if not instead_of and host == socket.gethostname() and not _runs(int(pid)):
+            if not instead_of and host == socket.gethostname() and not runs(int(pid)):
                 return await self._claim(server, held["owner"])
             raise EngineError(
                 f"engine.vllm.servers: {server} belongs to another run (host {host}, process"
@@ -530,13 +530,3 @@ class Fleet:
             raise Unreachable(f"{server} did not drop the cached keys of its old weights")
         await server.set_version(due.label)
         await server.request("POST", "/resume", timeout_s=CONTROL_TIMEOUT_S)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

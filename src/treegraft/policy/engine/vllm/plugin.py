@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from vllm import __version__ as vllm_version
 
+from treegraft.core.plugin import EXTRAS
 from treegraft.policy.engine.sampling import draws_of_sampling
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.protocol import PLUGIN_VERSION
@@ -86,9 +87,9 @@ class Extension:
     def treegraft_join(
         self, host: str, port: int, size: int, kind: str, timeout_s: float
     ) -> dict[str, Any]:
-        """Meets the run that sends weights; see `treegraft.extras.memory.pipe`."""
+        """Meets the run that sends weights; see the extension `memory`."""
         # By name: the core does not know extensions.
-        make = importlib.import_module("treegraft.extras.memory.pipe").Pipe
+        make = importlib.import_module(f"{EXTRAS}.memory.pipe").Pipe
         self._pipe = None
         pipe = make(host, port, 1 + self.rank, size, kind, timeout_s)
         pipe.meet()
