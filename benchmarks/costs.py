@@ -227,6 +227,7 @@ def ways(machine: Machine) -> dict[str, Way]:
         "rows without padding": Way(layout="rows"),
         "padded rows": Way(layout="padded"),
         "rows, flat groups skipped": Way(layout="rows", skips_flat=True),
+        "rows, both": Way(layout="rows", skips_flat=True, scores_old=False),
         "packed, whole trees": replace(ours, num_parts=1),
         "packed, 4 parts a tree": ours,
         "4 parts, the servers' log-probabilities": replace(ours, scores_old=False),

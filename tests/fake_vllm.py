@@ -10,26 +10,31 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import uvicorn
 from peft import PeftModel
-from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from treegraft.core.listener import listen
+from treegraft.extras.memory.pipe import Pipe
 from treegraft.policy.engine.sampling import draws_of_sampling, sample_tokens
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.protocol import (
     DRAW,
+    PLAIN_ROUTE,
     PLUGIN_VERSION,
+    ROUTE,
+    drawn_columns,
+    likely_columns,
     marked_rows,
+    packed,
 )
 from treegraft.policy.weights import weights_fingerprint
 
@@ -51,7 +56,9 @@ class FakeVllm:
             "max_rows": 16,
             "max_logprobs": 20,
             "logprobs_mode": "processed_logits",
-            "draws_here": True,
+            "runner": 1,
+            "gpu": "",
+            "workers": 1,
             **identity,
         }
         self.has_plugin = True
@@ -59,8 +66,12 @@ class FakeVllm:
         self.hangs = False
         self.fail_next = 0
         """Requests that are answered with an error of the server's."""
+        self.refuse_adapters = False
+        self.receives = 1 << 30
+        """Tensors of a publish from memory after which it fails."""
         self.skip_loads = False
         """Say that weights were loaded, and keep the old ones."""
+        self.num_joins = 0
         self.most_at_once = self.num_requests = self.num_loads = self.num_adapter_loads = 0
         self.adapter_files: list[str] = []
         self.labels_asked: list[str] = []
@@ -101,7 +112,8 @@ class FakeVllm:
 
     def _app(self) -> Starlette:
         posts = {
-            "/inference/v1/generate": self._generate,
+            ROUTE: self._generate,
+            PLAIN_ROUTE: self._generate,
             "/collective_rpc": self._rpc,
             "/pause": self._pause,
             "/resume": self._resume,
@@ -115,7 +127,6 @@ class FakeVllm:
             "/version": self._version,
             "/weight_info": self._weight_info,
             "/metrics": self._metrics,
-            "/server_info": self._info,
         }
         routes = [Route(path, act, methods=["POST"]) for path, act in posts.items()]
         return Starlette(routes=[*routes, *(Route(path, act) for path, act in gets.items())])
@@ -153,7 +164,7 @@ class FakeVllm:
 
     async def _load_adapter(self, request: Request) -> Response:
         body = await request.json()
-        if len(self.adapters) == 1:
+        if self.refuse_adapters or len(self.adapters) == 2:
             return JSONResponse({"error": "no room"}, status_code=400)
         self.adapters[body["lora_name"]] = body["lora_path"]
         self.num_adapter_loads += 1
@@ -166,31 +177,12 @@ class FakeVllm:
         status = 200 if self.adapters.pop(name, None) else 404
         return PlainTextResponse("", status_code=status)
 
-    async def _info(self, request: Request) -> Response:
-        model = {
-            "dtype": f"torch.{self.identity['dtype']}",
-            "max_model_len": self.identity["max_context"],
-            "max_logprobs": self.identity["max_logprobs"],
-            "logprobs_mode": self.identity["logprobs_mode"],
-        }
-        return JSONResponse({"vllm_config": {"model_config": model}})
-
     async def _rpc(self, request: Request) -> Response:
         body = await request.json()
-        if body["method"] == "reload_weights":
-            self._reload(body["args"][1])
-            return JSONResponse({"results": [None]})
         if not self.has_plugin:
             return JSONResponse({"error": f"no method {body['method']}"}, status_code=500)
         result = getattr(self, body["method"])(*body["args"])
         return JSONResponse({"results": [result]})
-
-    def _reload(self, path: str) -> None:
-        """Reads the files alone; tensors that they do not name stay what they are, as the packed
-        head of vLLM on a CPU does."""
-        self.num_loads += 1
-        for file in () if self.skip_loads else Path(path).glob("*.safetensors"):
-            self.model.load_state_dict(load_file(file), strict=False)
 
     def treegraft_identity(self) -> dict[str, Any]:
         return self.identity
@@ -211,6 +203,23 @@ class FakeVllm:
             self.model.load_state_dict(dict(folder))
         return {"fingerprint": weights_fingerprint(dict(folder)), "seconds": 0.0}
 
+    def treegraft_join(self, host: str, port: int, size: int, kind: str, wait_s: float) -> Any:
+        self._pipe = Pipe(host, port, 1, size, kind, wait_s)
+        self._pipe.meet()
+        self.num_joins += 1
+        return {}
+
+    def treegraft_receive(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, tensor in self._pipe.receive(torch.device("cpu")):
+            found[name] = tensor.clone()
+            self.model.load_state_dict(found, strict=False)
+            if len(found) == self.receives:
+                del self._pipe
+                raise RuntimeError("the network is gone")
+        self.num_loads += 1
+        return {"fingerprint": weights_fingerprint(found)}
+
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         self.num_requests += 1
@@ -227,13 +236,16 @@ class FakeVllm:
             if name is not None and name not in self.adapters:
                 return JSONResponse({"error": f"no model {name}"}, status_code=404)
             model = self.model if name is None else self.adapted
-            choice = await self._write(model, body["token_ids"], body["sampling_params"])
+            is_plain = request.url.path == PLAIN_ROUTE
+            choice = await self._write(model, body["token_ids"], body["sampling_params"], is_plain)
         finally:
             self.num_running -= 1
         usage = {"prompt_tokens": len(body["token_ids"])}
         return JSONResponse({"choices": [choice], "usage": usage})
 
-    async def _write(self, model: Any, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    async def _write(
+        self, model: Any, prompt: list[int], params: dict[str, Any], is_plain: bool
+    ) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         ids: list[int] = []
         label, generator = self.label, torch.Generator().manual_seed(params.get("seed", 0))
@@ -241,6 +253,9 @@ class FakeVllm:
             with torch.inference_mode():
                 logits = model(torch.tensor([[*prompt, *ids]])).logits[0, -1:]
             drawn = _plain if "extra_args" not in params else _marked
+            if self.identity["runner"] == 2:
+                # As that of vLLM: a function of the seed, the position on the path and the token.
+                generator.manual_seed(params["seed"] ^ (len(prompt) + len(ids)))
             content.append(drawn(logits, params, len(ids), generator))
             ids.append(content[-1]["token_id"])
             self.num_tokens += 1
@@ -248,7 +263,17 @@ class FakeVllm:
             if ids[-1] in params["stop_token_ids"]:
                 break
         spans = [{"version": label, "start": 0, "end": len(ids)}]
-        return {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": spans}
+        if is_plain:
+            return {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": spans}
+        table = np.array([[one["logprob"], *one["largest"]] for one in content])
+        is_marked = "extra_args" in params
+        logprobs, entropies = (drawn_columns if is_marked else likely_columns)(table)
+        return {
+            "token_ids": packed(np.array(ids), "<i4"),
+            "logprobs": packed(logprobs, "<f4"),
+            "entropies": packed(entropies, "<f4"),
+            "weight_versions": spans,
+        }
 
 
 def _marked(
@@ -261,7 +286,7 @@ def _marked(
     values, places = marked_rows(logits, drawn)[0].topk(2)
     pairs = zip(places.tolist(), values.tolist(), strict=True)
     top = [{"token_id": place, "logprob": value} for place, value in pairs]
-    return {**top[0], "top_logprobs": top}
+    return {**top[0], "top_logprobs": top, "largest": values.tolist()}
 
 
 def _plain(
@@ -280,7 +305,8 @@ def _plain(
     rows |= dict(zip(places.tolist(), values.tolist(), strict=True))
     top = [{"token_id": place, "logprob": value} for place, value in rows.items()]
     kept = top[: params["logprobs"]]
-    return {"token_id": token, "logprob": rows[token], "top_logprobs": kept}
+    found = {"token_id": token, "logprob": rows[token], "top_logprobs": kept}
+    return {**found, "largest": values.tolist()}
 
 
 @contextlib.contextmanager

@@ -53,14 +53,15 @@ def test_on_a_gpu_all_blocks_are_allocated_at_once() -> None:
     assert pool.keys[0] is before and len({node.block for node in row.nodes}) == 99
 
 
-def test_the_room_of_a_gpu_is_a_share_of_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_of_a_gpu_is_what_learning_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"cuda": (50e9, 80e9)}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: free[device.type])
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert cache_bytes("auto", cpu) == 4e9 and cache_bytes(0.5, cpu) == 5e8
-    assert cache_bytes("auto", gpu) == 0.4 * 50e9 and cache_bytes(50, gpu) == 50e9
-    with raises_code("gpu-memory-short"):
-        cache_bytes(51, gpu)
+    assert cache_bytes("auto", gpu, 30e9) == 20e9 and cache_bytes(50, gpu, 30e9) == 50e9
+    for cache_gb, reserved in ((51, 0.0), ("auto", 50e9)):
+        with raises_code("gpu-memory-short"):
+            cache_bytes(cache_gb, gpu, reserved)  # type: ignore[arg-type]
 
 
 def test_a_pool_that_cannot_grow_evicts(monkeypatch: pytest.MonkeyPatch) -> None:

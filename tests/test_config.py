@@ -16,6 +16,7 @@ from tests.trees import Part, build_tree
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
+from treegraft.settings import here
 from treegraft.settings.config import (
     Config,
     known_settings,
@@ -775,3 +776,32 @@ def test_a_group_of_one_is_refused_where_leaves_are_compared(advantage: str) -> 
 )
 def test_a_group_of_one_stays_where_something_else_teaches(teaching: dict) -> None:
     assert load_config({"explore": {"num_leaves": 1}, **teaching}).explore.num_leaves == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "python", "kind"),
+    [
+        ((), None, "p", "native"),
+        (("0",), None, None, "native"),
+        (("0",), None, "p", "vllm"),
+        (("0",), "", "p", "native"),
+    ],
+)
+def test_an_engine_for_this_machine(
+    gpus: tuple[str, ...],
+    visible: str | None,
+    python: str | None,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM where both a GPU and an environment are; a resolved recipe names the engine."""
+    for one in gpus:
+        (tmp_path / one).mkdir()
+    monkeypatch.setattr(here, "_GPUS", tmp_path)
+    monkeypatch.setattr(here, "vllm_pythons", lambda: [tmp_path / "none"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = load_config({"engine": {"kind": "auto", "vllm": {"python": python}}})
+    assert config.engine.kind == kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -199,3 +200,27 @@ def test_train_and_our_own_servers_do_not_leave_the_weights_to_somebody() -> Non
         vllm = {**engine["vllm"], **wrong}  # type: ignore[dict-item]
         with pytest.raises(SettingError, match=r"publish\.kind: got 'external', expected engine"):
             load_config(tiny(engine={**engine, "vllm": vllm}, **own))
+
+
+def test_ends_are_found_by_the_tokens_that_can_be_one() -> None:
+    """The same as asking after each token: stops, finals with a token more, ends, the limit, and
+    replies that begin anywhere."""
+    tokenizer = word_tokenizer()
+    stops, draw = served.StopFinder(tokenizer), random.Random(0)
+    words = [tokenizer.decode([one]).strip() for one in range(20, 28)]
+    sampling = Sampling(max_new_tokens=9, stop=tuple(words[:2]), final=tuple(words[2:4]))
+    plain = Sampling(max_new_tokens=9)
+    reasons = set()
+    for _ in range(300):
+        ids = draw.choices(range(18, 40), k=draw.randrange(1, 14))
+        begin, end_ids = draw.randrange(len(ids)), frozenset({draw.randrange(18, 40), 5000})
+        for one in (sampling, plain):
+            expected = None
+            for size in range(begin + 1, len(ids) + 1):
+                why = stops.reason(ids[:size], one, end_ids, 9)
+                if why is not None:
+                    expected = size, why
+                    break
+            assert stops.first_end(ids, begin, one, end_ids, 9) == expected
+            reasons.add(expected and expected[1])
+    assert len(reasons) == 4

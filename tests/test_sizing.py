@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from tests.error_codes import raises_code
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app
@@ -22,13 +24,14 @@ from treegraft.extras.lab.sizing import (
     Plan,
     gpu_parts,
     host_bytes,
-    learner_parts,
     seconds_by_phase,
     server_bytes,
     sizing,
 )
 from treegraft.extras.lab.text import ranges
-from treegraft.policy.shapes import ModelShape
+from treegraft.policy.engine.blocks import cache_bytes
+from treegraft.policy.engine.build import reserved_bytes
+from treegraft.policy.shapes import ModelShape, published_shape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
@@ -242,9 +245,9 @@ def test_offloaded_shards_are_in_the_hosts_memory() -> None:
     assert host_bytes(config, shape, 8) == 16.0 * shape.num_weights
     twice = load_config(SEVEN, [*options, "learn.replicate=2"])
     assert host_bytes(twice, shape, 8) == 32.0 * shape.num_weights
-    parts = learner_parts(config, shape, 8)
+    parts = shape.learner_parts(config, 8)
     assert parts.keys() == {"gathered layers", "activations", "logits", "reserved"}
-    whole = learner_parts(load_config(SEVEN, [options[0], "learn.max_pack_tokens=8192"]), shape, 8)
+    whole = shape.learner_parts(load_config(SEVEN, [options[0], "learn.max_pack_tokens=8192"]), 8)
     assert parts["activations"] == whole["activations"] / 4
     assert found_for(config, 8)["hosts' memory"].value == "121.8 GB"
 
@@ -257,3 +260,30 @@ def test_the_gpus_of_this_machine_are_taken_where_ranks_or_servers_divide_them()
     assert Plan.here(load_config(SEVEN, ["engine.kind=vllm"]), cards) == plan
     cards[:] = ["NVIDIA Unheard, 100 MiB"]
     assert Plan.here(load_config(SEVEN, ["learn.ranks=2"]), cards) is None
+
+
+def test_the_native_engine_takes_what_doctor_says_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process takes of a card of 80 GB, in order, for 3B in full: both copies of the
+    weights, the pool, then all that learning makes. It never has more than there is, and the pool
+    is doctor's."""
+    options = ["model.path=shape:qwen2.5-3b", "model.dtype=bfloat16", "learn.ranks=1"]
+    config = load_config(SEVEN, options)
+    shape = shaped(config)
+    with torch.device("meta"):
+        fields = published_shape(config.model.path)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.bfloat16
+        )
+    parts = shape.learner_parts(config, 1)
+    taken = 2 * parts["weights"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80e9 - taken, 80e9))
+    reserved = reserved_bytes(config, model, 1)
+    pool = cache_bytes("auto", torch.device("cuda"), reserved)
+    for name in ("masters", "gradients", "AdamW", "activations", "logits", "reserved"):
+        taken += parts[name]
+    assert taken + pool == pytest.approx(80e9) and set(parts) - {"weights"} <= {
+        *("masters", "gradients", "AdamW", "activations", "logits", "reserved")
+    }
+    plan = Plan.of(1, "h100", 80.0)
+    assert pool == pytest.approx(80e9 - sum(gpu_parts(config, shape, plan).values()))
+    assert 8e9 < pool < 12e9

@@ -20,8 +20,10 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from socketserver import ThreadingUnixStreamServer
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -34,6 +36,9 @@ from tests.tiny import tiny
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.extras.memory import pipe
+from treegraft.extras.memory.pipe import buckets, parts_of
+from treegraft.extras.memory.senders import Senders
 from treegraft.policy.canary import Canaries
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm import fleet, launch
@@ -42,14 +47,16 @@ from treegraft.policy.engine.vllm.build import (
     _folder_for_weights,
     build_engine,
     client,
+    draws_by_vllm,
     find_python,
     gpus_of,
     options,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
-from treegraft.policy.engine.vllm.fleet import Fleet
-from treegraft.policy.engine.vllm.folder import held_folder, write_folder
-from treegraft.policy.engine.vllm.server import Process, Server
+from treegraft.policy.engine.vllm.fleet import Fleet, State
+from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
+from treegraft.policy.engine.vllm.loading import CHANGED, Due, Held, give_weights
+from treegraft.policy.engine.vllm.server import Process, Server, Unreachable
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import with_adapters
 from treegraft.policy.publish import Publisher
@@ -582,14 +589,149 @@ def test_adapters_need_a_rank(tmp_path: Path) -> None:
     assert found[found.index("--max-lora-rank") + 1] == "16" and "--enable-lora" in found
 
 
-# ------------------------------------------------------------------ servers without the plugin
+def test_the_former_adapter_goes_when_the_new_one_is_there() -> None:
+    """A failed load leaves it."""
+    said: list[tuple[str, str]] = []
+
+    class Stub:
+        fails = False
+
+        async def request(self, method: str, path: str, body: dict[str, str], **_: Any) -> None:
+            said.append((path.rpartition("/")[2], body["lora_name"]))
+            if self.fails:
+                raise Unreachable("no room")
+
+    server, held = Stub(), Held(has_base=True)
+    for number, label in enumerate("abc"):
+        due = Due(label, WeightsFolder("/nowhere"), "", is_adapter=True)
+        server.fails = number == 1
+        with contextlib.suppress(Unreachable):
+            asyncio.run(give_weights(server, held, due, None, 1.0))  # type: ignore[arg-type]
+        assert held.adapter == "aac"[number]
+    load, unload = "load_lora_adapter", "unload_lora_adapter"
+    assert said == [(load, "a"), (load, "b"), (load, "c"), (unload, "a")]
+
+
+# ------------------------------------------------------------------ weights from memory to memory
+
+
+def test_weights_go_from_memory_to_memory(tmp_path: Path) -> None:
+    """In buckets over gloo, twice through one pipe to each server; nothing is written."""
+    third = build_model("llama", 2)
+
+    async def work(engine: VllmEngine) -> list[list[Completion]]:
+        found = []
+        for version, model in enumerate((OTHER, third), 1):
+            await engine.publish(ModelWeights(model.state_dict()), version)
+            size = sum(one.nbytes for one in model.state_dict().values())
+            # The first publish counts what the servers began with.
+            most = (3 if version == 1 else 1.01) * size
+            assert size <= engine.take_metrics()["time/publish_bytes"] <= most
+            found.append(await asyncio.gather(*(ask(engine, one) for one in range(6))))
+        assert not list(engine._weights.iterdir())
+        return found
+
+    with fakes(MODEL, 2) as servers:
+        before, after = run(servers, tmp_path, work, publish="memory")
+        assert [(one.num_joins, one.num_loads) for one in servers] == [(1, 3), (1, 3)]
+    assert same(before, native(OTHER, range(6))) and same(after, native(third, range(6)))
+
+
+def test_half_a_publish_never_counts(tmp_path: Path) -> None:
+    """A server that loses the network after three tensors is left out, with a label that no request
+    takes; the other one answers by the new weights."""
+
+    async def work(engine: VllmEngine) -> list[Completion]:
+        servers[0].receives = 3
+        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+        found = await asyncio.gather(*(ask(engine, one) for one in range(6)))
+        while engine._fleet.members[0].state is not State.LEFT_OUT:
+            await asyncio.sleep(0.01)
+        assert servers[0].label == "loading" and servers[1].label == engine._fleet.due.label
+        return found
+
+    with fakes(MODEL, 2) as servers:
+        found = run(servers, tmp_path, work, publish="memory", max_restarts=1)
+    assert same(found, native(OTHER, range(6)))
+
+
+def test_a_server_that_is_back_gets_the_weights_of_memory_again(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> list[Completion]:
+        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+        await asyncio.to_thread(servers[0].die)
+        asked = [asyncio.create_task(ask(engine, one)) for one in range(6)]
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(servers[0].revive)
+        return await asyncio.gather(*asked)
+
+    with fakes(MODEL) as servers:
+        found = run(servers, tmp_path, work, publish="memory")
+    assert same(found, native(OTHER, range(6)))
+
+
+def test_what_several_ranks_stream_is_sent_once_a_publish() -> None:
+    """They may be learning when a server is back: it waits for the next publish."""
+
+    class Streamed:
+        names, fingerprint = ["w"], "f"
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield "w", torch.zeros(2)
+
+    async def main() -> None:
+        senders, server = Senders(1.0), Server("http://127.0.0.1:9", httpx.AsyncClient())
+        due = Due("a", None, "f", source=Streamed())
+        assert await senders.give({}, due) == {}
+        fault: Any = (await senders.give({server: {}}, due))[server]
+        assert fault.code == CHANGED
+
+    asyncio.run(main())
+
+
+def test_buckets_hold_what_was_put_in() -> None:
+    """Every type begins where it may, and each bucket but the last two is full."""
+    given = [
+        ("a", torch.arange(3, dtype=torch.int8)),
+        ("b", torch.randn(2, 5).bfloat16().T),
+        ("c", torch.tensor(7.5)),
+        ("d", torch.randn(4, 4, dtype=torch.float64)),
+        ("e", torch.randn(3)),
+    ]
+    found = [*buckets(given, size=100)]
+    assert [[name for name, *_ in one.meta] for one in found] == [[*"abcd"], ["e"], []]
+    parts = [one for bucket in found for one in parts_of(*bucket)]
+    for (name, tensor), (other, back) in zip(given, parts, strict=True):
+        assert name == other and back.dtype == tensor.dtype and torch.equal(back, tensor)
+
+
+def test_a_handle_of_memory_travels_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers and bytes, by torch's own names; the receiver takes its own number of the GPU."""
+    seen: list[Any] = []
+
+    class Storage:
+        def _share_cuda_(self) -> tuple[Any, ...]:
+            return (3, b"handle\x00\xff", 4096, 512, b"counter", 8, b"event", True)
+
+        @staticmethod
+        def _new_shared_cuda(*values: Any) -> None:
+            seen.extend(values)
+            raise KeyboardInterrupt
+
+    flat = SimpleNamespace(untyped_storage=Storage)
+    monkeypatch.setattr(pipe, "_untyped_storage", Storage)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.opened(json.loads(json.dumps(pipe.handle_of(flat))))  # type: ignore[arg-type]
+    assert seen == [0, b"handle\x00\xff", 4096, 512, b"counter", 8, b"event", True]
+
+
+# ------------------------------------------------------------------ servers that draw by themselves
 
 
 @contextlib.contextmanager
 def plain_fakes(num: int = 1, **options: Any) -> Iterator[list[FakeVllm]]:
-    with fakes(MODEL, num, **({"logprobs_mode": "processed_logprobs"} | options)) as servers:
-        for one in servers:
-            one.has_plugin = False
+    own = {"logprobs_mode": "processed_logprobs", "draws_here": False}
+    with fakes(MODEL, num, **(own | options)) as servers:
         yield servers
 
 
@@ -597,7 +739,7 @@ def plain_fakes(num: int = 1, **options: Any) -> Iterator[list[FakeVllm]]:
 def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
     tmp_path: Path, temperature: float
 ) -> None:
-    """Log-probabilities and sums over the 19 likeliest tokens are those of the model; the same
+    """Log-probabilities and sums over the 20 likeliest tokens are those of the model; the same
     key gives the same tokens on another server."""
     sampling = Sampling(max_new_tokens=6, temperature=temperature)
 
@@ -616,12 +758,44 @@ def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
         logits = MODEL(path).logits[0, len(PREFIX) - 1 : -1] / (temperature or 1.0)
         logprobs = logits.log_softmax(dim=-1)
         own = logprobs.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
-        likely = logprobs.topk(19).values
+        likely = logprobs.topk(20).values
         partial = -(likely.exp() * likely).sum(dim=1)
         full = -(logprobs.exp() * logprobs).sum(dim=1)
         assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=1e-5)
         assert torch.allclose(torch.tensor(one.entropies), partial, atol=1e-5)
         assert (partial < full - 1e-3).all()
+
+
+def test_a_draw_by_seed_and_position_does_not_see_how_a_path_is_asked_for(tmp_path: Path) -> None:
+    """vLLM's V2 runner: with a probe in between, and without, the tokens are the same. The former
+    one begins its generator anew with each request, so each has a seed of its own."""
+
+    async def work(engine: VllmEngine) -> list[Completion]:
+        request = Request(PREFIX, LONG, noise_key=key(0))
+        probed = replace(request, probe_tokens=3, on_probe=lambda _: None)
+        return [await engine.complete(one) for one in (request, probed)]
+
+    with plain_fakes(runner=2) as servers:
+        first, again = run(servers, tmp_path, work, entropies="top_k")
+        assert servers[0].num_requests == 3
+    assert same([first], [again])
+    with plain_fakes() as servers:
+        first, again = run(servers, tmp_path, work, entropies="top_k")
+    assert first.token_ids[:3] == again.token_ids[:3] != again.token_ids[3:6]
+
+
+def test_on_gpus_the_draw_is_left_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_config(tiny(engine={"kind": "vllm"}))
+    there = {"engine": {"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:9"]}}}
+    assert not draws_by_vllm(recipe.engine.vllm)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert draws_by_vllm(recipe.engine.vllm)
+    assert not draws_by_vllm(load_config(tiny(**there)).engine.vllm)
+    config = load_config(recipe, ["engine.vllm.entropies=top_k"])
+    words = " ".join(options(config, tmp_path / "http-0"))
+    assert "--logits-processors" not in words and "--no-async-scheduling" not in words
+    found = _environment(config.engine.vllm, 0, tmp_path, tmp_path)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in found
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
@@ -634,7 +808,6 @@ def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path, fam
         publisher = Publisher(engine, learner, "float32", TrainState.fresh())
         await publisher.publish(1)
         assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
-        assert servers[0].owner == ""
         seen: list[int] = []
         found = await engine.complete(
             Request(
@@ -692,6 +865,8 @@ def test_weights_that_somebody_else_moves(tmp_path: Path) -> None:
         return found
 
     with plain_fakes() as servers:
+        # Nothing of ours runs there.
+        servers[0].has_plugin = False
         before, other, again = run(servers, tmp_path, work, entropies="top_k", publish="external")
         assert servers[0].num_loads == 0 and len(set(servers[0].labels_asked)) == 3
     assert [one.policy_version for one in (before, other, again)] == [0, 1, 2]
@@ -850,9 +1025,9 @@ def test_a_server_has_the_gpus_that_its_options_take(monkeypatch: pytest.MonkeyP
     assert gpus(num_servers=3) == ["4", "5", "6"]
     assert gpus(gpus=["1,2"], server_args=["--tensor-parallel-size", "2"]) == ["1,2"]
     assert gpus(gpus=["1"], num_servers=2, server_args=share) == ["1", "1"]
-    with raises_code("server-gpus-idle", "'1,2' are 2 GPUs", "take 1"):
+    with raises_code("server-gpus-idle"):
         gpus(gpus=["1,2"])
-    with raises_code("servers-share-gpu", "got 5 for 4 GPUs"):
+    with raises_code("servers-share-gpu"):
         gpus(num_servers=5)
 
 

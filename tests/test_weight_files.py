@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.families import build_model, word_tokenizer
 
+from treegraft.policy import weights
 from treegraft.policy.learn.scores import packing_problem
 from treegraft.policy.learn.weight_files import WeightFiles, cut_model, model_shape, shardable_files
 from treegraft.settings.load import load_config
@@ -80,3 +81,14 @@ def test_the_model_that_is_tried_has_a_layer_of_each_kind_and_all_buffers(family
     for name, buffer in model.named_buffers():
         assert torch.equal(dict(small.named_buffers())[name], buffer)
     assert packing_problem(small) is None
+
+
+def test_a_checksum_is_the_same_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Σ (2 i + 1) · bits_i modulo 2^64, by Python's integers."""
+    words = torch.tensor([3, -5, 7, 2**31 - 1, -(2**31), 11, 13], dtype=torch.int32)
+    expected = sum((2 * n + 1) * one for n, one in enumerate(words.tolist())) % 2**64
+    for chunk in (1, 3, 100):
+        monkeypatch.setattr(weights, "CHUNK", chunk)
+        assert int(weights.bit_sum(words)) % 2**64 == expected
+        parts = weights.bit_sum(words[:4]) + weights.bit_sum(words[4:], first=4)
+        assert int(parts) % 2**64 == expected

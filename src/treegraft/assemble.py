@@ -54,7 +54,6 @@ from treegraft.tools.environments.trial import Trial, try_environment
 from treegraft.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
-    from treegraft.policy.engine.vllm.engine import VllmEngine
     from treegraft.policy.learn.learner import Learner
     from treegraft.policy.learn.ranks import Ranks
 
@@ -231,7 +230,7 @@ class Parts(Setup):
         if self.placement is not None:
             self.placement.show_in(folder.parent)
         elif self.config.engine.kind == "vllm":
-            cast("VllmEngine", self.engine).move_logs(folder)
+            cast(Any, self.engine).move_logs(folder)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of tools and engine since the last call."""
@@ -363,7 +362,8 @@ async def assemble_training(
             trained = _adapted(config, model)
             opening: AbstractAsyncContextManager[Engine]
             if placement is None:
-                opening = opened_engine(config, own or trained, tokenizer, source_path)
+                count = 1 if ranks is None else ranks.size
+                opening = opened_engine(config, own or trained, tokenizer, source_path, count)
             else:
                 opening = placement.engine(config, model_path)
             engine = await stack.enter_async_context(opening)

@@ -182,6 +182,9 @@ class Plugin:
     """Makers of formats, called as `TagsFormat` is; or their import paths."""
     engines: Mapping[str, Any] = field(default_factory=dict)
     """Makers of engines, called with tokenizer, settings and model_path; or import paths."""
+    senders: Mapping[str, Any] = field(default_factory=dict)
+    """Makers of ways to publish to vLLM servers, called with the longest wait in seconds; or import
+    paths."""
     environments: Mapping[str, Any] = field(default_factory=dict)
     """Makers of environment kinds, called with the table [environment]; or import paths."""
     tasks: Mapping[str, Any] = field(default_factory=dict)
@@ -246,7 +249,8 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "tools": ("python", "search"),
     "searches": ("bm25", "dense"),
     "samplers": ("epochs",),
-    "engines": ("native", "vllm"),
+    "engines": ("native", "vllm", "auto"),
+    "senders": ("auto", "shared", "disk", "adapter", "external"),
     "formats": ("tags", "chat"),
     "rewards": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "commands": (

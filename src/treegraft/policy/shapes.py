@@ -7,12 +7,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, ClassVar
 
 from treegraft.core.errors import ModelError, nearest
 
 PREFIX = "shape:"
 """What model.path begins with where it names a shape."""
+
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_ROOMY_FLOATS = 3 * (1 << 27)
+"""Numbers of the float32 copies while log-probabilities are made, see `learn.scores`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,8 @@ class ModelShape:
     intermediate_size: int = 0
     """0 where not known: 4 times the width is taken."""
     is_tied: bool = False
+    RESERVED: ClassVar[float] = 2e9
+    """Bytes of each card for the driver's context, kernels and fragments; a guess."""
 
     @classmethod
     def of_config(cls, fields: Mapping[str, Any], num_weights: int) -> ModelShape:
@@ -68,6 +75,50 @@ class ModelShape:
     def kv_bytes(self, width: int) -> int:
         """Returns the bytes of one token's keys and values, `width` bytes a number."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * width
+
+    def num_trained(self, config: Any) -> int:
+        """Returns how many weights learn: all, or those of the adapters."""
+        # Rank · (in + out) of the seven matrices of a layer: query and output, key and value, the
+        # three of the feed-forward part.
+        width, key = self.hidden_size, self.num_kv_heads * self.head_dim
+        ends = 2 * (width + self.query_width) + 2 * (width + key) + 3 * (width + self.inner_width)
+        rank = config.model.lora.rank
+        return self.num_layers * rank * ends if rank else self.num_weights
+
+    def learner_parts(self, config: Any, ranks: int) -> dict[str, float]:
+        """Returns the bytes of each part of a learner on each GPU of so many ranks, as estimated:
+        `treegraft doctor` says them, and the native engine leaves room for them."""
+        model, learn = config.model, config.learn
+        width, trained, is_one = _BYTES[model.dtype], self.num_trained(config), ranks == 1
+        weights, layer = self.num_weights * width, self.num_layer_weights / self.num_layers
+        shards = max(1, ranks // learn.replicate)
+        frozen = (self.num_weights - trained if model.lora.rank else 0) * width
+        kept = 3 * self.inner_width + 2 * self.query_width + 8 * self.hidden_size
+        tokens, count = learn.max_pack_tokens, self.num_layers
+        passes = tokens * kept * width
+        if model.gradient_checkpointing:
+            activations = count * tokens * self.hidden_size * width + passes
+        else:
+            activations = count * passes
+        rows = min(learn.vocab_chunk, tokens)
+        logits = 2 * rows * self.vocab_size * width
+        floats = 4 * min(3 * rows * self.vocab_size, _ROOMY_FLOATS)
+        has_reference = config.loss.kl_coef > 0 and not model.lora.rank
+        state: dict[str, float] = {
+            "weights": weights if is_one else frozen / shards,
+            "masters": 4 * trained / shards if width == 2 or not is_one else 0,
+            "gradients": 4 * trained / shards,
+            "AdamW": 8 * trained / shards,
+            "reference": weights / shards if has_reference else 0,
+        }
+        parts = {} if learn.offload and not is_one else state
+        parts |= {
+            "gathered layers": 0 if is_one else 2 * layer * width,
+            "activations": activations,
+            "logits": logits + floats,
+            "reserved": self.RESERVED,
+        }
+        return {name: size for name, size in parts.items() if size}
 
 
 @functools.cache

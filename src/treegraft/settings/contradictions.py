@@ -146,7 +146,7 @@ def _engine_wrong(config: Config) -> Iterator[Contradiction]:
             "publish.kind: got 'external', expected engine.vllm.servers and engine.vllm.entropies ="
             ' "top_k" beside it: servers of somebody else, who gives them weights.',
         )
-    if vllm.entropies == "exact":
+    if vllm.entropies != "top_k":
         return
     plain = {"repetition_penalty": 1.0}
     if config.eval.num_samples:

@@ -30,6 +30,7 @@ from treegraft.settings.config import (
 )
 from treegraft.settings.contradictions import contradictions
 from treegraft.settings.explore import default_told, idle_told
+from treegraft.settings.here import engine_here
 from treegraft.settings.names import find_answer, find_value
 from treegraft.settings.plain import (
     MAX_DEPTH,
@@ -441,6 +442,8 @@ def load_config(
             "\n".join(f"{origin}: {fault}." for fault in impossible), code="impossible-value"
         )
     config = _validate(data, where)
+    if config.engine.kind == "auto":
+        _put(data, "engine.kind", engine_here(config.engine.vllm.python))
     for name, known in known_settings().items():
         follows = known.facts.default_of or default_told(config, name) is not None
         if follows and not _is_given(data, name):

@@ -163,8 +163,8 @@ class NativeSettings(Settings):
     cache_gb: Literal["auto"] | Annotated[float, Field(gt=0)] = setting(
         "auto", resumable=True, same_answers=True
     )
-    """Memory for keys and values, in 10^9 bytes; "auto" takes 4 on a CPU and 40 % of a GPU's free
-    memory. What no running path needs is dropped first, the oldest before the rest."""
+    """Memory for keys and values, in 10^9 bytes; "auto" takes 4 on a CPU, and of a GPU what the
+    learner leaves. What no running path needs is dropped first, the oldest before the rest."""
     max_prefill_tokens: int = setting(512, ge=16)
     """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut
     there."""
@@ -197,10 +197,11 @@ class VllmSettings(Settings):
     cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
     """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
     takes 1 on a CPU."""
-    entropies: Literal["exact", "top_k"] = setting("exact")
-    """"exact": servers run Treegraft's plugin, which draws tokens by their noise keys and reports
-    exact entropies. "top_k": servers without it, which draw by their own generator, seeded for each
-    request, and whose entropies are sums over the 19 most likely tokens, a lower bound."""
+    entropies: Literal["auto", "exact", "top_k"] = setting("auto")
+    """"exact": servers draw by Treegraft's own sampling, as the native engine does, and report
+    exact entropies; vLLM has a place for that in its former runner alone. "top_k": vLLM draws by
+    itself, by seeds that follow from the noise keys; entropies are sums over the 20 most likely
+    tokens, a lower bound. "auto": "top_k" for servers of this run's own on GPUs, else "exact"."""
     batch_invariant: bool = setting(False, idle_unless=(_starts_servers,))
     """Start servers with VLLM_BATCH_INVARIANT=1: on GPUs a token then does not depend on what else
     is computed beside it, at a price in speed that has not been measured here."""
@@ -221,22 +222,28 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: Literal["auto", "shared", "disk", "adapter", "external"] = setting(
-        "auto", same_answers=True
+    kind: str = setting(
+        "auto",
+        built_in=("auto", "shared", "disk", "adapter", "external"),
+        plugins="senders",
+        same_answers=True,
     )
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same
-    path; "auto" takes "shared" where it has room for two copies. "adapter" gives LoRA's adapters
-    alone, for servers on this machine; the others give the weights that they are merged into.
-    "external": somebody else gives servers weights, and a publish sets the version alone; in a loop
-    of your own, with engine.vllm.servers and entropies = "top_k"."""
+    path; "auto" takes "shared" where it has room for two copies. "memory" sends them in buckets to
+    each server: gloo on CPUs; on GPUs NCCL, or handles where both use one GPU, neither of which has
+    been run. "adapter" gives LoRA's adapters alone, for servers on this machine; the others give
+    the weights that they are merged into. "external": somebody else gives servers weights, and a
+    publish sets the version alone; in a loop of your own, with engine.vllm.servers and entropies =
+    "top_k"."""
     folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
     """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
 
 
 class EngineSettings(Settings):
-    kind: str = setting("native", built_in=("native", "vllm"), plugins="engines")
-    """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
+    kind: str = setting("native", built_in=("native", "vllm", "auto"), plugins="engines")
+    """"native" (in this process), "vllm" (servers), "auto" ("vllm" on a machine with a GPU and an
+    environment of vLLM, else "native") or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
     """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)

@@ -32,10 +32,7 @@ from treegraft.extras.lab.roofline import CARDS, Card, decode_bytes, forward_flo
 from treegraft.extras.lab.text import BYTES, PROMPT_TOKENS, gigabytes, ranges
 from treegraft.parts import Finding, Machine, ModelShape
 
-RESERVED = 2e9
-"""Of each card for the driver's context, kernels and fragments; a guess."""
-ROOMY_FLOATS = 3 * (1 << 27)
-"""Numbers of the float32 copies while log-probabilities are made, see `learn.scores`."""
+RESERVED = ModelShape.RESERVED
 DECODE_SHARE, FORWARD_SHARE, LEARN_SHARE = 0.6, 0.5, 0.37
 """Assumed shares of the card's bandwidth in sampling, and of its operations in passes without and
 with gradients. Assumptions, not measurements."""
@@ -88,59 +85,12 @@ class Plan:
         return cls(num_gpus=len(gpus), card=replace(found, memory=size))
 
 
-def _num_trained(config: Config, shape: ModelShape) -> int:
-    rank = config.model.lora.rank
-    if not rank:
-        return shape.num_weights
-    # Rank · (in + out) of the seven matrices of a layer: query and output, key and value, the three
-    # of the feed-forward part.
-    width, key = shape.hidden_size, shape.num_kv_heads * shape.head_dim
-    ends = 2 * (width + shape.query_width) + 2 * (width + key) + 3 * (width + shape.inner_width)
-    return shape.num_layers * rank * ends
-
-
-def learner_parts(config: Config, shape: ModelShape, ranks: int) -> dict[str, float]:
-    """Returns the bytes of each part of the learner on each GPU of a rank."""
-    model, learn, width = config.model, config.learn, BYTES[config.model.dtype]
-    trained, is_one = _num_trained(config, shape), ranks == 1
-    weights, layer = shape.num_weights * width, shape.num_layer_weights / shape.num_layers
-    shards = max(1, ranks // learn.replicate)
-    frozen = (shape.num_weights - trained if model.lora.rank else 0) * width
-    has_masters = width == 2 or not is_one
-    kept = 3 * shape.inner_width + 2 * shape.query_width + 8 * shape.hidden_size
-    tokens = learn.max_pack_tokens
-    passes = tokens * kept * width
-    if model.gradient_checkpointing:
-        activations = shape.num_layers * tokens * shape.hidden_size * width + passes
-    else:
-        activations = shape.num_layers * passes
-    rows = min(learn.vocab_chunk, tokens)
-    logits = 2 * rows * shape.vocab_size * width
-    floats = 4 * min(3 * rows * shape.vocab_size, ROOMY_FLOATS)
-    reference = weights if config.loss.kl_coef > 0 and not model.lora.rank else 0
-    state: dict[str, float] = {
-        "weights": weights if is_one else frozen / shards,
-        "masters": 4 * trained / shards if has_masters else 0,
-        "gradients": 4 * trained / shards,
-        "AdamW": 8 * trained / shards,
-        "reference": reference / shards,
-    }
-    parts = {} if learn.offload and not is_one else state
-    parts |= {
-        "gathered layers": 0 if is_one else 2 * layer * width,
-        "activations": activations,
-        "logits": logits + floats,
-        "reserved": RESERVED,
-    }
-    return {name: size for name, size in parts.items() if size}
-
-
 def host_bytes(config: Config, shape: ModelShape, ranks: int) -> float:
     """Returns the bytes of the shards of all ranks in their hosts' memory, 0 where they lie on the
     GPUs."""
     if not config.learn.offload or ranks == 1:
         return 0.0
-    trained, copies = _num_trained(config, shape), config.learn.replicate
+    trained, copies = shape.num_trained(config), config.learn.replicate
     frozen = (shape.num_weights - trained) * BYTES[config.model.dtype]
     return copies * (16.0 * trained + (frozen if config.model.lora.rank else 0))
 
@@ -162,7 +112,7 @@ def _parallel(config: Config, num_gpus: int) -> int:
 def gpu_parts(config: Config, shape: ModelShape, plan: Plan, gpu: int = 0) -> dict[str, float]:
     """Returns the bytes of each part on a GPU, without the native engine's keys and values."""
     layout = Layout.of(config, plan.num_gpus)
-    parts = learner_parts(config, shape, layout.ranks) if gpu < layout.ranks else {}
+    parts = shape.learner_parts(config, layout.ranks) if gpu < layout.ranks else {}
     if layout.is_native:
         own = {"engine's weights": float(shape.num_weights * BYTES[config.model.dtype])}
         return own | parts if gpu == 0 else parts

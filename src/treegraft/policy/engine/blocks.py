@@ -402,13 +402,14 @@ def _is_taken(node: Node) -> bool:
     return node.num_users > 0 or bool(node.children)
 
 
-GPU_CACHE_FRAC = 0.4
-"""Their share of the GPU's free memory where "auto" decides: the learner, in the same memory, takes
-the rest for gradients, the optimiser's state and activations."""
-
-
-def cache_bytes(cache_gb: float | Literal["auto"], device: torch.device) -> float:
+def cache_bytes(
+    cache_gb: float | Literal["auto"], device: torch.device, reserved: float = 0.0
+) -> float:
     """Returns the room for keys and values on `device`, in bytes.
+
+    Args:
+        reserved: bytes of a GPU that are still to be taken, by the learner most of all; "auto"
+            leaves them free.
 
     Raises:
         EngineError: the GPU has less free memory than this.
@@ -416,13 +417,13 @@ def cache_bytes(cache_gb: float | Literal["auto"], device: torch.device) -> floa
     if device.type != "cuda":
         return 1e9 * (CPU_CACHE_GB if cache_gb == "auto" else cache_gb)
     free, whole = torch.cuda.mem_get_info(device)
-    if cache_gb == "auto":
-        return GPU_CACHE_FRAC * free
-    if 1e9 * cache_gb > free:
+    wanted = free - reserved if cache_gb == "auto" else 1e9 * cache_gb
+    if not 0 < wanted <= free:
         raise EngineError(
-            f"engine.native.cache_gb: got {cache_gb:g}, expected at most the memory that is free on"
-            f" {device}, {free / 1e9:.1f} of {whole / 1e9:.1f} GB; lower it, or take"
-            ' engine.native.cache_gb="auto".',
+            f"engine.native.cache_gb: got {cache_gb} on {device}, where {free / 1e9:.1f} of"
+            f" {whole / 1e9:.1f} GB are free and learning will take {reserved / 1e9:.1f}; expected"
+            " room for keys and values too. `treegraft doctor RECIPE --gpus 1` says what takes it"
+            " and what to change.",
             code="gpu-memory-short",
         )
-    return 1e9 * cache_gb
+    return wanted

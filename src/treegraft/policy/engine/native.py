@@ -52,8 +52,13 @@ MIN_SHARED = 32
 class NativeEngine:
     """Samples from its own copy of the weights, refreshed by `publish`."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, settings: EngineSettings) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, settings: EngineSettings, reserved: float = 0.0
+    ) -> None:
         """Takes over `model`, which must not be run elsewhere.
+
+        Args:
+            reserved: see `cache_bytes`.
 
         Raises:
             ModelError: the model's attention or head cannot be run piece by piece.
@@ -79,7 +84,7 @@ class NativeEngine:
             )
         self._forward: Forward = forward
         self._head = OutputHead(model)
-        room = cache_bytes(own.cache_gb, model.device)
+        room = cache_bytes(own.cache_gb, model.device, reserved)
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._room = self._buckets[-1]

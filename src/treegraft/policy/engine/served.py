@@ -161,17 +161,19 @@ class Draft:
         entropies = reply.entropies
         if entropies is None:
             self._kind, entropies = EntropyKind.SAMPLED, [-one for one in reply.logprobs]
-        for token, logprob, entropy in zip(reply.token_ids, reply.logprobs, entropies, strict=True):
-            self.ids.append(token)
-            self.logprobs.append(logprob)
-            self.entropies.append(entropy)
-            if self.request.on_probe is not None and len(self.ids) == self._num_probed:
-                self.request.on_probe(tuple(self.entropies))
-            self.finish = self._stops.reason(
-                self.ids, self.request.sampling, self._end_ids, self._limit
-            )
-            if self.finish is not None:
-                return
+        if not len(reply.token_ids) == len(reply.logprobs) == len(entropies):
+            raise ValueError("a reply's columns have other lengths than its tokens")
+        before, sampling = len(self.ids), self.request.sampling
+        self.ids += reply.token_ids
+        end = self._stops.first_end(self.ids, before, sampling, self._end_ids, self._limit)
+        if end is not None:
+            size, self.finish = end
+            del self.ids[size:]
+        count = len(self.ids) - before
+        self.logprobs += reply.logprobs[:count]
+        self.entropies += entropies[:count]
+        if self.request.on_probe is not None and before < self._num_probed <= len(self.ids):
+            self.request.on_probe(tuple(self.entropies[: self._num_probed]))
 
     def completion(self, version: int) -> Completion:
         """Returns the completion, which has ended."""

@@ -22,7 +22,6 @@ from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
-from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
 from treegraft.policy.learn.metrics import MetricSums
@@ -115,8 +114,6 @@ class Learner:
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if is_packed := self.packing_problem is None:
             install_attention(model)
-            if self.device.type == "cuda":
-                prove_flex(base_model(model).config.get_text_config(), self._dtype, self.device)
         self._team = team or Alone()
         self._scoring = self._placed(ScoringModel(model, learn, is_packed=is_packed))
         self.optimiser = MasterAdamW(
@@ -134,12 +131,6 @@ class Learner:
                 code="weights-divided",
             )
         return scoring
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Type of the numbers in passes."""
-        found: torch.dtype = base_model(self.model).dtype
-        return found
 
     @property
     def device(self) -> torch.device:

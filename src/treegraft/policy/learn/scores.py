@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treegraft.core.errors import ModelError
 from treegraft.policy.attention_hook import ATTENTION, tree_attention
+from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.output_head import OutputHead, base_model, decoder, first_line, head_problem
@@ -276,7 +277,10 @@ class ScoringModel(nn.Module):
             is_packed: False runs trees row by row.
         """
         super().__init__()
-        self.model = model
+        self.model, inner = model, base_model(model)
+        # Of divided weights, which have no place yet, `ShardedLearner` does so.
+        if is_packed and inner.device.type == "cuda":
+            prove_flex(inner.config.get_text_config(), inner.dtype, inner.device)
         self._settings, self._is_packed = settings, is_packed
         self._head = OutputHead(model)
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from treegraft.core.errors import CheckpointError
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import ADAPTER
+from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
@@ -79,6 +80,9 @@ class ShardedLearner(Learner):
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
         learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
+        if ranks.device.type == "cuda":
+            config = base_model(scoring.model).config.get_text_config()
+            prove_flex(config, self._dtype, ranks.device)
         sizes: tuple[int, ...] = (learn.replicate, shards)
         names: tuple[str, ...] = ("replicate", "shard")
         if learn.replicate == 1:

@@ -29,13 +29,15 @@ from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.folder import held_folder
 from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
-from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
+from treegraft.policy.engine.vllm.protocol import COLUMNS, DRAW_CLASS, PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server
 from treegraft.policy.load import ALLOCATOR, DTYPES
 from treegraft.policy.output_head import base_model, end_token_ids, max_context
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config
+from treegraft.settings.here import vllm_pythons
+from treegraft.settings.load import load_config
 from treegraft.settings.policy import VllmSettings
 
 MODEL_NAME = "policy"
@@ -60,7 +62,11 @@ def build_engine(
     Raises:
         SettingError: an address that is none, no Python with vLLM, no place for weights.
     """
-    settings, is_external = config.engine.vllm, config.publish.kind == "external"
+    is_external = config.publish.kind == "external"
+    if draws_by_vllm(config.engine.vllm):
+        # What contradicts it is refused there.
+        config = load_config(config, ["engine.vllm.entropies=top_k"])
+    settings, draws_here = config.engine.vllm, config.engine.vllm.entropies != "top_k"
     runs = Path(config.run.dir).expanduser().absolute()
     urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
     python = None if urls else find_python(settings)
@@ -68,8 +74,7 @@ def build_engine(
     work = Path(tempfile.mkdtemp(prefix=".servers-", dir=runs))
     folders, sockets = [work], list[Path]()
     try:
-        named = base_model(model).named_parameters(remove_duplicate=settings.entropies == "exact")
-        num_weights = sum(weight.numel() for _, weight in named)
+        num_weights = sum(weight.numel() for weight in base_model(model).parameters())
         num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
         weights = _folder_for_weights(config, work, urls, num_bytes)
         folders.append(weights)
@@ -99,15 +104,23 @@ def build_engine(
             dtype=config.model.dtype,
             max_context=1
             + max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0),
+            draws_here=draws_here,
         ),
         end_ids=end_token_ids(model, tokenizer.eos_token_id),
         max_context=max_context(model),
         weights=weights,
         folders=folders,
         initial=None if python or is_external else ModelWeights(plain_weights(model)),
-        publishes_adapters=config.publish.kind == "adapter",
-        is_external=is_external,
+        draws_here=draws_here,
+        kind=config.publish.kind,
     )
+
+
+def draws_by_vllm(settings: VllmSettings) -> bool:
+    """Returns whether entropies = "auto" leaves the draw to vLLM: on GPUs, whose runner has no
+    place for ours."""
+    is_open = settings.entropies == "auto" and not settings.servers
+    return is_open and torch.cuda.is_available()
 
 
 def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
@@ -147,8 +160,7 @@ def find_python(settings: VllmSettings) -> str:
     """
     how = "Run `make vllm-env` in a clone of Treegraft, or name the Python of another environment"
     if settings.python is None:
-        own = Path(treegraft.__file__).parents[2]
-        found = [one / ".vllm-env/bin/python" for one in (Path.cwd(), own)]
+        found = vllm_pythons()
         python = next((one for one in found if one.exists()), None)
         if python is None:
             raise SettingError(
@@ -289,16 +301,17 @@ def options(config: Config, path: Path) -> list[str]:
     found = ["--served-model-name", MODEL_NAME, "--uds", str(path)]
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
     found += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    found += ["--middleware", COLUMNS, "--worker-extension-cls", f"{PLUGIN}.Extension"]
     if settings.entropies == "top_k":
         found += ["--logprobs-mode", "processed_logprobs"]
     else:
-        found += ["--logprobs-mode", "processed_logits"]
-        found += ["--logits-processors", f"{PLUGIN}:Draw", "--worker-extension-cls"]
+        found += ["--logprobs-mode", "processed_logits", "--logits-processors", DRAW_CLASS]
         # With scheduling ahead a row's position might be counted before its last token is known.
-        found += [f"{PLUGIN}.Extension", "--no-async-scheduling"]
+        found += ["--no-async-scheduling"]
     if config.publish.kind == "adapter":
         rank = min(one for one in _RANKS if one >= config.model.lora.rank)
-        found += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+        # Two: the former one stays until the new one has been read.
+        found += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
     if config.model.trust_remote_code:
         found += ["--trust-remote-code"]
     if not torch.cuda.is_available():
@@ -324,14 +337,15 @@ def _environment(
         # The routes for publishing; the server listens at a file that nobody else reaches.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        # The other one passes logits processors by another interface, and none on a CPU.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_RPC_BASE_PATH": str(sockets),
         "TMPDIR": str(sockets),
         "VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant)),
     }
+    if settings.entropies != "top_k":
+        # The other runner takes logits processors by another interface, and none on a CPU.
+        kept["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if own := gpus_of(settings, number):
         kept["CUDA_VISIBLE_DEVICES"] = own
     elif not torch.cuda.is_available():

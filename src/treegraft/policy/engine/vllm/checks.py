@@ -7,7 +7,10 @@ from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.policy.engine.sampling import draws_of_sampling
+from treegraft.policy.engine.served import NUM_ASKED
 from treegraft.policy.engine.vllm.protocol import (
+    COLUMNS,
+    DRAW_CLASS,
     MIN_LOGPROBS,
     PLUGIN,
     PLUGIN_VERSION,
@@ -20,15 +23,19 @@ _MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 _HOW = "start it with the options that docs/serving.md names"
 
 
-def identity_of_model(model: Any, *, dtype: str, max_context: int | None) -> dict[str, Any]:
+def identity_of_model(
+    model: Any, *, dtype: str, max_context: int | None, draws_here: bool = True
+) -> dict[str, Any]:
     """Returns the identity that a server has to have for sampling from this model.
 
     Args:
+        draws_here: it draws by our own sampling.
         max_context: longest path of the run, in tokens; None for no limit.
     """
     text = model.config.get_text_config()
     found = {name: getattr(text, name, None) for name in _MODEL}
-    return {**found, "dtype": dtype, "max_context": max_context}
+    own = {"dtype": dtype, "max_context": max_context, "draws_here": draws_here}
+    return {**found, **own}
 
 
 async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,23 +63,26 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
                 code="server-other-model",
             )
     check_size(name, found, expected)
-    if not found["draws_here"]:
+    draws = bool(expected["draws_here"])
+    if draws and not found["draws_here"]:
         raise SettingError(
             f"{name} runs without Treegraft's logits processor, so its draws would not follow the"
-            f" keys; expected --logits-processors {PLUGIN}:Draw. Restart it with that option.",
+            f" keys; expected --logits-processors {DRAW_CLASS}. Restart it with that option, or set"
+            ' engine.vllm.entropies = "top_k".',
             code="server-without-draws",
         )
-    if 0 <= found["max_logprobs"] < MIN_LOGPROBS:
+    least = MIN_LOGPROBS if draws else NUM_ASKED
+    if 0 <= found["max_logprobs"] < least:
         raise SettingError(
             f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
-            f" {MIN_LOGPROBS}: replies carry log-probability and entropy there. Raise it.",
+            f" {least}: replies carry log-probability and entropy there. Raise it.",
             code="server-logprobs-few",
         )
-    if found["logprobs_mode"] != "processed_logits":
+    mode = "processed_logits" if draws else "processed_logprobs"
+    if found["logprobs_mode"] != mode:
         raise SettingError(
-            f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected"
-            " processed_logits, in which replies carry exact entropies. Restart it with that"
-            " option.",
+            f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected {mode}"
+            " with engine.vllm.entropies as it is. Restart it with that option.",
             code="server-logprobs-mode",
         )
     return found
@@ -91,9 +101,8 @@ async def _identity(server: Server) -> dict[str, Any]:
     version = await _version(server)
     raise SettingError(
         f"engine.vllm: {server} ({version}) does not know Treegraft's plugin ({fault}); expected"
-        f" vLLM {TESTED} or later with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and"
-        f" --worker-extension-cls {PLUGIN}.Extension: {_HOW}. Servers without it serve where the"
-        ' recipe sets engine.vllm.entropies = "top_k".',
+        f" vLLM {TESTED} or later with VLLM_SERVER_DEV_MODE=1, --enable-scale-out,"
+        f" --worker-extension-cls {PLUGIN}.Extension and --middleware {COLUMNS}: {_HOW}.",
         code="server-without-plugin",
     )
 

@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from treegraft.core.errors import EngineError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Request, Tokenizer, WeightSource
+from treegraft.core.keyed import keyed_int
+from treegraft.core.plugin import loaded, offered
 from treegraft.core.types import NO_FILTERS, Completion, EntropyKind
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.served import NUM_ASKED, Draft, ServerEngine, TokenReply, TokenRequest
@@ -29,8 +31,7 @@ from treegraft.policy.engine.vllm.folder import (
     write_folder,
 )
 from treegraft.policy.engine.vllm.loading import Due
-from treegraft.policy.engine.vllm.plain import plain_entries
-from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
+from treegraft.policy.engine.vllm.protocol import DRAW, unpacked
 from treegraft.policy.engine.vllm.server import Server, Unreachable
 from treegraft.settings.policy import EngineSettings
 
@@ -53,8 +54,8 @@ class VllmEngine(ServerEngine):
         weights: Path,
         folders: Sequence[Path],
         initial: WeightSource | None,
-        publishes_adapters: bool = False,
-        is_external: bool = False,
+        draws_here: bool,
+        kind: str = "auto",
     ) -> None:
         """Starts nothing; `open` does.
 
@@ -63,8 +64,8 @@ class VllmEngine(ServerEngine):
             weights: a folder of its own for published weights.
             folders: removed at the end.
             initial: the weights to begin with; None for those that servers of ours start with.
-            publishes_adapters: give servers adapters alone, over the weights they begin with.
-            is_external: somebody else gives them weights.
+            draws_here: servers draw by our own sampling, see `build.draws_by_plugin`.
+            kind: publish.kind.
         """
         super().__init__(
             *(None, tokenizer),
@@ -74,10 +75,12 @@ class VllmEngine(ServerEngine):
         )
         self._is_open.clear()
         self.settings, self.fingerprint = settings, ""
-        self._initial, self._publishes_adapters = initial, publishes_adapters
+        self._initial, self._publishing, self._draws_here = initial, kind, draws_here
         self._http, self._weights, self._folders = http, weights, folders
-        self._fleet = Fleet(servers, settings, expected, is_external)
-        if not self._fleet.is_plain:
+        self._fleet = Fleet(servers, settings, expected, kind == "external")
+        if kind in (ways := offered("senders")):
+            self._fleet.senders = loaded(ways[kind])(settings.vllm.start_timeout_s)
+        if draws_here:
             self._kind = EntropyKind.EXACT
         self._num_published = self._num_bytes = 0
         self._lock = ExitStack()
@@ -100,7 +103,8 @@ class VllmEngine(ServerEngine):
             self._fleet.base = self._fleet.due.folder
         await self._fleet.open()
         self._initial = None
-        limits = [member.identity["max_context"] for member in self._fleet.members]
+        found = [member.identity for member in self._fleet.members]
+        limits = [one["max_context"] for one in found if "max_context" in one]
         self.max_context = min(limits, default=self.max_context)
         self._is_open.set()
 
@@ -143,10 +147,11 @@ class VllmEngine(ServerEngine):
         """The parameters that say how tokens are drawn and what is reported of them."""
         request = draft.request
         sampling = request.sampling
-        if self._fleet.is_plain:
-            # An equal request gives equal tokens, as long as rounding decides no near-tie.
-            found = {"temperature": asked.temperature, "seed": asked.seed}
-            return found | {"logprobs": NUM_ASKED}
+        if not self._draws_here:
+            # vLLM's V2 runner draws by seed, position on the path and token: the same token however
+            # often the path is cut into requests. The former one begins anew with each request.
+            seed = keyed_int("seed", *request.noise_key) >> 1 if self._is_v2() else asked.seed
+            return {"temperature": asked.temperature, "seed": seed, "logprobs": NUM_ASKED}
         draw: dict[str, Any] = {
             "key": list(request.noise_key),
             "offset": len(draft.ids),
@@ -163,20 +168,17 @@ class VllmEngine(ServerEngine):
         Raises:
             EngineError: a reply without tokens or without their two entries.
         """
-        is_plain = self._fleet.is_plain
-        read = plain_entries if is_plain else entries_of
         try:
-            choice = reply["choices"][0]
-            ids, content = list(choice["token_ids"]), choice["logprobs"]["content"]
-            pairs = [read(one) for _, one in zip(ids, content, strict=True)]
-        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+            return TokenReply(*unpacked(reply["choices"][0]))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
-                f"engine: a server's reply lacks tokens or their entries ({error!r}); expected"
-                f" {'log-probabilities' if is_plain else 'the draw of the plugin of Treegraft'}."
-                " See docs/serving.md.",
+                f"engine: a server's reply lacks tokens or their log-probabilities ({error!r});"
+                " expected both. See docs/serving.md.",
                 code="reply-lacks-tokens",
             ) from error
-        return TokenReply(ids, [one for one, _ in pairs], [two for _, two in pairs])
+
+    def _is_v2(self) -> bool:
+        return all(member.identity.get("runner") == 2 for member in self._fleet.members)
 
     # ------------------------------------------------------------------ weights
 
@@ -191,7 +193,7 @@ class VllmEngine(ServerEngine):
             return
         assert source is not None
         before = self._fleet.due.folder
-        due = await self._written(source, version, is_adapter=self._publishes_adapters)
+        due = await self._written(source, version, is_adapter=self._publishing == "adapter")
         await self._fleet.publish(due, self.settings.vllm.start_timeout_s)
         self._former += [] if before in (None, self._fleet.base) else [before]
         # A server that is being started anew may still read one; the next publish removes it.
@@ -200,22 +202,23 @@ class VllmEngine(ServerEngine):
                 former.remove()
             self._former.clear()
         self.fingerprint = due.fingerprint
-        assert due.folder is not None
-        self._num_bytes += due.folder.num_bytes()
+        if due.folder is not None:
+            self._num_bytes += due.folder.num_bytes()
+        else:
+            self._num_bytes += self._fleet.senders.num_bytes
+            self._fleet.senders.num_bytes = 0
 
     async def _written(
         self, source: WeightSource, version: int, *, is_adapter: bool = False
     ) -> Due:
         self._num_published += 1
         label = f"{self._fleet.owner}-{version}.{self._num_published}"
+        if self._fleet.senders is not None:
+            return Due(label, None, source.fingerprint, source=source)
         path = self._weights / f"weights-{self._num_published}"
         try:
-            if is_adapter:
-                folder = await asyncio.to_thread(write_adapter, path, source)
-            else:
-                folder = await asyncio.to_thread(
-                    write_folder, path, source, has_each_name=self._fleet.is_plain
-                )
+            write = write_adapter if is_adapter else write_folder
+            folder = await asyncio.to_thread(write, path, source)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(path, ignore_errors=True)
             raise EngineError(

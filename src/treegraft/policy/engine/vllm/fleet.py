@@ -13,17 +13,17 @@ import os
 import secrets
 import socket
 import statistics
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from enum import StrEnum
 from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.loading import Due, Held, give_weights
-from treegraft.policy.engine.vllm.plain import check_plain
-from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
+from treegraft.policy.engine.vllm.loading import CHANGED, Due, Held, give_weights
+from treegraft.policy.engine.vllm.protocol import PLAIN_ROUTE, ROUTE
+from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable, runs
 from treegraft.settings.policy import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -108,17 +108,15 @@ class Fleet:
         self.due = Due(f"{self.owner}-start", None, "")
         self.base: WeightsFolder | None = None
         """The weights that a server from elsewhere needs below an adapter."""
+        self._wait_s = settings.vllm.start_timeout_s
+        self.senders: Any = None
+        """Of publish.kind, where that is a plugin's; see `core.plugin.Plugin.senders`."""
         self._homes: dict[object, Member] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_requests = self.num_moved = self.num_repeated = self.num_revivals = 0
         self.num_drained = 0
         self.num_prompt = self.num_cached = 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the servers are without Treegraft's plugin."""
-        return self.settings.vllm.entropies == "top_k"
 
     # ------------------------------------------------------------------ requests
 
@@ -209,7 +207,7 @@ class Fleet:
             if member.state is not State.LIVE:
                 raise Unreachable(member.fault)
             self.num_requests += 1
-            path = "/inference/v1/generate"
+            path = PLAIN_ROUTE if self.is_external else ROUTE
             asking = asyncio.create_task(member.server.request("POST", path, body, timeout_s=None))
             member.asking.add(asking)
             try:
@@ -279,7 +277,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for member in self.members:
-            if member.server.process is not None or self.is_plain:
+            if member.server.process is not None or self.is_external:
                 continue
             with suppress(Unreachable, EngineError, *_UNREADABLE):
                 await member.server.call("treegraft_release", self.owner, timeout_s=5.0)
@@ -334,6 +332,8 @@ class Fleet:
                 async with asyncio.timeout(self.settings.vllm.start_timeout_s):
                     await self._raise_up(member)
             except (TimeoutError, Unreachable, EngineError, *_UNREADABLE) as error:
+                if isinstance(error, EngineError) and error.code == CHANGED:
+                    return self.drain(member, f"{member.server} came back late: {error}")
                 member.fault = str(error) or "it was not ready in time"
                 _log.warning("%s: %s", member.server, member.fault)
                 continue
@@ -376,9 +376,7 @@ class Fleet:
                     code="server-not-there",
                 )
             await asyncio.sleep(1.0)
-        if self.is_plain:
-            member.identity = await check_plain(server, self._expected)
-        else:
+        if not self.is_external:
             member.identity = await check_identity(server, self._expected)
         await self._claim(server)
         if process is None:
@@ -386,11 +384,11 @@ class Fleet:
             member.held = Held()
         # What is due may change while it is being loaded.
         while not self.is_external and await server.version() != self.due.label:
-            await self.load(member)
+            for fault in (await self.load(member)).values():
+                raise fault
 
     async def _claim(self, server: Server, instead_of: str = "") -> None:
-        if self.is_plain:
-            # Nothing there keeps an owner: another run shows by the label of its weights.
+        if self.is_external:
             return
         results = await server.call(
             *("treegraft_claim", self.owner, LEASE_S, instead_of), timeout_s=CONTROL_TIMEOUT_S
@@ -399,7 +397,7 @@ class Fleet:
             if held["owner"] == self.owner:
                 continue
             host, pid, _ = held["owner"].split(":")
-            if not instead_of and host == socket.gethostname() and not _runs(int(pid)):
+            if not instead_of and host == socket.gethostname() and not runs(int(pid)):
                 return await self._claim(server, held["owner"])
             raise EngineError(
                 f"engine.vllm.servers: {server} belongs to another run (host {host}, process"
@@ -463,9 +461,8 @@ class Fleet:
         self.forget_homes()
         self._take_back()
 
-    async def publish(self, due: Due, deadline_s: float) -> list[float]:
-        """Gives every live server new weights, and returns the seconds each took to load them.
-        No request may be under way.
+    async def publish(self, due: Due, deadline_s: float) -> None:
+        """Gives every live server new weights. No request may be under way.
 
         Raises:
             EngineError: no server took them within `deadline_s`.
@@ -474,14 +471,8 @@ class Fleet:
         self.forget_homes()
         self._take_back()
 
-        async def load(member: Member) -> float | None:
-            try:
-                return await self.load(member)
-            except (Unreachable, EngineError, *_UNREADABLE) as error:
-                self.lost(member, str(error))
-                return None
-
-        seconds = await asyncio.gather(*(load(one) for one in self.live))
+        for member, fault in (await self.load(*self.live)).items():
+            self.lost(member, str(fault))
         try:
             async with asyncio.timeout(deadline_s):
                 # Where all of them failed: one that is started anew.
@@ -493,41 +484,49 @@ class Fleet:
                 f" {reasons}",
                 code="publish-refused",
             ) from error
-        return [one for one in seconds if one is not None]
 
-    async def load(self, member: Member) -> float:
-        """Gives one server the weights that are due, and returns the seconds that took.
+    async def load(self, *members: Member) -> Mapping[Member, BaseException]:
+        """Gives servers the weights that are due, and returns what kept some from taking them."""
+        faults: dict[Member, BaseException] = {}
 
-        Raises:
-            Unreachable, EngineError: it did not take them, or read other ones.
-        """
-        server, timeout_s = member.server, self.settings.vllm.start_timeout_s
-        async with member.loading:
+        async def each(step: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
+            left = [one for one in members if one not in faults]
+            found = await asyncio.gather(*map(step, left), return_exceptions=True)
+            faults.update({m: one for m, one in zip(left, found, strict=True) if one is not None})
+
+        async with AsyncExitStack() as stack:
+            for one in members:
+                await stack.enter_async_context(one.loading)
             due = self.due
-            if server.process is None:
-                # The claim may have run out while the learner was busy.
-                await self._claim(server)
-            # Drained first: a running request would get the label of weights that it does not have.
-            await server.request("POST", "/pause?mode=wait", timeout_s=timeout_s)
-            await server.set_version(_LOADING)
-            seconds = await give_weights(
-                *(server, member.held, due, self.base), is_plain=self.is_plain, timeout_s=timeout_s
-            )
-            response = await server.request(
-                "POST", "/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S
-            )
-            if not response.json()["success"]:
-                raise Unreachable(f"{server} did not drop the cached keys of its old weights")
-            await server.set_version(due.label)
-            await server.request("POST", "/resume", timeout_s=CONTROL_TIMEOUT_S)
-            return seconds
+            await each(self._pause)
+            if due.source is None:
+                await each(
+                    lambda one: give_weights(one.server, one.held, due, self.base, self._wait_s)
+                )
+            else:
+                asked = {one.server: one.identity for one in members if one not in faults}
+                lost = await self.senders.give(asked, due)
+                faults |= {one: lost[one.server] for one in members if one.server in lost}
+            await each(lambda one: self._resume(one, due))
+        for fault in faults.values():
+            if not isinstance(fault, (Unreachable, EngineError, *_UNREADABLE)):
+                raise fault
+        return faults
 
+    async def _pause(self, member: Member) -> None:
+        server = member.server
+        if server.process is None:
+            # The claim may have run out while the learner was busy.
+            await self._claim(server)
+        # Drained first: a running request would get the label of weights that it does not have.
+        await server.request("POST", "/pause?mode=wait", timeout_s=self._wait_s)
+        await server.set_version(_LOADING)
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    async def _resume(self, member: Member, due: Due) -> None:
+        """Only here do the weights become those that a server answers by: all of them are there."""
+        server = member.server
+        response = await server.request("POST", "/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S)
+        if not response.json()["success"]:
+            raise Unreachable(f"{server} did not drop the cached keys of its old weights")
+        await server.set_version(due.label)
+        await server.request("POST", "/resume", timeout_s=CONTROL_TIMEOUT_S)

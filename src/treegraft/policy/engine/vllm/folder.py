@@ -81,15 +81,11 @@ def write_adapter(path: Path, source: WeightSource) -> WeightsFolder:
     return WeightsFolder(path)
 
 
-def write_folder(path: Path, source: WeightSource, *, has_each_name: bool = False) -> WeightsFolder:
+def write_folder(path: Path, source: WeightSource) -> WeightsFolder:
     """Writes all weights of `source` into a new folder, and returns it.
 
     Tensors that share their memory (a head tied to the embeddings) are written once where they meet
     in one file.
-
-    Args:
-        has_each_name: writes them under each of their names, for readers of the files alone. On a
-            CPU vLLM packs a tied head anew only where its own name is among those that it loads.
     """
     path.mkdir(parents=True)
     files: list[str] = []
@@ -107,12 +103,11 @@ def write_folder(path: Path, source: WeightSource, *, has_each_name: bool = Fals
         place = (tensor.data_ptr(), tensor.shape)
         same = (one for one, (given, _) in held.items() if (given.data_ptr(), given.shape) == place)
         twin = next(same, None)
-        if twin and not has_each_name:
+        if twin:
             twins.setdefault(twin, []).append(name)
             continue
         own = tensor.detach().cpu().contiguous()
-        # A file holds no two tensors of one memory.
-        held[name] = (tensor, own.clone() if twin else own)
+        held[name] = (tensor, own)
         if sum(own.nbytes for _, own in held.values()) >= FILE_BYTES:
             close()
     close()

@@ -1,14 +1,17 @@
-"""What a paused server is given: weights by Treegraft's plugin, by vLLM's own loader, or an adapter
-over the weights that it holds."""
+"""How servers get weights: from a folder, from memory to memory, or an adapter over those that they
+hold."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from treegraft.core.interfaces import WeightSource
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.plain import load_plain
 from treegraft.policy.engine.vllm.server import Server, Unreachable
+
+CHANGED = "weights-gone-on"
+"""Code of the error that weights which are due can no longer be sent: the learner has gone on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +20,13 @@ class Due:
 
     label: str
     folder: WeightsFolder | None
-    """None for those that a server of ours is started with."""
+    """None for those that a server of ours is started with, and those that come by memory."""
     fingerprint: str
     """Empty where servers cannot report it."""
     is_adapter: bool = False
     """Whether the folder holds an adapter, to be laid over the weights of `Fleet.base`."""
+    source: WeightSource | None = None
+    """From which they are sent from memory to memory; None for a folder."""
 
 
 @dataclass(slots=True)
@@ -35,53 +40,46 @@ class Held:
 
 
 async def give_weights(
-    server: Server,
-    held: Held,
-    due: Due,
-    base: WeightsFolder | None,
-    *,
-    is_plain: bool,
-    timeout_s: float,
-) -> float:
-    """Gives a paused server what is due, and returns the seconds that it took.
+    server: Server, held: Held, due: Due, base: WeightsFolder | None, timeout_s: float
+) -> None:
+    """Gives a paused server the folder that is due.
 
     Args:
         base: the weights below an adapter; None where servers are started with them.
-        is_plain: the server is without Treegraft's plugin.
 
     Raises:
         Unreachable, EngineError: it did not take them, or read other ones.
     """
-    began = time.monotonic()
     if not due.is_adapter:
-        await _give_folder(server, due.folder, due.fingerprint, is_plain, timeout_s)
+        await _give_folder(server, due.folder, due.fingerprint, timeout_s)
         held.has_base = due.folder is base
-        return time.monotonic() - began
+        return
     if not held.has_base:
-        await _give_folder(server, base, "", is_plain, timeout_s)
+        await _give_folder(server, base, "", timeout_s)
         held.has_base = True
-    if held.adapter:
-        body = {"lora_name": held.adapter}
-        held.adapter = ""
-        await server.request("POST", "/v1/unload_lora_adapter", body, timeout_s=timeout_s)
     assert due.folder is not None
     body = {"lora_name": due.label, "lora_path": str(due.folder.path)}
+    # Room for two: the former one goes when this one has been read.
     await server.request("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s)
-    held.adapter = due.label
-    return time.monotonic() - began
+    former, held.adapter = held.adapter, due.label
+    if former:
+        body = {"lora_name": former}
+        await server.request("POST", "/v1/unload_lora_adapter", body, timeout_s=timeout_s)
 
 
 async def _give_folder(
-    server: Server, folder: WeightsFolder | None, fingerprint: str, is_plain: bool, timeout_s: float
+    server: Server, folder: WeightsFolder | None, fingerprint: str, timeout_s: float
 ) -> None:
-    if folder is None:
-        return
-    path = str(folder.path)
-    if is_plain:
-        return await load_plain(server, path, timeout_s)
-    for one in await server.call("treegraft_load", path, timeout_s=timeout_s):
-        if fingerprint and one["fingerprint"] != fingerprint:
+    if folder is not None:
+        found = await server.call("treegraft_load", str(folder.path), timeout_s=timeout_s)
+        check_sums(server, found, fingerprint)
+
+
+def check_sums(server: Server, found: Sequence[Mapping[str, str]], expected: str) -> None:
+    """Raises Unreachable where one of a server's workers read other weights than expected, ""
+    for any."""
+    for one in found:
+        if expected and one["fingerprint"] != expected:
             raise Unreachable(
-                f"{server} read weights with checksum {one['fingerprint']} from {path}, expected"
-                f" {fingerprint}"
+                f"{server} read weights with checksum {one['fingerprint']}, expected {expected}"
             )

@@ -1,145 +1,49 @@
-"""What runs inside a vLLM server: the draw by our own sampling, and the exchange of weights.
+"""What runs inside the workers of a vLLM server: who it is, whose it is, and the exchange of
+weights.
 
-The only module that imports vllm. It runs with the server's packages, so it uses torch, safetensors
-and our own pure functions alone.
+It runs with the server's packages, so it uses torch, safetensors and our own pure functions alone.
+Both of vLLM's runners call it; `draw` is for the former one.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import SamplingParams
 from vllm import __version__ as vllm_version
-from vllm.config import VllmConfig
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
-from treegraft.core.interfaces import NoiseKey
-from treegraft.core.types import NO_FILTERS, Filters
-from treegraft.policy.engine.filters import filtered
-from treegraft.policy.engine.sampling import Columns, draws_of_sampling, sample_tokens
+from treegraft.core.plugin import EXTRAS
+from treegraft.policy.engine.sampling import draws_of_sampling
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.protocol import (
-    DRAW,
-    PLUGIN_VERSION,
-    marked_rows,
-)
+from treegraft.policy.engine.vllm.protocol import PLUGIN_VERSION
 from treegraft.policy.weights import bit_sum, fingerprint_of
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """How one request is to be drawn for."""
-
-    key: tuple[int | str, ...]
-    offset: int
-    """Position of the request's first token in its completion."""
-    temperature: float
-    filters: Filters
-    prompt: list[int]
-    output: list[int]
-    """The server's own list, which grows."""
-
-    @property
-    def noise_key(self) -> NoiseKey | None:
-        return self.key if self.temperature > 0 else None
-
-    @property
-    def position(self) -> int:
-        return self.offset + len(self.output)
-
-
-class Draw(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed here
-    """Draws as the native engine does, and leaves rows of `protocol.marked_rows`, among which the
-    server chooses greedily. No state outlives a request."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._orders: dict[int, Order] = {}
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuses a request whose order cannot be read: an exception while drawing would end the
-        server."""
-        order = (sampling_params.extra_args or {}).get(DRAW)
-        if order is not None:
-            try:
-                _read(order, [], [])
-            except (TypeError, ValueError, KeyError, AttributeError) as error:
-                raise ValueError(f"{DRAW}: {error!r} in {order!r}") from error
-
-    def is_argmax_invariant(self) -> bool:
-        """Returns False: the greedy choice is the draw."""
-        return False
-
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Takes over which request lies in which row."""
-
-        def order_of(
-            params: SamplingParams, prompt: list[int] | None, output: list[int]
-        ) -> Order | None:
-            found = (params.extra_args or {}).get(DRAW)
-            return None if found is None else _read(found, prompt or [], output)
-
-        process_dict_updates(self._orders, batch_update, order_of)
-
-    def _drawn(self, logits: Tensor, orders: Sequence[Order]) -> Columns:
-        return sample_tokens(
-            logits,
-            [one.temperature for one in orders],
-            [one.noise_key for one in orders],
-            [one.position for one in orders],
-        )
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Returns the logits with the rows of our requests replaced."""
-        if not self._orders:
-            return logits
-        rows = sorted(self._orders)
-        orders = [self._orders[row] for row in rows]
-        own = logits if len(rows) == logits.shape[0] else logits[rows]
-        tokens, logprobs, entropies = self._drawn(own, orders)
-        for row, order in enumerate(orders):
-            if order.filters != NO_FILTERS:
-                path = [*order.prompt, *order.output]
-                left = filtered(own[row], order.temperature, order.filters, path)
-                drawn = sample_tokens(left[None], [1.0], [order.noise_key], [order.position])
-                for column, value in zip((tokens, logprobs, entropies), drawn, strict=True):
-                    column[row] = value[0]
-        marked = marked_rows(own, (tokens, logprobs, entropies))
-        if own is logits:
-            return logits.copy_(marked)
-        logits[rows] = marked
-        return logits
-
-
-def _read(order: dict[str, Any], prompt: list[int], output: list[int]) -> Order:
-    return Order(
-        key=tuple(order["key"]),
-        offset=int(order["offset"]),
-        temperature=float(order["temperature"]),
-        filters=Filters(**order.get("filters", {})),
-        prompt=prompt,
-        output=output,
-    )
 
 
 class Extension:
     """Methods of a server's workers that `/collective_rpc` calls; JSON in, JSON out."""
 
     model_runner: Any
-    vllm_config: VllmConfig
+    reload_weights: Any
+    vllm_config: Any
+    device: torch.device
+    rank: int
     _owner: tuple[str, float] | None = None
+    _pipe: Any = None
 
     def treegraft_identity(self) -> dict[str, Any]:
         """Returns what a client compares with its own: versions, model, limits, draws."""
         model = self.vllm_config.model_config
-        text = model.hf_text_config
+        text, runner = model.hf_text_config, type(self.model_runner).__module__
         return {
+            "runner": 2 if runner.startswith("vllm.v1.worker.gpu.") else 1,
+            "gpu": str(torch.cuda.get_device_properties(self.device).uuid)
+            if self.device.type == "cuda"
+            else "",
+            "workers": self.vllm_config.parallel_config.world_size,
             "plugin": PLUGIN_VERSION,
             "vllm": str(vllm_version),
             "torch": str(torch.__version__),
@@ -177,14 +81,39 @@ class Extension:
         return {}
 
     def treegraft_load(self, path: str) -> dict[str, Any]:
-        """Takes over the weights of a folder; returns their checksum as read, and the seconds."""
-        began = time.perf_counter()
+        """Takes over the weights of a folder; returns their checksum as read."""
+        return self._take((name, tensor.to(self.device)) for name, tensor in WeightsFolder(path))
+
+    def treegraft_join(
+        self, host: str, port: int, size: int, kind: str, timeout_s: float
+    ) -> dict[str, Any]:
+        """Meets the run that sends weights; see the extension `memory`."""
+        # By name: the core does not know extensions.
+        make = importlib.import_module(f"{EXTRAS}.memory.pipe").Pipe
+        self._pipe = None
+        pipe = make(host, port, 1 + self.rank, size, kind, timeout_s)
+        pipe.meet()
+        self._pipe = pipe
+        return {}
+
+    def treegraft_receive(self) -> dict[str, Any]:
+        """Takes over the weights of the next publish through the pipe; returns their checksum."""
+        # Taken out: after a fault the next publish needs another one.
+        pipe, self._pipe = self._pipe, None
+        if pipe is None:
+            raise RuntimeError("no pipe: treegraft_join comes first")
+        found = self._take(pipe.receive(self.device))
+        self._pipe = pipe
+        return found
+
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         sums: dict[str, tuple[str, tuple[int, ...], int]] = {}
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in WeightsFolder(path):
+        def seen() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                # Where it lies: a GPU sums what takes a processor a minute.
                 sums[name] = (str(tensor.dtype), tuple(tensor.shape), int(bit_sum(tensor)))
                 yield name, tensor
 
-        self.model_runner.reload_weights(weights_iterator=tensors())
-        return {"fingerprint": fingerprint_of(sums), "seconds": time.perf_counter() - began}
+        self.reload_weights(weights_iterator=seen())
+        return {"fingerprint": fingerprint_of(sums)}

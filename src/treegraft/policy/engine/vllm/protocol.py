@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treegraft.core.errors import SettingError
+from treegraft.policy.engine.served import top_k_entropy
 
-PLUGIN_VERSION = 2
+PLUGIN_VERSION = 3
 """Grows with every change of what client and plugin say to each other."""
 DRAW = "treegraft"
 """Name of our part of a request's extra arguments: {"key", "offset", "temperature",
 "filters"}."""
 PLUGIN = "treegraft.policy.engine.vllm.plugin"
-"""Module of the plugin; not imported on this side, since it needs vllm."""
+"""Module of the plugin; not imported on this side, since it needs vllm. The same holds for the two
+below."""
+DRAW_CLASS = "treegraft.policy.engine.vllm.draw:Draw"
+COLUMNS = "treegraft.policy.engine.vllm.columns.Columns"
+ROUTE, PLAIN_ROUTE = "/treegraft/v1/generate", "/inference/v1/generate"
+"""Our route for requests, answered in columns; vLLM's own, for servers without anything of
+ours."""
 MIN_LOGPROBS = 2
-"""Log-probabilities a token that a reply has to carry: the drawn token's entry and the other."""
+"""Log-probabilities a token that a drawn row has to carry: its own entry and the other."""
 TESTED = "0.32"
 """Version of vLLM that this was written against and tested with."""
 
@@ -46,14 +55,52 @@ def marked_rows(logits: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return marked
 
 
-def entries_of(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the drawn token's log-probability and the entropy, from one token of a reply.
+def drawn_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (log-probabilities, entropies), each [tokens], of rows that `marked_rows` left.
 
-    Raises KeyError, TypeError or StopIteration for one that has no such entries.
+    Args:
+        table: [tokens, 3] of each row the drawn token's entry, and the two largest.
     """
-    own, entropy = row["token_id"], row["logprob"]
-    logprob = next(top["logprob"] for top in row["top_logprobs"] if top["token_id"] != own)
-    return (0.0 if logprob >= -_ZERO * 2 else logprob), (0.0 if entropy <= _ZERO * 2 else entropy)
+    entropies, logprobs = table[:, 0], table[:, 2]
+    small = 2 * _ZERO
+    return np.where(logprobs >= -small, 0.0, logprobs), np.where(entropies <= small, 0.0, entropies)
+
+
+def likely_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the drawn tokens' log-probabilities, and Σ -p ln p over the most likely tokens.
+
+    Args:
+        table: [tokens, 1 + k] log-probabilities: of the drawn token, and of the k most likely ones.
+    """
+    likely = table[:, 1:]
+    with np.errstate(invalid="ignore"):  # of a token that cannot be drawn: 0 times infinity
+        return table[:, 0], np.nansum(-np.exp(likely) * likely, axis=1)
+
+
+def packed(column: np.ndarray, kind: str) -> str:
+    """Returns a column as text: its numbers in little-endian bytes, in base64."""
+    return base64.b64encode(column.astype(kind).tobytes()).decode()
+
+
+def unpacked(choice: Mapping[str, Any]) -> tuple[list[int], list[float], list[float]]:
+    """Returns (token ids, log-probabilities, entropies) of a reply, in columns or as vLLM itself
+    writes it.
+
+    Raises KeyError, TypeError or ValueError for one that lacks them.
+    """
+    if isinstance(choice["token_ids"], str):
+        kinds = {"token_ids": "<i4", "logprobs": "<f4", "entropies": "<f4"}
+        ids, logprobs, entropies = (
+            np.frombuffer(base64.b64decode(choice[name], validate=True), kind).tolist()
+            for name, kind in kinds.items()
+        )
+        return ids, logprobs, entropies
+    rows = choice["logprobs"]["content"]
+    own = [float(row["logprob"]) for row in rows]
+    tops = [[float(top["logprob"]) for top in row["top_logprobs"]] for row in rows]
+    if not all(tops) or max((max(top) for top in (own, *tops)), default=0.0) > 0:
+        raise ValueError("no log-probabilities")
+    return list(choice["token_ids"]), own, [top_k_entropy(top) for top in tops]
 
 
 def check_size(name: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -33,6 +33,17 @@ class Unreachable(Exception):
     may answer."""
 
 
+def runs(pid: int) -> bool:
+    """Returns whether this machine has a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 class Process:
     """The process group of a server, ended by its launcher when this process ends."""
 

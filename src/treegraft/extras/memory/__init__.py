@@ -1,0 +1,1 @@
+"""Published weights from memory to memory."""
