@@ -16,8 +16,8 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import LEARNING_RULES, Origin, Status, Trajectory, Tree
 from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.learn.pack import TreeBatch
+from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.settings.policy import LearnSettings, LossSettings
 

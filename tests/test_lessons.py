@@ -18,9 +18,9 @@ from tests.trees import Part, build_tree
 
 from treegraft.cli.doctor import data_files
 from treegraft.core.types import StepContent, Tree
-from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.learn.lessons import Lesson, LessonBook, shared_out, weight_of
 from treegraft.policy.learn.pack import pack_trees
+from treegraft.policy.learn.scores import token_scores
 from treegraft.runs.record import read_metrics
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LearnSettings, LossSettings

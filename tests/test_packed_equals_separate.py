@@ -30,8 +30,8 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Status, Tree
 from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn import scores as scores_module
-from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.learn.pack import pack_trees
+from treegraft.policy.learn.scores import token_scores
 from treegraft.settings.policy import LossSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

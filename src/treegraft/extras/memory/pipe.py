@@ -55,7 +55,7 @@ class Pipe:
         self.rank, self._size, self._kind, self._num = rank, size, kind, 0
         self._host, self._wait = host, timedelta(seconds=timeout_s)
         self._group: Any = None
-        self._store: Any = dist.TCPStore(
+        self._store: Any = _untyped.TCPStore(
             host, port, size, rank == 0, timeout=self._wait, wait_for_workers=False
         )
         self.port = self._store.port
@@ -172,7 +172,7 @@ def parts_of(flat: Tensor, meta: Meta) -> Iterator[tuple[str, Tensor]]:
 
 def handle_of(flat: Tensor) -> list[Any]:
     """Returns what another process needs to open a GPU's memory: integers, and bytes in base64."""
-    shared: tuple[Any, ...] = flat.untyped_storage()._share_cuda_()  # type: ignore[attr-defined]
+    shared: tuple[Any, ...] = flat.untyped_storage()._share_cuda_()
     return [
         {"bytes": base64.b64encode(one).decode()} if isinstance(one, bytes) else one
         for one in shared
