@@ -130,7 +130,7 @@ def test_there_are_few_options() -> None:
 
     brought = [loaded_command(name, one.path) for name, one in offered("commands").items()]
     assert count(typer.main.get_command(cli.app)) <= 60
-    assert sum(map(count, brought)) <= 50
+    assert sum(map(count, brought)) <= 51
 
 
 def test_version(treegraft: Run, capsys: pytest.CaptureFixture[str]) -> None:

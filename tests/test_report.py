@@ -533,6 +533,7 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
         ("num_calls", "on-policy"): 1.0,
     }
     assert written.left_out == (
+        "no diversity: no run has recorded diversity.",
         "no sweep: no two groups differ in one numeric setting, or in the off-policy source,"
         " alone.",
     )

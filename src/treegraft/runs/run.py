@@ -171,7 +171,7 @@ class Run:
         metrics, limits = self.start.latest_metrics(), spent_limits(self.config, self.state)
         more = (f"run.{name}={2 * getattr(self.config.run, name) or 20}" for name in limits)
         self.display.warn(
-            f"run {self.path} is finished: {self.state.update} updates are done. To train on:"
+            f"run {self.path} is finished after update {self.state.update}. To train on:"
             f" treegraft train --resume {self.path} {' '.join(more)}"
         )
         return self._finished(checkpoint, metrics)
