@@ -280,7 +280,6 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
             for cost in (CALLS, SHOWN, TOKENS, SECONDS)
             if runs.has(cost)
         }
-        keys = [key for key in lines[0]["curve"][-1] if key.startswith("eval/pass_at_")]
         found.append(
             Row(
                 world=world,
@@ -304,13 +303,16 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
                 areas=areas,
                 num_left=len(left := [one for one in map(_left_after, lines) if one is not None]),
                 left_after=statistics.median(left) if left else None,
-                pass_at={
-                    key: statistics.fmean(line["curve"][-1].get(key, 0.0) for line in lines)
-                    for key in keys
-                },
+                pass_at=_pass_at(lines),
             )
         )
     return found
+
+
+def _pass_at(lines: Sequence[Line]) -> dict[str, float]:
+    ends = [line["curve"][-1] for line in lines]
+    keys = (key for key in ends[0] if key.startswith("eval/pass_at_"))
+    return {key: statistics.fmean(end.get(key, 0.0) for end in ends) for key in keys}
 
 
 def _mean_of_all(values: Sequence[float | None]) -> float | None:
