@@ -450,12 +450,8 @@ class Learner:
         sampled tokens."""
         batch, settings = pack.batch, self._loss
         rows = batch.carries_loss.nonzero()[:, 0]
-        tokens, owners, weight = (
-            batch.tokens[rows],
-            batch.trajectories[rows],
-            settings.shaping_weight,
-        )
-        shaping = [shaping_factor(path.leaf.retrieved_frac, weight) for path in batch.paths]
+        tokens, owners, m = batch.tokens[rows], batch.trajectories[rows], settings.shaping_weight
+        shaping = [shaping_factor(path.leaf.retrieved_frac, m) for path in batch.paths]
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
