@@ -691,8 +691,7 @@ class Tree(ShownTree):
             raise ValueError(
                 f"{name}: steps must start with the root '0' and stand in depth-first order"
             )
-        known = {step.id for step in self.steps}
-        parents = {step.parent for step in self.steps}
+        known, parents = {one.id for one in self.steps}, {one.parent for one in self.steps}
         for step in self.steps[1:]:
             if step.parent not in known or step.parent != step.id.rpartition(".")[0]:
                 raise ValueError(f"{name}: step '{step.id}' has no parent '{step.parent}' above it")

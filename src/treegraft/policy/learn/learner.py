@@ -267,10 +267,8 @@ class Learner:
         self.optimiser.spent = spent
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
-        taught = shared_out(lessons, minibatches)
-        is_learned = [self._is_learned(tree) for tree in trees]
-        takes_imitated = self._loss.graft_coef > 0
-        shown = [without_branches(tree) for tree in trees]
+        taught, takes_imitated = shared_out(lessons, minibatches), self._loss.graft_coef > 0
+        is_learned, shown = [*map(self._is_learned, trees)], [*map(without_branches, trees)]
         learned = {part: [n for n in part if is_learned[n]] for part in dict.fromkeys(passes)}
         plans = {
             part: self._plan(shown, own, takes_imitated=takes_imitated)
@@ -350,7 +348,7 @@ class Learner:
         if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
             return True
         # Without an advantage, the KL term still pulls to the reference, the bonus to entropy.
-        has_more = self._reference is not None or self._loss.entropy_coef != 0.0
+        has_more = bool(self._reference or self._loss.entropy_coef)
         return has_more and any(leaf.has_loss for leaf in tree.leaves)
 
     @torch.no_grad()
@@ -388,8 +386,7 @@ class Learner:
             # Backward for each pack, so that only one pack's activations are alive.
             torch.autograd.backward(loss)
             done.append(replace(pack, old_logprobs=old, new_logprobs=logprobs.detach()))
-        sums.grad_norms.append(self.optimiser.step())
-        sums.lrs.append(self.optimiser.last_lr)
+        sums.add_step(self.optimiser.step(), self.optimiser.last_lr)
         return done
 
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
@@ -409,9 +406,9 @@ class Learner:
 
     def _factors(self, batch: TreeBatch, denominators: Denominators) -> Tensor:
         """[N] the factor of every contribution of each trajectory."""
-        lengths = batch.lengths
-        weights = lengths.new_tensor([path.leaf.weight for path in batch.paths])
-        return contribution_weights(weights, lengths, denominators, self._loss.aggregation).float()
+        weights = batch.lengths.new_tensor([path.leaf.weight for path in batch.paths])
+        own = (weights, batch.lengths, denominators, self._loss.aggregation)
+        return contribution_weights(*own).float()
 
     def _pack_loss(
         self,

@@ -34,6 +34,10 @@ class MetricSums:
         self._unread.append((key, values.sum(dtype=torch.float64)))
         self._counts[key] = self._counts.get(key, 0) + values.numel()
 
+    def add_step(self, grad_norm: float, lr: float) -> None:
+        """Adds an optimiser step."""
+        self.grad_norms, self.lrs = [*self.grad_norms, grad_norm], [*self.lrs, lr]
+
     def _read(self) -> None:
         """Adds what is not read yet to the sums, in the order in which it came."""
         if not self._unread:
