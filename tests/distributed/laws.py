@@ -121,7 +121,10 @@ def law_1(
             one.keep_reference(folder / "1", is_new=True)
     start = {name: tensor.clone() for name, tensor in many.stream()}
     metrics, records = [0.0], [0.0]
-    for _ in range(3):
+    for number in range(3):
+        if config.loss.kl_coef and number == 1:
+            # As a resumed run does: what was kept is read, and stays where it is.
+            many.keep_reference(folder / str(ranks.size), is_new=False)
         ours, told = many.learn(trees, lessons)
         if one is not None:
             theirs, right = one.learn(trees, lessons)
@@ -144,6 +147,16 @@ def law_1(
         "metrics": max(*metrics, abs(found["loss"] - expected["loss"])),
         "records": max(records),
         "fingerprint": fingerprint == weights_fingerprint(streamed),
+    }
+
+
+def halved(ranks: Ranks, config: Config) -> dict[str, Any]:
+    """The weights that are published of a model that computes in half precision."""
+    _, many = learners(ranks, config)
+    streamed = dict(many.stream())
+    return {
+        "types": sorted({str(tensor.dtype) for tensor in streamed.values()}),
+        "fingerprint": many.fingerprint() == weights_fingerprint(streamed),
     }
 
 
@@ -257,6 +270,7 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
         ),
     ),
     "kl": lambda ranks: law_1(ranks, settings(loss={"kl_coef": 0.1})),
+    "halved": lambda ranks: halved(ranks, settings(model={"dtype": "bfloat16"})),
     "lora": lambda ranks: law_1(ranks, settings(model={"lora": {"rank": 4}})),
     "checkpointing": lambda ranks: law_1(ranks, settings(model={"gradient_checkpointing": True})),
     "stored": lambda ranks: law_1(

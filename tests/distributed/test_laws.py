@@ -12,7 +12,7 @@ from tests.distributed.jobs import ranks_of
 
 NAMES = {
     2: (
-        *("llama", "tied", "minibatches", "kl", "lora", "lessons", "stored", "idle"),
+        *("llama", "tied", "minibatches", "kl", "halved", "lora", "lessons", "stored", "idle"),
         *("offload", "replicate", "twice", "resumed"),
         *("files", "files tied"),
     ),
@@ -53,6 +53,8 @@ def test_three_ranks_equal_one(name: str) -> None:
 def assert_equal(name: str, found: dict[str, Any]) -> None:
     if name == "twice":
         assert found["equal"]
+    elif name == "halved":
+        assert found["types"] == ["torch.bfloat16"] and found["fingerprint"]
     elif name.startswith("files"):
         assert found["files"] > 1 and not found["problem"]
         assert found["equal"] and found["learned"]

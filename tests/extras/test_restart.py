@@ -714,6 +714,27 @@ def test_a_trajectory_that_the_environment_contradicts_is_left_out() -> None:
     assert grower.take_metrics()["restart/num_untrue"] == 1
 
 
+class Ending(CopiedKeyDoor):
+    """The same, over once the agent is inside."""
+
+    @property
+    def done(self) -> bool:
+        return bool(self.is_inside)
+
+
+def test_a_stored_result_is_shown_as_the_environment_words_it() -> None:
+    """Whoever stored it did not write that the episode was over; the agent is told."""
+    told = worlds.seen(worlds.grow(worlds.make(Ending, worlds.by_plan(*worlds.WAY_IN))))[0]
+    plain, note = told[-1].split("\n")
+    assert "over" in note
+    kept = Kept(enter(*told[:-1], plain))
+    explorer = Opens([Start(1), below(1, None)])
+    tree = worlds.grow(worlds.make(Ending, worlds.by_plan(), explorer, retriever=kept))
+    (stored,) = (path for path in tree.trajectories() if path.is_stored)
+    shown = [one.text for content in stored.contents for one in content.observations]
+    assert shown == [*told[:-1], told[-1]]
+
+
 def test_a_whole_trajectory_has_the_environments_reward() -> None:
     told = worlds.seen(worlds.grow(worlds.make(CopiedKeyDoor, worlds.by_plan(*worlds.WAY_IN))))[0]
     grower = worlds.make(
