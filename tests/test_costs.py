@@ -119,7 +119,7 @@ def test_eight_cards_are_those_of_the_estimate() -> None:
     assert scoring == pytest.approx([19, 29], rel=0.12)
     assert 50 < packed["sampling"] < 65
     lines = [*table(work, EIGHT_H100)]
-    assert len(lines) == 11 and lines[2].endswith("| 1.00 |")
+    assert len(lines) == 12 and lines[2].endswith("| 1.00 |")
 
 
 def test_the_tree_that_python_is_timed_on_is_that_of_the_arithmetic() -> None:

@@ -15,7 +15,6 @@ from tests.slow_learner import (
     make_learner,
 )
 
-from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
@@ -109,7 +108,7 @@ def test_the_attention_comes_back_also_after_an_error(monkeypatch: pytest.Monkey
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(learner_module, "packed_hidden", fail)
+    monkeypatch.setattr(scores_module, "packed_hidden", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         token_scores(model, batch)
     assert model.config._attn_implementation == before
