@@ -57,6 +57,14 @@ def test_law_1_scores_of_every_family(family: str, path_kind: str) -> None:
     assert model.config._attn_implementation == before
 
 
+def test_large_states_may_differ_by_more() -> None:
+    """The limit is a share of the largest state: rounding grows with them."""
+    model = build_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1e5)
+    assert scores_module.packing_problem(model) is None
+
+
 def without_signs(tree: Tree) -> Tree:
     """The tree with the size of each advantage."""
     return replace(

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from tests.families import build_model
 from tests.slow_learner import example_trees
 
+from treegraft.core.errors import KernelError
 from treegraft.policy.attention_hook import AttentionOptions
+from treegraft.policy.kernels.library import load_library
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
 from treegraft.policy.learn import tree_attention as attention
 from treegraft.policy.learn import tree_attention as module
@@ -29,9 +31,14 @@ from treegraft.settings.policy import LearnSettings, LossSettings
 
 
 def compiled(width: int, dtype: torch.dtype) -> TreeKernels:
-    found = tree_kernels(width, dtype, "cpu")
-    if found is None:
+    try:
+        is_usable = TreeKernels(*load_library("trees", width, dtype)).is_usable
+    except KernelError:
+        is_usable = False
+    if not is_usable:
         pytest.skip("no C compiler, or no kernels for this processor")
+    found = tree_kernels(width, dtype, "cpu")
+    assert found is not None, "kernels that can be used are not"
     return found
 
 
