@@ -25,6 +25,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from treegraft.runs.tree_files import parts_in
+
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = {
     "grpo": '["independent"]',
@@ -61,9 +63,13 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if "time/" not in key} for line in lines]
 
 
-def tree_bytes(path: Path) -> bytes:
-    """Returns the bytes of a file of trees without a field of 0.6 that was always false."""
-    return path.read_bytes().replace(b',"is_cached":false', b"")
+def trees_of(run: Path) -> dict[str, list[bytes]]:
+    """Returns the lines of trees of each update and evaluation, in either version's files, without
+    a field of 0.6 that was always false."""
+    return {
+        part.name: [line.replace(b',"is_cached":false', b"").strip() for _, line in part.lines()]
+        for part in parts_in(run / "trees")
+    }
 
 
 def is_same(one: float, other: float) -> bool:
@@ -73,12 +79,12 @@ def is_same(one: float, other: float) -> bool:
 
 def differences(before: Path, after: Path) -> Iterator[str]:
     """Yields a sentence for each difference between two runs."""
-    names = [sorted(path.name for path in (run / "trees").iterdir()) for run in (before, after)]
-    if names[0] != names[1]:
-        yield f"files of trees: {names[0]} before, {names[1]} after"
-    for name in sorted(set(names[0]) & set(names[1])):
-        if tree_bytes(before / "trees" / name) != tree_bytes(after / "trees" / name):
-            yield f"trees/{name} differs"
+    old_trees, new_trees = trees_of(before), trees_of(after)
+    if sorted(old_trees) != sorted(new_trees):
+        yield f"trees: {sorted(old_trees)} before, {sorted(new_trees)} after"
+    for name in sorted(old_trees.keys() & new_trees.keys()):
+        if old_trees[name] != new_trees[name]:
+            yield f"trees of {name} differ"
     lines = metrics_of(before), metrics_of(after)
     if len(lines[0]) != len(lines[1]):
         yield f"metrics.jsonl: {len(lines[0])} lines before, {len(lines[1])} after"
