@@ -137,7 +137,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "no evaluation": (
         lambda run: (run / EVALUATION).unlink(),
-        "eval-000000-greedy is missing",
+        "trees/eval-000000-greedy is missing",
         True,
     ),
     "metrics": (other_metrics, "metrics.jsonl has changed", True),

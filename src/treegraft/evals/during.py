@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from treegraft.assemble import Parts
+from treegraft.core.errors import DataError
 from treegraft.core.spans import span
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.rollout.measure import paired_gain
@@ -68,7 +69,11 @@ def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
         part = find_part(run.folder.trees_path(0, kind))
         if part is not None and run.state.update > 0:
             name = "eval/gain" if kind == "greedy" else "eval/gain_sampled"
-            before = [*part.trees()]
+            try:
+                before = [*part.trees()]
+            except DataError as error:
+                run.display.warn(f"{error}: no {name}")
+                continue
             if {tree.task.id for tree in before} != {tree.task.id for tree in after}:
                 run.display.warn(f"{part.label} has other tasks than this evaluation: no {name}")
                 continue
