@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from treegraft import Origin, Tree
+from treegraft import Tree
 from treegraft.extras.methods.axpo import names_tools
-from treegraft.extras.methods.leaves import half_the_leaves
+from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
 from treegraft.parts import (
     ExplorerKind,
-    Independent,
     Plugin,
     Retry,
     RetryCause,
@@ -40,7 +39,7 @@ class _Tables(Settings):
     """Calls in place of wrong answers (the continuation against early termination, ETC)."""
 
 
-class Continuation(Independent):
+class Continuation(StartsFirst):
     """Opens first-level rollouts; when all have ended, each one with a wrong answer goes on: a call
     is begun in place of the answer, behind its thought, until the leaves are used up.
 
@@ -53,16 +52,7 @@ class Continuation(Independent):
     rollouts to fail, and never begins answers.
     """
 
-    expands = True
-    retries = True
     wants_rewards = True
-
-    def __init__(self, settings: ContinuationSettings) -> None:
-        self._settings = settings
-
-    def starts(self, max_leaves: int) -> Start:
-        """Returns the first-level rollouts, or as many as there are leaves."""
-        return Start(min(self._settings.num_starts, max_leaves))
 
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Retry]:
         """Returns a call for each wrong answer that has none beside it yet, as far as leaves are
@@ -76,8 +66,7 @@ class Continuation(Independent):
             if path.status.rule.in_group
             and (path.reward or 0.0) < own.min_reward
             and step.content.answer is not None
-            and step.origin is Origin.POLICY
-            and not step.violation
+            and is_own(step)
             and step.id not in tried
         ]
         places = [name for *_, name in sorted(wrong)][: max(0, max_leaves - len(tree.leaves))]

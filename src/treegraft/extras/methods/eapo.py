@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treegraft import Origin, Step, Tree
-from treegraft.extras.methods.leaves import half_the_leaves
+from treegraft import Tree
+from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
 from treegraft.parts import (
     ExplorerKind,
-    Independent,
     Plugin,
     Retry,
     RetryCause,
@@ -34,7 +33,7 @@ class _Tables(Settings):
     """Leaves that answer at once after a result (EAPO, arXiv 2606.02132)."""
 
 
-class AnswerLeaves(Independent):
+class AnswerLeaves(StartsFirst):
     """Opens first-level rollouts; when all have ended, an answer is begun in place of each call
     that followed a result, so that the group shows what the agent knows before it searches on.
 
@@ -44,16 +43,7 @@ class AnswerLeaves(Independent):
     left over stay unused. The forced opening carries no loss.
     """
 
-    expands = True
-    retries = True
     begins_answers = True
-
-    def __init__(self, settings: AnswerLeafSettings) -> None:
-        self._settings = settings
-
-    def starts(self, max_leaves: int) -> Start:
-        """Returns the first-level rollouts, or as many as there are leaves."""
-        return Start(min(self._settings.num_starts, max_leaves))
 
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Retry]:
         """Returns the answers, once, as far as leaves are left."""
@@ -62,7 +52,7 @@ class AnswerLeaves(Independent):
         paths = [path for path in tree.trajectories() if path.status.rule.in_group]
         # Below the prompt nothing is known yet.
         calls = [
-            [one.id for one in path.steps[2:] if one.content.calls and _is_own(one)][::-1]
+            [one.id for one in path.steps[2:] if one.content.calls and is_own(one)][::-1]
             for path in paths
         ]
         num_turns = max(map(len, calls), default=0)
@@ -70,11 +60,6 @@ class AnswerLeaves(Independent):
         # A step that several rollouts share has one answer.
         places = list(dict.fromkeys(turns))[: max(0, max_leaves - len(tree.leaves))]
         return [Retry(one, 1, RULE, opens="answer") for one in places] or Start(0)
-
-
-def _is_own(step: Step) -> bool:
-    """Whether the policy wrote it, in its format."""
-    return step.origin is Origin.POLICY and not step.violation
 
 
 plugin = Plugin(

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from treegraft import Origin, Step, Tree
-from treegraft.extras.methods.leaves import half_the_leaves
+from treegraft import Tree
+from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
 from treegraft.parts import (
     ExplorerKind,
-    Independent,
     Plugin,
     Retry,
     RetryCause,
@@ -39,7 +38,7 @@ class _Tables(Settings):
     """Steps that begin with another first token (after REFT, arXiv 2605.28295)."""
 
 
-class FirstTokens(Independent):
+class FirstTokens(StartsFirst):
     """Opens first-level rollouts; when all have ended, steps after a result are begun anew with the
     other first tokens that the group's steps after a result began with, evenly.
 
@@ -51,23 +50,13 @@ class FirstTokens(Independent):
     forced tokens carry no loss. All leaves are one group, whatever came of them.
     """
 
-    expands = True
-    retries = True
-
-    def __init__(self, settings: FirstTokenSettings) -> None:
-        self._settings = settings
-
-    def starts(self, max_leaves: int) -> Start:
-        """Returns the first-level rollouts, or as many as there are leaves."""
-        return Start(min(self._settings.num_starts, max_leaves))
-
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Retry]:
         """Returns the steps begun anew, once, as far as leaves are left: the latest of each rollout
         first, each other token in turn."""
         if any(isinstance(step.cause, RetryCause) for step in tree.steps):
             return Start(0)
         paths = [
-            [step for step in path.steps[2:] if _is_own(step)][::-1]
+            [step for step in path.steps[2:] if is_own(step)][::-1]
             for path in tree.trajectories()
             if path.status.rule.in_group
         ]
@@ -93,11 +82,6 @@ def decision(texts: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
         if len(counts) > 1:
             return place, sorted(counts, key=lambda token: -counts[token])
     return 0, []
-
-
-def _is_own(step: Step) -> bool:
-    """Whether the policy wrote it, in its format."""
-    return step.origin is Origin.POLICY and not step.violation
 
 
 def _make(explore: Any, facts: Any) -> FirstTokens:
