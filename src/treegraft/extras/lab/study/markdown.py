@@ -65,9 +65,10 @@ def markdown(runs: Runs, question: Question) -> str:
 
 
 def brief(runs: Runs, question: Question, *, with_baseline: bool = False) -> str:
-    """Returns one table a world: accuracy at the first budget of calls, best first, with what each
-    primary arm has more there, at the first one of seconds, at the end, and the costs; with what a
-    reader has to know about its runs.
+    """Returns one table a world, of six columns: accuracy at the first budget of calls, best first,
+    what the first primary arm has more there (p after Holm), accuracy at the end, how many pairs
+    left the start, and calls, with "+" those of the buffer's attempts; with what a reader has to
+    know about its runs.
 
     Args:
         with_baseline: also the difference to the baseline at the end, as without a primary arm.
@@ -112,10 +113,7 @@ def _brief(
     with_baseline: bool,
 ) -> list[str]:
     baseline = question.baseline_of([row.arm for row in found])
-    calls, seconds = (
-        next((name for name in found[0].at if name.endswith(f" {NAMES[cost]}")), None)
-        for cost in (CALLS, SECONDS)
-    )
+    calls = next((name for name in found[0].at if name.endswith(f" {NAMES[CALLS]}")), None)
     columns: dict[str, Callable[[Row], str]] = {"arm": lambda row: row.arm}
     if calls is not None:
         # Those that got there first, by what they had there; then the others, by their ends.
@@ -127,21 +125,21 @@ def _brief(
             ),
         )
         columns[calls] = lambda row: _share(row.at[calls])
-        for primary, own in made.items():
+        for primary, own in list(made.items())[:1]:
             there = {one.other: one for one in own if one.column == calls}
-            columns[f"{primary} minus this arm {calls}"] = functools.partial(_difference, there)
-            columns[f"p, {primary}"] = functools.partial(_corrected, there)
-    if seconds is not None:
-        columns[seconds] = lambda row: _share(row.at[seconds])
+            columns[f"{primary} minus this arm"] = functools.partial(_difference, there)
     columns["at the end"] = lambda row: _interval(row.mean, row.interval)
-    columns["pairs that left the start, after calls"] = _left
     if with_baseline:
         columns[f"this arm minus {baseline} at the end"] = functools.partial(_gain, baseline)
-    columns["calls"] = functools.partial(_total, cost=CALLS, form=",.0f")
-    if any(row.buffer_calls for row in found):
-        columns["buffer's calls"] = lambda row: f"{row.buffer_calls:,.0f}"
-    columns[_seconds_title(found)] = functools.partial(_total, cost=SECONDS, form=",.1f")
+    columns["left the start, after calls"] = _left
+    columns["calls"] = _all_calls
     return _table(list(columns), [[cell(row) for cell in columns.values()] for row in found])
+
+
+def _all_calls(row: Row) -> str:
+    """The executed calls, and those of the buffer's attempts."""
+    own = _total(row, cost=CALLS, form=",.0f")
+    return f"{own} + {row.buffer_calls:,.0f}" if row.buffer_calls else own
 
 
 def _gain(baseline: str, row: Row) -> str:
@@ -158,12 +156,7 @@ def _difference(made: Mapping[str, Test], row: Row) -> str:
     if one is None:
         return ""
     short = f" (at {one.place:,.0f})" if one.num_short else ""
-    return _interval(one.difference, one.interval) + short
-
-
-def _corrected(made: Mapping[str, Test], row: Row) -> str:
-    one = made.get(row.arm)
-    return "" if one is None else f"{one.p_holm:.3f}"
+    return f"{_interval(one.difference, one.interval)}, p {one.p_holm:.3f}{short}"
 
 
 def _costs(found: Sequence[Row]) -> list[str]:
