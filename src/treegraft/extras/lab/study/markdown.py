@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from treegraft.extras.lab.study.results import CALLS, SECONDS, SHOWN, TOKENS, changes, mixed_pairs
@@ -11,6 +12,8 @@ from treegraft.extras.lab.text import counted
 
 SPREAD = 1.05
 """Ratio of calibrations from which a table says that they differ."""
+LINE = 116
+"""Characters of a line of text."""
 
 
 def _interval(value: float, interval: tuple[float, float]) -> str:
@@ -86,7 +89,8 @@ def brief(runs: Runs, question: Question, *, with_baseline: bool = False) -> str
 def _heading(runs: Runs, world: str, found: Sequence[Row]) -> list[str]:
     """A world's name and pairs, those that are left out, and those that are none."""
     missing = list(runs.missing(world))
-    left_out = ["Pairs that are not there: " + ". ".join(missing) + ".", ""] if missing else []
+    said = "Pairs that are not there: " + ". ".join(missing) + "."
+    left_out = [*textwrap.wrap(said, LINE, break_on_hyphens=False), ""] if missing else []
     if not found:
         return [f"**{world}**: no pair is complete for all arms yet.", "", *left_out]
     pairs = counted(len(found[0].last), "pair")
@@ -239,7 +243,7 @@ def _about(runs: Runs) -> Iterator[str]:
     if any(line.get("is_dirty") for line in lines):
         said.append("with changes that are not committed")
     if said:
-        yield "; ".join(said) + "."
+        yield ", ".join(said) + "."
     for change in changes(lines):
         yield f"{change}."
     if runs.calibrations and runs.calibrations[-1] > SPREAD * runs.calibrations[0]:
