@@ -50,7 +50,7 @@ def markdown(runs: Runs, question: Question) -> str:
             [*header, *names],
             [
                 [
-                    row.arm,
+                    _named(found, row),
                     _interval(row.mean, row.interval),
                     f"{row.iqm:.2f}",
                     _gain(baseline, row),
@@ -118,7 +118,7 @@ def _brief(
 ) -> list[str]:
     baseline = question.baseline_of([row.arm for row in found])
     calls = next((name for name in found[0].at if name.endswith(f" {NAMES[CALLS]}")), None)
-    columns: dict[str, Callable[[Row], str]] = {"arm": lambda row: row.arm}
+    columns: dict[str, Callable[[Row], str]] = {"arm": functools.partial(_named, found)}
     if calls is not None:
         # Those that got there first, by what they had there; then the others, by their ends.
         found = sorted(
@@ -144,6 +144,12 @@ def _all_calls(row: Row) -> str:
     """The executed calls, and those of the buffer's attempts."""
     own = _total(row, cost=CALLS, form=",.0f")
     return f"{own} + {row.buffer_calls:,.0f}" if row.buffer_calls else own
+
+
+def _named(found: Sequence[Row], row: Row) -> str:
+    """An arm's name, with its development runs where another arm had more."""
+    own, most = (max(one.tuning.get("runs", 0) for one in some) for some in ([row], found))
+    return row.arm if own == most else f"{row.arm} ({own:.0f} of {most:.0f} tuning runs)"
 
 
 def _gain(baseline: str, row: Row) -> str:
