@@ -5,24 +5,25 @@
 Inputs are recipes, lines of tasks, data files, checkpoints and buffers with bytes cut, flipped or
 replaced, or with another value somewhere in their JSON. Each has to end in one of our errors (one
 paragraph, exit codes 1 to 3), or to be accepted for what it is: a resumed run that says nothing of
-a damage leaves what an undisturbed one does. A traceback, an end by time and a silent difference
-are wrong. A line for each input goes to FOLDER/fuzz.jsonl, and what was stopped goes on behind the
-last one.
+a damage leaves what an undisturbed one does. A traceback, an end by time or by a signal, and a
+silent difference are wrong. Each input meets a forked child of one process that has everything
+loaded and has read the undamaged files. A line for each goes to FOLDER/fuzz.jsonl, and what was
+stopped goes on behind the last one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ from tests.test_fuzzed_folders import (
     VALUES,
     WHOLES,
     command,
+    commands_for,
     damage,
     make_material,
 )
 from tests.tiny import differing
 
 from treegraft.core.files import LineFile
+from treegraft.extras.lab.report import command as report
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 300
@@ -47,6 +50,10 @@ BUFFER = ("a/buffer/traces.sqlite", "a/buffer.json")
 DATA = ("rows.jsonl", "rows.json", "rows.parquet")
 CHECKPOINT = tuple(name for name in RUN_FILES if "checkpoints" in name)
 FOLDER = tuple(name for name in RUN_FILES if name not in (*CHECKPOINT, *BUFFER))
+NO_TOOLS = {"max_tool_calls": 0}
+"""The world's tool answers no questions of a file."""
+DRAWN_EVERY = 10
+"""Damaged folders for each whose report draws its figures, which takes most of the time."""
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 
@@ -71,26 +78,9 @@ def drawn(draw: random.Random, name: str) -> tuple[Any, ...]:
     return kind, places, draw.choice(VALUES)
 
 
-@contextmanager
-def in_time() -> Iterator[None]:
-    """Ends what is at work after a time."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"not at its end after {LONGEST_S} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LONGEST_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def ended(*arguments: str) -> Ended:
     """Runs a command."""
-    with in_time():
-        code, printed = command(*arguments)
+    code, printed = command(*arguments)
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     # `data check` ends with 1 where it found defects, and lists them.
     lists = arguments[:2] == ("data", "check") and code == 1
@@ -125,6 +115,7 @@ def tasks(draw: random.Random, folder: Path, _: Path) -> Ended:
     tables = {**SHAPES, "run": {"name": "t", "dir": str(folder), "num_updates": 0}}
     tables["tasks"] = {"kind": "dataset", "num_eval": 2, "dataset": {"train": [str(path)]}}
     tables |= {"buffer": {}, "explore": {"num_leaves": 2}, "warmup": {"num_steps": 0}}
+    tables["rollout"] = {**SHAPES["rollout"], **NO_TOOLS}
     tables["model"] = {"path": str(folder / "a" / "checkpoints" / "update-000001")}
     recipe.write_text(json.dumps(tables), encoding="utf-8")
     return ended("train", str(recipe))
@@ -134,7 +125,8 @@ def data(draw: random.Random, folder: Path, _: Path) -> Ended:
     """A data file that an agent is measured on."""
     name = draw.choice(DATA)
     damage(folder / name, drawn(draw, name))
-    return ended("eval", "file", str(folder / "a"), str(folder / name))
+    settings = [f"rollout.{key}={value}" for key, value in NO_TOOLS.items()]
+    return ended("eval", "file", str(folder / "a"), str(folder / name), *settings)
 
 
 def of_run(names: tuple[str, ...]) -> Callable[[random.Random, Path, Path], Ended]:
@@ -171,6 +163,8 @@ def read_all(draw: random.Random, folder: Path, undisturbed: Path) -> Ended:
     what = drawn(draw, name)
     run = str(folder / "a")
     damage(folder / name, what)
+    if draw.random() > 1 / DRAWN_EVERY:
+        report.save = lambda figure, path: None
     for arguments in (
         ["view", run, "--text"],
         ["compare", run, run],
@@ -185,18 +179,35 @@ def read_all(draw: random.Random, folder: Path, undisturbed: Path) -> Ended:
 # ---------------------------------------------------------------------- the campaign
 
 
-def one(kind: str, number: int, seed: int, material: Path, undisturbed: Path) -> dict[str, Any]:
-    """Returns the line of one input."""
+def met(kind: str, number: int, seed: int, material: Path, undisturbed: Path) -> Ended:
+    """Gives one input to the commands."""
     draw = random.Random(f"{seed}/{kind}/{number}")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "m"
         shutil.copytree(material, folder)
-        began = time.monotonic()
         try:
             make = read_all if kind == "folder" else KINDS[kind]
-            found = make(draw, folder, undisturbed)
+            return make(draw, folder, undisturbed)
         except Exception as error:
-            found = Ended("wrong", repr(error)[:1500])
+            return Ended("wrong", repr(error)[:1500])
+
+
+def one(kind: str, number: int, *rest: Any) -> dict[str, Any]:
+    """Returns the line of one input, which a forked child meets."""
+    began = time.monotonic()
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(reading)
+        signal.alarm(LONGEST_S)
+        with os.fdopen(writing, "w") as pipe:
+            pipe.write(json.dumps(asdict(met(kind, number, *rest))))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        said = json.dumps(asdict(Ended("wrong", f"its process ended with {status}")))
+    found = Ended(**json.loads(said))
     took = round(time.monotonic() - began, 1)
     return {"kind": kind, "number": number, "end": found.how, "said": found.said, "s": took}
 
@@ -225,6 +236,10 @@ def main() -> None:
         make_material(material)
         shutil.copytree(material, undisturbed)
         assert ended("train", "--resume", str(undisturbed / "a")).how == "accepted"
+        for name in (*DATA, "a/metrics.jsonl"):
+            # Refused undamaged is refused however damaged; and what is needed is loaded.
+            for arguments in commands_for(name, undisturbed):
+                assert ended(*arguments).how == "accepted", arguments
         for kind, number in wanted:
             if (kind, number) not in done:
                 line = one(kind, number, asked.seed, material, undisturbed)

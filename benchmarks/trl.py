@@ -2,10 +2,11 @@
 
     python -m benchmarks.trl seconds --rounds 5           # one update, in turns in one process
     python -m benchmarks.trl learning                     # GRPO, ARPO and RAPO, three seeds
+    python -m benchmarks.trl learning --table             # of the runs that are in trl.jsonl
 
 The task is the demo's, from agents that are warmed up in FOLDER. `learning` writes a line for each
-run into FOLDER/learning.jsonl and leaves out those that are there, so it goes on after an end; at
-its end it prints the table.
+run into benchmarks/trl.jsonl and leaves out those that are there, so it goes on after an end; at
+its end it prints the table. Delete a line to make its run again.
 """
 
 from __future__ import annotations
@@ -34,21 +35,24 @@ METHODS = {
     "grpo": ["explore.explorers=['independent']"],
     "arpo": [
         "explore.explorers=['entropy']",
+        "explore.entropy.num_starts=4",
         "credit.attribution=hard",
     ],
-    "rapo": ["explore.explorers=['graft']"],
+    "rapo": ["explore.explorers=['graft']", "explore.graft.num_hybrid=4"],
 }
 SEEDS = (0, 1, 2)
 ONE_STEP = ["learn.num_minibatches=1", "eval.every=0", "eval.at_start=false", "eval.at_end=false"]
 """What TRL has no word for."""
-SMALL = [
-    *("run.tasks_per_update=4", "explore.num_leaves=8", "tasks.num_eval=100"),
-    *("explore.entropy.num_starts=4", "explore.graft.num_hybrid=4"),
-]
+SMALL = ["run.tasks_per_update=4", "explore.num_leaves=8", "tasks.num_eval=100"]
 BRIEF = ["warmup.num_steps=80", "warmup.batch_size=24", "warmup.lr_warmup_steps=10"]
 LEARNING = [*SMALL, "learn.lr=1e-3"]
 """Few trees and large steps, so that something is learned within minutes."""
-WARM = ["warmup.num_steps=200", "warmup.batch_size=32", "warmup.lr_warmup_steps=20"]
+WARM = [
+    *("warmup.num_steps=200", "warmup.batch_size=32", "warmup.lr_warmup_steps=20"),
+    # The demo's 0.1 is so seldom that GRPO never meets a search that pays.
+    "warmup.continue_prob=[0.5]",
+]
+RESULTS = Path(__file__).with_suffix(".jsonl")
 QUIET = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 QUIET |= {"logging_strategy": "no"}
 app = typer.Typer(add_completion=False)
@@ -180,34 +184,49 @@ def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "
 
 
 SIDES = ("TRL", "ours")
+BEFORE = ("", "before")
 MEASURED = ("eval/accuracy_sampled", "eval/accuracy")
+Key = tuple[int, str, str, int]
 
 
 @app.command()
-def learning(folder: Folder = Path("trl-bench"), updates: int = 30) -> None:
+def learning(
+    folder: Folder = Path("trl-bench"),
+    updates: int = 30,
+    only_table: Annotated[bool, typer.Option("--table", help="Trains nothing.")] = False,
+) -> None:
     """Accuracy after some updates in TRL and by our learner, from the same weights."""
     torch.set_num_threads(1)
-    folder.mkdir(parents=True, exist_ok=True)
-    results = files.LineFile(folder / "learning.jsonl")
-    known = {tuple(one["run"]): one for one in (json.loads(line) for _, line in results.lines())}
-    for run in itertools.product(SEEDS, METHODS, SIDES):
-        if (*run, updates) not in known:
-            known[(*run, updates)] = one_run(folder, *run, updates)
-            results.append(json.dumps(known[(*run, updates)]))
+    results = files.LineFile(RESULTS)
+    known: dict[Key, dict[str, Any]] = {}
+    for _, text in results.lines() if RESULTS.exists() else ():
+        line = json.loads(text)
+        known[tuple(line["run"])] = line
+    runs: list[Key] = [
+        (seed, method, side, updates if method else 0)
+        for seed in SEEDS
+        for method, side in (BEFORE, *itertools.product(METHODS, SIDES))
+    ]
+    for run in runs:
+        if run not in known and not only_table:
+            known[run] = one_run(folder, *run)
+            results.append(json.dumps(known[run]))
     print("\n".join(table(known, updates)))
 
 
 def one_run(folder: Path, seed: int, method: str, side: str, updates: int) -> dict[str, Any]:
-    """Trains, and returns the line of what came out."""
+    """Trains, and returns the line of what came out; an empty method trains nothing."""
     base = warmed_up(folder, "warmup", *SMALL, *WARM)
     name = f"{side}-{method}-{seed}-{updates}"
     named = (f"run.name={json.dumps(name)}", f"run.dir={json.dumps(str(folder))}")
     size = (f"run.seed={seed}", f"run.num_updates={updates}")
-    config = config_of(method, base, *LEARNING, *size, *named)
+    config = config_of(method or "grpo", base, *LEARNING, *size, *named)
     # A run that was cut off has left its beginning.
     shutil.rmtree(folder / name, ignore_errors=True)
     began = time.process_time()
-    if side == "ours":
+    if not method:
+        trained = base
+    elif side == "ours":
         trained = train(config, display=False).checkpoint_dir
     else:
         trained = folder / name / "agent"
@@ -218,17 +237,18 @@ def one_run(folder: Path, seed: int, method: str, side: str, updates: int) -> di
         trainer.save_model(str(trained))
     line = {"run": [seed, method, side, updates], "seconds": round(time.process_time() - began, 1)}
     found = evaluate_checkpoint(trained, config, display=False).metrics
-    return line | {name: float(found[name]) for name in MEASURED}
+    return line | {name: round(float(found[name]), 4) for name in MEASURED}
 
 
-def table(lines: Mapping[Any, Mapping[str, Any]], updates: int) -> Iterator[str]:
-    """Yields the table in Markdown: each seed's numbers."""
+def table(lines: Mapping[Key, Mapping[str, Any]], updates: int) -> Iterator[str]:
+    """Yields the table in Markdown: each seed's numbers, of the seeds that are there."""
     yield "| method | by | accuracy, sampled | greedy | CPU seconds |"
     yield "|---|---|---|---|---|"
-    for method, side in itertools.product(METHODS, SIDES):
-        own = [lines[(seed, method, side, updates)] for seed in SEEDS]
+    for method, side in (BEFORE, *itertools.product(METHODS, SIDES)):
+        keys = [(seed, method, side, updates if method else 0) for seed in SEEDS]
+        own = [lines[key] for key in keys if key in lines]
         cells = [" ".join(f"{one[name]:.2f}" for one in own) for name in MEASURED]
-        seconds = " ".join(f"{one['seconds']:.0f}" for one in own)
+        seconds = " ".join(f"{one['seconds']:.0f}" for one in own) if method else ""
         yield f"| {method.upper()} | {side} | {cells[0]} | {cells[1]} | {seconds} |"
 
 

@@ -535,6 +535,22 @@ def without_vectors(path: Path) -> None:
     connection.close()
 
 
+def with_a_vector_that_is_none(path: Path) -> None:
+    """As a flipped byte in the row's head leaves it: SQLite looks at NOT NULL when it writes."""
+    filled(path)
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE other (id INTEGER PRIMARY KEY, vector)")
+    connection.execute("INSERT INTO other SELECT id, nullif(id, 9) FROM vectors")
+    connection.execute(
+        "UPDATE other SET vector = (SELECT vector FROM vectors v WHERE v.id = other.id)"
+        " WHERE vector IS NOT NULL"
+    )
+    connection.execute("DROP TABLE vectors")
+    connection.execute("ALTER TABLE other RENAME TO vectors")
+    connection.commit()
+    connection.close()
+
+
 @pytest.mark.parametrize(
     ("make", "code"),
     [
@@ -547,6 +563,7 @@ def without_vectors(path: Path) -> None:
         (cut_off, "buffer-damaged"),
         (overwritten, "buffer-damaged"),
         (without_vectors, "buffer-damaged"),
+        (with_a_vector_that_is_none, "buffer-damaged"),
         (lambda path: path.mkdir(), "buffer-is-folder"),
         (lambda path: path.write_bytes(b""), "buffer-file-empty"),
         (lambda path: None, "buffer-missing"),

@@ -147,8 +147,8 @@ def test_show_says_what_a_file_holds(
         for n in range(1, 5)
     ]
     source = write(tmp_path / "rows.jsonl", *rows)
-    found = view_file(source, first=1, num=2)
-    assert found.num_rows == 4 and [row["row"] for row in found.rows] == [1, 2]
+    found = view_file(source, num=2)
+    assert found.num_rows == 4 and [row["row"] for row in found.rows] == [0, 1]
     columns = {one.name: one for one in found.columns}
     assert (columns["extra.question"].length_median, columns["extra.question"].length_max) == (3, 4)
     assert columns["answer"].kinds == ["integer", "nothing"] and columns["answer"].num_filled == 3

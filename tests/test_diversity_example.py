@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +14,23 @@ from tests.viewed import write_run
 from treegraft.runs.record import read_trees
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "diversity.py"
-EXPORTED = runpy.run_path(str(EXAMPLE))
-clusters, distances, radius_of = (EXPORTED[name] for name in ("clusters", "distances", "radius_of"))
+
+
+@functools.cache
+def exported() -> dict[str, Any]:
+    """The example's functions. Not at import: each process that collects the tests would load
+    scikit-learn."""
+    return runpy.run_path(str(EXAMPLE))
+
+
+def clusters(distances: np.ndarray, radius: float) -> Any:
+    return exported()["clusters"](distances, radius)
 
 
 def on_circle(*degrees: float) -> np.ndarray:
     """Returns the distances of unit vectors at these angles: 1 - cos of the angle between."""
     angles = np.radians(degrees)
-    found: np.ndarray = distances(np.stack([np.cos(angles), np.sin(angles)], axis=1))
+    found: np.ndarray = exported()["distances"](np.stack([np.cos(angles), np.sin(angles)], axis=1))
     return found
 
 
@@ -40,7 +51,9 @@ def test_clusters_by_hand() -> None:
 
 def test_the_radius_is_the_median_distance_to_the_second_neighbour() -> None:
     # At 0°, 10°, 30°: the second neighbours are 30°, 20° and 30° away.
-    assert radius_of([on_circle(0, 10, 30)]) == pytest.approx(1 - np.cos(np.radians(30)))
+    assert exported()["radius_of"]([on_circle(0, 10, 30)]) == pytest.approx(
+        1 - np.cos(np.radians(30))
+    )
 
 
 def test_a_run(
@@ -49,7 +62,7 @@ def test_a_run(
     run = write_run(tmp_path / "first", note="hm", with_buffer=False)
     hybrid = read_trees(run)[0].trajectories()[0]
     assert (
-        EXPORTED["text_of"](hybrid)
+        exported()["text_of"](hybrid)
         == "hm search e1 r1 r1 of e1 is e2 search e2 r2 r2 of e2 is e3 e3"
     )
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 60

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.error_codes import raises_code
@@ -17,9 +18,14 @@ from treegraft.core.errors import EngineError, SettingError, TreegraftError, abo
 from treegraft.core.plugin import load_object
 
 TESTS = Path(__file__).parent
-RAISED = builder().raised()
-CODES = {one.code for one in RAISED}
-KINDS = {one.kind for one in RAISED} | {"TreegraftError"}
+
+
+@pytest.fixture(scope="module")
+def raised() -> list[Any]:
+    """Every place where an error of ours is made. Here and not at import: reading the package takes
+    seconds, in each process that collects the tests."""
+    return builder().raised()
+
 
 READ = """
 extras/test_verl test_no_recipe_and_other_versions_are_refused
@@ -116,15 +122,15 @@ test_train test_a_run_that_fails_before_its_first_checkpoint_begins_anew
 """Tests of errors that they, or benchmarks, raise themselves."""
 
 
-def test_every_error_has_a_code() -> None:
+def test_every_error_has_a_code(raised: list[Any]) -> None:
     shape = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-    assert len(RAISED) > 600
-    assert [one.place for one in RAISED if not shape.fullmatch(one.code)] == []
+    assert len(raised) > 600
+    assert [one.place for one in raised if not shape.fullmatch(one.code)] == []
 
 
-def test_a_code_belongs_to_one_class() -> None:
+def test_a_code_belongs_to_one_class(raised: list[Any]) -> None:
     kinds: dict[str, set[str]] = {}
-    for one in RAISED:
+    for one in raised:
         kinds.setdefault(one.code, set()).add(one.kind)
     assert {code: names for code, names in kinds.items() if len(names) > 1} == {}
 
@@ -143,16 +149,18 @@ def expectations() -> Iterator[tuple[str, str, ast.Call]]:
                     yield name, getattr(top, "name", ""), call
 
 
-def test_tests_go_by_codes() -> None:
+def test_tests_go_by_codes(raised: list[Any]) -> None:
     """English can be edited: messages of ours are read in the tests that `READ` lists alone."""
+    codes = {one.code for one in raised}
+    kinds = {one.kind for one in raised} | {"TreegraftError"}
     reading, unknown = set[str](), list[str]()
     for file, test, call in expectations():
         first = call.args[0] if call.args else None
         of_ours = ast.unparse(call.func) == "raises_code"
-        if of_ours and isinstance(first, ast.Constant) and first.value not in CODES:
+        if of_ours and isinstance(first, ast.Constant) and first.value not in codes:
             unknown.append(f"{file}::{test}: {first.value}")
         if first is not None and not of_ours:
-            of_ours = bool(KINDS & {ast.unparse(one) for one in ast.walk(first)})
+            of_ours = bool(kinds & {ast.unparse(one) for one in ast.walk(first)})
         has_text = any(one.arg == "match" for one in call.keywords)
         if of_ours and has_text:
             reading.add(f"{file} {test}")
@@ -191,6 +199,6 @@ def test_an_error_of_a_cluster_s_actor_keeps_its_code() -> None:
         value_of(text)
 
 
-def test_the_page_of_codes_has_them_all() -> None:
+def test_the_page_of_codes_has_them_all(raised: list[Any]) -> None:
     page = builder().errors_page()
-    assert {code for code in CODES if f"| `{code}` |" not in page} == set()
+    assert {one.code for one in raised if f"| `{one.code}` |" not in page} == set()

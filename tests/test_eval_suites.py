@@ -27,6 +27,7 @@ from tests.test_agents import said, serving
 from tests.tiny import tiny, write_recipe
 
 from treegraft.core.types import Status, Task, Tree
+from treegraft.extras.suites import command
 from treegraft.extras.suites import folder as folders
 from treegraft.extras.suites.folder import EvalFolder
 from treegraft.extras.suites.judge import JudgeSettings, Verdict, messages_for, parse_verdict
@@ -622,6 +623,14 @@ def test_a_judge_is_asked_once_and_its_disagreement_told(
     assert bool(web.disagreements) == bool(web.judge_yes_rule_no + web.judge_no_rule_yes)
 
 
+def test_the_judges_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TREEGRAFT_JUDGE_KEY", raising=False)
+    assert command._judge("http://127.0.0.1:1", "m").api_key is None
+    monkeypatch.setenv("TREEGRAFT_JUDGE_KEY", "secret")
+    found = command._judge("http://127.0.0.1:1", "m")
+    assert found.api_key == "secret" and "secret" not in repr(found)
+
+
 def test_a_judge_that_says_nothing_counts_as_no(agent: tuple[Path, Path], tmp_path: Path) -> None:
     with serving(lambda body, _: said("It looks correct to me.")) as (url, seen):
         found = evaluated(agent, tmp_path / "e", judge=JudgeSettings(url=url, model="vague")).report
@@ -715,6 +724,7 @@ def test_the_command_line(
         ([*suite, "eval.num_samples=2"], "'eval.num_samples' would have no effect"),
         ([*suite, "tasks.num_eval=2"], "give --num 2"),
         ([*suite, "--judge-model", "m"], "without --judge"),
+        ([*suite, "--judge-key-env", "K"], 'write TREEGRAFT_JUDGE_KEY="$K" in front of'),
         ([*suite[:-1], "gsm9k"], "Did you mean 'gsm8k'"),
         (["eval", "suite", agent[0]], "Missing argument 'SETS'"),
         (["eval"], "Missing argument 'RUN'"),

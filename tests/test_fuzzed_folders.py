@@ -161,7 +161,9 @@ def commands_for(name: str, folder: Path) -> list[list[str]]:
     """Returns the commands that read a file."""
     run = str(folder / "a")
     if name in DATA_FILES:
-        return [["data", "check", str(folder / name)], ["eval", "file", run, str(folder / name)]]
+        # The world's tool answers no questions of a file.
+        asked = ["eval", "file", run, str(folder / name), "rollout.max_tool_calls=0"]
+        return [["data", "check", str(folder / name)], asked]
     if name in EVAL_FILES:
         again = ["eval", "suite", run, f"gsm8k={folder / 'rows.jsonl'}", "--into"]
         both = [str(folder / "first"), str(folder / "second")]
@@ -260,6 +262,19 @@ def _move(material: Path, folder: Path) -> None:
     """The evaluations name the file of their set."""
     for path in folder.glob("*/eval.json"):
         path.write_text(path.read_text().replace(str(material), str(folder)))
+
+
+def test_undamaged_files_are_read_and_trained_on(material: Path) -> None:
+    """What is refused undamaged would be refused damaged, whatever the damage."""
+    with tempfile.TemporaryDirectory() as place, _threads_kept():
+        for number, name in enumerate(
+            ("rows.json", "rows.jsonl", "rows.parquet", "a/metrics.jsonl")
+        ):
+            folder = Path(place) / str(number)
+            shutil.copytree(material, folder)
+            for arguments in commands_for(name, folder):
+                code, printed = command(*arguments)
+                assert code == 0, (arguments, printed[-1500:])
 
 
 QUIET: dict[str, Any] = {

@@ -131,7 +131,7 @@ def test_doctor_names_what_a_papers_recipe_lacks(
         assert not config.run.num_updates
         return
     # The hardware that the recipe is written for.
-    memory = list(sizing(config, shape, Plan.of(8, "H100", None)))
+    memory = list(sizing(config, shape, Plan.of(8, "H100")))
     assert not list(cards(config, 8)) and all(one.is_good for one in memory)
     # The shapes of other people's checkpoints are read once they are there.
     others = {"papers/search-r1-qwen2.5-7b", "papers/tool-star-qwen2.5-7b"}

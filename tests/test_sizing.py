@@ -19,6 +19,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
 from treegraft.explore.build import num_starts
 from treegraft.extras.lab.layout import Layout
+from treegraft.extras.lab.roofline import CARDS
 from treegraft.extras.lab.sizing import (
     RESERVED,
     Plan,
@@ -58,9 +59,10 @@ def shaped(config: Config) -> ModelShape:
     return found
 
 
-def found_for(config: Config, num_gpus: int, memory: float | None = None) -> dict[str, Finding]:
+def found_for(config: Config, num_gpus: int, memory: int | None = None) -> dict[str, Finding]:
     starts = num_starts(config.explore)
-    plan = replace(Plan.of(num_gpus, "h100", memory), num_starts=starts)
+    card = "h100" if memory is None else f"h100:{memory}"
+    plan = replace(Plan.of(num_gpus, card), num_starts=starts)
     return {one.name: one for one in sizing(config, shaped(config), plan)}
 
 
@@ -79,7 +81,7 @@ def test_parts_of_one_gpu_by_hand() -> None:
         num_heads=2,
         intermediate_size=6,
     )
-    assert gpu_parts(config, shape, Plan.of(1, "H100", None)) == {
+    assert gpu_parts(config, shape, Plan.of(1, "H100")) == {
         "weights": 2000,
         "masters": 4000,
         "gradients": 4000,
@@ -91,18 +93,18 @@ def test_parts_of_one_gpu_by_hand() -> None:
         "logits": 2 * 4 * 50 * 2 + 4 * 3 * 4 * 50,
         "reserved": RESERVED,
     }
-    four = gpu_parts(config, shape, Plan.of(4, "H100", None))
+    four = gpu_parts(config, shape, Plan.of(4, "H100"))
     # 600 weights in two layers; two of them gathered.
     assert four["gathered layers"] == 2 * 300 * 2 and "weights" not in four
     assert (four["masters"], four["gradients"], four["AdamW"]) == (1000, 1000, 2000)
     # The native engine is rank 0's alone.
     assert four["engine's weights"] == 2000
-    assert "engine's weights" not in gpu_parts(config, shape, Plan.of(4, "H100", None), 3)
+    assert "engine's weights" not in gpu_parts(config, shape, Plan.of(4, "H100"), 3)
     saving = load_config(
         {"model": {"path": "a/b", "dtype": "bfloat16"}, "learn": {"max_pack_tokens": 10}},
         ["model.gradient_checkpointing=true", "model.lora.rank=2"],
     )
-    parts = gpu_parts(saving, shape, Plan.of(1, "H100", None))
+    parts = gpu_parts(saving, shape, Plan.of(1, "H100"))
     # 2 layers of rank 2: query and output 8 each, key and value 6 each, three of 10.
     assert parts["AdamW"] == 8 * 2 * 2 * (16 + 12 + 30)
     assert parts["activations"] == 2 * 10 * 4 * 2 + 10 * 58 * 2
@@ -112,7 +114,7 @@ def test_eight_cards_at_7b_are_those_of_the_design() -> None:
     """Shards of 15 GB, activations of a 32k pack 12, 0.46 to 0.5 M tokens of keys and values; 19 s
     of old log-probabilities, 79 s of learning, 50 s of sampling."""
     config = load_config(SEVEN, SERVED)
-    plan = replace(Plan.of(8, "H100", 80), num_starts=num_starts(config.explore))
+    plan = replace(Plan.of(8, "H100:80"), num_starts=num_starts(config.explore))
     parts = gpu_parts(config, shaped(config), plan)
     shards = parts["masters"] + parts["gradients"] + parts["AdamW"]
     assert shards == pytest.approx(15.2e9, rel=0.01)
@@ -151,7 +153,7 @@ def test_phases_follow_the_settings() -> None:
     phases = seconds_by_phase(
         config,
         shaped(config),
-        replace(Plan.of(8, "H100", None), num_starts=num_starts(config.explore)),
+        replace(Plan.of(8, "H100"), num_starts=num_starts(config.explore)),
     )
     assert list(phases) == ["sampling", "forward and backward", "reference"]
 
@@ -167,18 +169,20 @@ def test_the_command_sizes_cards_that_are_not_here(tmp_path: Any) -> None:
     assert not memory["keys and values"]["is_good"]
     assert found["verdict"]["value"].startswith("does not fit; ")
     assert found["what runs where"]["learner"]["value"] == "H200, bfloat16"
-    with raises_code("unknown-card"):
-        Plan.of(1, "V100", None)
-    for alone in (["--gpu", "H200"], ["--gpu-memory", "80"]):
-        done = runner.invoke(app, ["doctor", str(path), *alone])
-        assert isinstance(done.exception, SettingError) and "without --gpus" in str(done.exception)
+    assert Plan.of(1, "a100:40").card == replace(CARDS["A100"], memory=40e9)
+    for unknown in ("V100", "V100:32", "H100:", "H100:0", "H100:80GB", "H100:-1"):
+        with raises_code("unknown-card"):
+            Plan.of(1, unknown)
+    for words, part in ((["--gpu", "H200"], "without --gpus"), (["--gpu-memory", "80"], "H100:80")):
+        done = runner.invoke(app, ["doctor", str(path), *words])
+        assert isinstance(done.exception, SettingError) and part in str(done.exception)
 
 
 def test_a_server_takes_its_share_of_the_card_by_hand() -> None:
     """Of 80 GB: 0.92 of it where nothing is said; with cache_gb the weights, the cache and what is
     reserved; two GPUs share the weights."""
     config = load_config(SEVEN, ["engine.kind=vllm"])
-    shape, plan = shaped(config), Plan.of(1, "H100", 80)
+    shape, plan = shaped(config), Plan.of(1, "H100:80")
     assert server_bytes(config, shape, plan, 1) == pytest.approx(73.6e9)
     weights = 2.0 * shape.num_weights
     cached = load_config(SEVEN, ["engine.kind=vllm", "engine.vllm.cache_gb=30"])
@@ -284,7 +288,7 @@ def test_the_native_engine_takes_what_doctor_says_it_has(monkeypatch: pytest.Mon
     assert taken + pool == pytest.approx(80e9) and set(parts) - {"weights"} <= {
         *("masters", "gradients", "AdamW", "activations", "logits", "reserved")
     }
-    plan = Plan.of(1, "h100", 80.0)
+    plan = Plan.of(1, "h100:80")
     assert pool == pytest.approx(80e9 - sum(gpu_parts(config, shape, plan).values()))
     # 40 % of what is free at first would be 27 GB, and learning would end for lack of memory.
     assert 0 < pool < 0.4 * (80e9 - 2 * parts["weights"])

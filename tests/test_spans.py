@@ -66,6 +66,11 @@ def test_an_update_is_a_tree_of_spans(run_dir: Path) -> None:
     trees = [one for one in found.values() if names_above(found, one) == ["rollout", "update"]]
     assert Counter(one["attributes"]["group_id"][:2] for one in trees) == {"1/": 3, "2/": 3}
     assert {one["resource"]["attributes"]["treegraft.role"] for one in found.values()} == {"rank 0"}
+    # Names that are proposed for OpenTelemetry.
+    facts = [one["resource"]["attributes"] for one in found.values()]
+    assert {(one["rl.system"], one["rl.run.id"]) for one in facts} == {("treegraft", run_dir.name)}
+    updates = [one["attributes"] for one in found.values() if one["name"] == "update"]
+    assert sorted(one["rl.loop.iteration"] for one in updates) == [1, 2]
 
 
 def test_spans_change_nothing(run_dir: Path) -> None:

@@ -535,6 +535,10 @@ def test_the_brief_table_by_hand() -> None:
     assert "| this arm minus A at the end |" in header
     assert "| 0.80 [0.80, 0.80] | 0.10 [0.10, 0.10] | 2 of 2, 5 |" in best
     assert "| 0.70 [0.70, 0.70] |  | 2 of 2, 20 |" in other
+    # An arm that was tuned with fewer runs than another is marked.
+    tuned = [line("A", 0, a) | {"tuning": {"runs": 8, "calls": 9.0}}, line("B", 0, b)]
+    text = brief(Runs(tuned), Question(baseline="A", at=at))
+    assert "| A | 0.60 |" in text and "| B (0 of 8 tuning runs) | - (0 of 1) |" in text
     # The calls of a buffer's attempts stand behind a plus.
     bought = [line("A", 0, a) | {"buffer": {"calls": 1000}}]
     assert brief(Runs(bought), Question(baseline="A", at=at)).endswith("| 20 + 1,000 |\n")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from treegraft import Status, Tree, read_trees
+from treegraft import RunResult, Status, Tree
 from treegraft.parts import BranchCause, GraftCause
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,10 +36,11 @@ def told(tree: Tree) -> tuple[bool, bool, bool, int]:
 
 def draw(run: Path) -> None:
     """Writes both pictures of the run's best tree."""
+    result = RunResult.read(run)
     places = {
-        f"#/r/{run.name}/t/{file.stem}/{number}": told(tree)
-        for file in sorted((run / "trees").glob("update-*.jsonl"))
-        for number, tree in enumerate(read_trees(file))
+        f"#/r/{run.name}/t/update-{update:06}/{number}": told(tree)
+        for update in (int(line["update"]) for line in result.history if line["update"])
+        for number, tree in enumerate(result.trees(update))
     }
     place = max(places, key=places.__getitem__)
     viewer = subprocess.Popen(

@@ -127,7 +127,7 @@ async def make_updates(training: Training) -> None:
     async with training.opened():
         await evaluate_and_keep(training.run, training.parts)
         async for number in training.remaining():
-            with span("update", update=number):
+            with span("update", update=number, **{"rl.loop.iteration": number}):
                 grown = await sample(training, number)
                 learned = learn(training, number, credit(training, grown))
                 await publish(training, number)

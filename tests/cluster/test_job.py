@@ -25,6 +25,7 @@ from treegraft import train
 from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.job import environments
 from treegraft.extras.ray.rank import RankActor
+from treegraft.runs.tree_files import parts_in
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
@@ -187,7 +188,7 @@ def test_a_stopped_job_saves_says_how_to_go_on_and_leaves_no_process(tmp_path: P
         assert "got SIGTERM; stopping; the ranks save" in said
         assert "interrupted and saved; go on with: treegraft cluster --resume run" in said
         assert is_over(tmp_path, 30.0)
-    done = max(int(path.stem.split("-")[1]) for path in (tmp_path / "run/trees").glob("update-*"))
+    done = max(part.update for part in parts_in(tmp_path / "run" / "trees", "update"))
     with command(tmp_path, "--resume", "run", f"run.num_updates={done + 1}") as (_, lines):
         assert "finished run" in "".join(lines)
 

@@ -93,8 +93,7 @@ def own_gradient(
     found: dict[str, torch.Tensor] = {}
 
     def step(*_: Any) -> float:
-        pairs = learner.model.named_parameters()
-        found.update({name: w.grad.clone() for name, w in pairs if w.grad is not None})
+        found.update({name: w.clone() for name, w in learner.optimiser.gradients().items()})
         return 0.0
 
     learner.optimiser.step = step  # type: ignore[method-assign]

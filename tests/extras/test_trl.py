@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import inspect
@@ -23,6 +24,7 @@ from tests.trees import Part, build_tree
 
 pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
+from datasets import Dataset
 from tests.error_codes import raises_code
 from tests.extras.hosts import on_one_thread, recipe, warmed_up
 from tests.extras.tiny_chat import tiny_chat
@@ -32,6 +34,7 @@ from trl import GRPOTrainer
 
 from treegraft import SettingError, Status, load_config, read_trees, sft
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
+from treegraft.extras.trl import trainer as of_trainer
 from treegraft.extras.trl.arguments import COLOCATE, HOST, TRL, VLLM, check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
 from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
@@ -71,6 +74,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "imitated grafts": ((*HARD, "loss.graft_coef=1.0", "explore.graft.num_hybrid=1"), {}),
     "lessons": (("loss.lesson_coef=0.5", "learn.num_lessons=2"), {}),
+    "entropy bonus": (("loss.entropy_coef=0.1",), {}),
     "truncated, without loss": (
         (*HARD, "rollout.max_completion_tokens=16", "loss.learn_from_truncated=false"),
         {},
@@ -93,6 +97,13 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             *("explore.graft.num_hybrid=1", "loss.aggregation=token-mean"),
         ),
         {},
+    ),
+    "entropy bonus, another temperature": (
+        (
+            *("loss.entropy_coef=0.1", "credit.leaf_weight=inverse_branching", "loss.kl_coef=0.1"),
+            *("explore.graft.num_hybrid=1", "rollout.temperature=0.8", "learn.lr=0.1"),
+        ),
+        {"per_device_train_batch_size": 2},
     ),
     "imitated grafts, two passes": (
         (
@@ -143,6 +154,25 @@ def test_law_19_with_failed_leaves(
     print(aggregation, "failed", [f"{gap.relative:.1e}" for gap in trainer.gaps])
     assert [gap.num_failed for gap in trainer.gaps] == [5, 5]
     assert all(gap.relative < 1e-5 for gap in trainer.gaps), trainer.gaps
+
+
+def test_bfloat16_strays_no_further_than_in_our_learner(base: Path, tmp_path: Path) -> None:
+    """TRL computes in bfloat16 by autocast and trains float32 weights, as our learner does by
+    masters; both round, so each is compared with the exact gradient."""
+    config = recipe(base, "model.dtype=bfloat16", *HARD, "learn.lr=1e-6", "run.num_updates=3")
+    trainer = train(config, tmp_path / "out")
+    for gap in trainer.gaps:
+        print(f"bfloat16 {gap.from_exact:.1e} {gap.own_from_exact:.1e} {gap.relative:.1e}")
+    assert len(trainer.gaps) == 3
+    assert all(1e-4 < gap.from_exact < 0.05 for gap in trainer.gaps), trainer.gaps
+    assert all(gap.relative < 0.05 for gap in trainer.gaps), trainer.gaps
+    # A step of 1e-6 moves weights that bfloat16 would round back.
+    first = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
+    moved = trainer.model.state_dict()
+    assert all(moved[name].dtype == torch.float32 for name in first)
+    shares = [float((moved[name] != weight).float().mean()) for name, weight in first.items()]
+    print("moved", min(shares))
+    assert max(shares) > 0.9
 
 
 @pytest.mark.slow
@@ -338,6 +368,30 @@ def test_contract_the_method_and_its_batch(base: Path, tmp_path: Path) -> None:
         assert int(batch["num_items_in_batch"]) == int(loss_mask.sum())
 
 
+def test_contract_trl_has_each_name_that_is_used_of_it() -> None:
+    """What TreeGRPOTrainer reads of itself and neither defines nor sets."""
+    (own,) = (
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(of_trainer)))
+        if isinstance(node, ast.ClassDef) and node.name == "TreeGRPOTrainer"
+    )
+    of_self = [
+        node
+        for node in ast.walk(own)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"
+    ]
+    defined = {node.name for node in own.body if isinstance(node, ast.FunctionDef)}
+    is_set = {node.attr for node in of_self if isinstance(node.ctx, ast.Store)}
+    used = {node.attr for node in of_self} - (defined | is_set)
+    used |= {"beta", "_last_loaded_step", "_compute_loss", "_generate_and_score_completions"}
+    used |= {"_get_per_token_logps_and_entropies"}
+    assert {"_metrics", "_logs", "_step", "accelerator", "state"} <= used
+    theirs = "".join(inspect.getsource(kind) for kind in GRPOTrainer.__mro__[:-1])
+    assert [
+        name for name in sorted(used) if not re.search(rf"\b(self\.|def ){name}\b", theirs)
+    ] == []
+
+
 def test_contract_one_advantage_gives_one_tokens_gradient(base: Path, tmp_path: Path) -> None:
     """L = -A ρ / (rows · longest completion), so ∇L = -A ∇log π / (8 · 48)."""
     with batch_of(base, tmp_path, "loss.aggregation=sequence-sum") as (trainer, batch):
@@ -369,6 +423,46 @@ def test_contract_a_shift_of_the_old_logprobs_moves_the_clip(base: Path, tmp_pat
         torch.testing.assert_close(at(1.2, 1.0), 1.2 * plain, rtol=1e-4, atol=1e-6)
         assert float(at(1.4, 1.0).abs().max()) == 0.0
         torch.testing.assert_close(at(1.4, -1.0), -1.4 * plain, rtol=1e-4, atol=1e-6)
+
+
+def test_data_rewards_and_tools_are_given_as_to_trl(tmp_path: Path) -> None:
+    """As objects of the user's script, in place of the recipe's tables; after `train` too."""
+    scored: list[tuple[str, str]] = []
+
+    def brief(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
+        texts = ["".join(one["content"] for one in messages) for messages in completions]
+        scored.extend(zip(texts, solution, strict=True))
+        return [-float(len(text)) for text in texts]
+
+    def multiply(a: int, b: int) -> int:
+        """Multiplies two whole numbers."""
+        return a * b
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{a} times 3?"}], "solution": str(3 * a)}
+        for a in range(4)
+    ]
+    tables = {
+        "model": {"path": str(tiny_chat(tmp_path / "model"))},
+        "run": {"num_updates": 1, "tasks_per_update": 4},
+        "tasks": {"dataset": {"question_column": "prompt", "reference_column": "solution"}},
+        "rollout": {"max_completion_tokens": 8},
+        "explore": {"num_leaves": 2},
+    }
+    args = grpo_config(tables, output_dir=str(tmp_path / "out"), **QUIET)
+    own = {"train_dataset": Dataset.from_list(rows), "reward_funcs": [brief], "tools": [multiply]}
+    trainer = TreeGRPOTrainer(None, tables, args, **own)
+    for _ in range(2):
+        trainer.train()
+    known = {row["solution"] for row in rows}
+    # All rows are trained on: none is held out.
+    assert {solution for _, solution in scored} == known and len(scored) >= 16
+    trees = read_trees(tmp_path / "out")
+    assert len(trees) == 4
+    rewards = {leaf.reward for tree in trees for leaf in tree.leaves}
+    assert rewards <= {-float(len(text)) for text, _ in scored}
+    prompt = trainer.processing_class.decode(trees[0].root.token_ids)
+    assert "Multiplies two whole numbers." in prompt and "times 3?" in prompt
 
 
 # ---------------------------------------------------------------------- what is written
@@ -485,6 +579,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "steps": ({"max_steps": 7}, "max_steps"),
     "epochs": ({"num_train_epochs": 1}, "num_train_epochs"),
     "top_p": ({"top_p": 0.9}, "top_p"),
+    "entropy": ({"entropy_coef": 0.01}, "entropy_coef: .*loss.entropy_coef of the recipe"),
     "weights": ({"reward_weights": [0.5]}, "reward_weights"),
     "mask": ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
     "eval": ({"eval_strategy": "steps", "eval_steps": 1}, "do_eval|eval_strategy"),
@@ -567,6 +662,17 @@ def test_models_and_tokenizers_that_do_not_fit(base: Path, tmp_path: Path) -> No
         TreeGRPOTrainer(None, lora, grpo_config(lora, **QUIET), peft_config=object())
     with raises_code("tasks-too-few-for-update"):
         TreeGRPOTrainer(None, recipe(base, "run.tasks_per_update=24"))
+    with raises_code("trl-model-without-files"):
+        TreeGRPOTrainer(torch.nn.Linear(2, 2), config, args)
+    with raises_code("trl-recipe-missing"):
+        TreeGRPOTrainer(str(base), args)
+    with raises_code("trl-no-tasks"):
+        TreeGRPOTrainer(str(base), {"explore": {"num_leaves": 2}})
+    with raises_code("unknown-argument", match="^packing: TRL"):
+        grpo_config(config, packing=True)
+    for own in ({"per_device_train_batch_size": 3}, {"gradient_accumulation_steps": 3}):
+        with raises_code("trl-rows"):
+            grpo_config(config, **QUIET, **own)
 
 
 def test_other_versions_of_trl_are_refused() -> None:
@@ -604,6 +710,12 @@ def test_the_page_s_code_runs(base: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     exec(compile(code, "docs/trl.md", "exec"), {})
     assert len(read_trees("out")) == 2 and Path("agent", "model.safetensors").exists()
+
+
+def test_the_page_shows_the_example_s_recipe() -> None:
+    recipe_file = ROOT / "examples" / "trl" / "recipe.toml"
+    shown = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[0]
+    assert shown.splitlines()[1:] == recipe_file.read_text(encoding="utf-8").splitlines()[1:]
 
 
 def test_the_examples_differ_in_few_lines() -> None:

@@ -26,6 +26,7 @@ import pytest
 pytest.importorskip("verl", reason="needs verl: make verl-env")
 
 import torch
+from tests.error_codes import raises_code
 from tests.extras import verl_check
 from tests.extras.hosts import on_one_thread, recipe, recredited, warmed_up, with_failures
 from tests.extras.verl_check import Held, Queue, in_queue, verl_config
@@ -484,6 +485,11 @@ def test_refused_among_verls_arguments(override: str, base: Path, tmp_path: Path
     config = verl_config(recipe(base), tmp_path, override)
     with pytest.raises(SettingError, match=REFUSED[override]):
         verl_check.of_trainer.TreeTrainer(config)
+
+
+def test_an_entropy_bonus_is_refused_in_a_recipe(base: Path) -> None:
+    with raises_code("host-setting", match=r"loss\.entropy_coef: .*leaves' weights"):
+        arguments.HOST.check_recipe(recipe(base, "loss.entropy_coef=0.1"))
 
 
 def test_no_recipe_and_other_versions_are_refused(

@@ -42,6 +42,10 @@ class Gap(NamedTuple):
     """Different leaf weights."""
     num_imitated: int
     """Texts."""
+    from_exact: float
+    """‖g_TRL - g‖ / ‖g‖ for our learner's gradient in float32; of a float32 model `relative`."""
+    own_from_exact: float
+    """The same of our learner's gradient in the model's type."""
 
 
 class Checked(TreeGRPOTrainer):  # type: ignore[misc]
@@ -51,7 +55,11 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.gaps: list[Gap] = []
         # From its files: TRL has given the forward pass of its own model another shape.
-        self._first = AutoModelForCausalLM.from_pretrained(self.recipe.model.path).eval()
+        path, dtype = self.recipe.model.path, self.recipe.model.dtype
+        self._first = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        self._exact = None
+        if dtype != "float32":
+            self._exact = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         plain = self.accelerator.unwrap_model(self.model)
@@ -66,6 +74,9 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
                 update={"loss": config.loss.model_copy(update={"old_logprobs": "engine"})}
             )
         ours, metrics = own_gradient(self._first, trees, config, self._lessons, before)
+        exact = ours
+        if self._exact is not None:
+            exact, _ = own_gradient(self._exact, trees, config, self._lessons, before)
         theirs = {name: w.grad for name, w in plain.named_parameters() if w.grad is not None}
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         self.gaps.append(
@@ -77,6 +88,8 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
                 sum(leaf.status is Status.TRUNCATED for leaf in leaves),
                 len({leaf.weight for leaf in leaves}),
                 len(self._texts),
+                distance(*flat(theirs, exact)),
+                distance(*flat(ours, exact)),
             )
         )
         return loss

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from treegraft.cli.commands import (
     AsJson,
@@ -76,6 +74,9 @@ def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
 
 def print_rows(title: str, rows: Mapping[str, str]) -> None:
     """Prints a title and a line for each row."""
+    from rich.console import Console
+    from rich.text import Text
+
     say(title, "bold")
     shown = table(show_header=False)
     shown.add_column(no_wrap=True, style="dim")
@@ -223,6 +224,9 @@ def add(buffer: BufferFile, overrides: Overrides = None, as_json: AsJson = False
 @buffer_app.command()
 def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
     """Print the contents of a buffer in numbers."""
+    from rich.console import Console
+    from rich.text import Text
+
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.run_buffer import buffer_file
 
@@ -266,12 +270,6 @@ def search(
         ),
     ],
     num: Annotated[int, typer.Option("-k", min=1, help="Number of traces.")] = 3,
-    source: Annotated[
-        list[str] | None, typer.Option(help="Only traces of this agent; may be repeated.")
-    ] = None,
-    allow_terminal: Annotated[
-        bool, typer.Option("--allow-terminal", help="Include steps with the final answer.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the traces whose history is most similar to a text."""
@@ -280,7 +278,7 @@ def search(
     from treegraft.traces.run_buffer import buffer_file
 
     with TraceBuffer.open_as_built(buffer_file(buffer)) as opened:
-        (found,) = opened.search([text], num, allow_terminal=allow_terminal, sources=source or ())
+        (found,) = opened.search([text], num, allow_terminal=True)
     if as_json:
         print(json.dumps([asdict(trace) | {"similarity": score} for trace, score in found]))
         return

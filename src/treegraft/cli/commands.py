@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperCommand
 
 from treegraft.core.errors import DataError, ModelError, SettingError
 from treegraft.core.shipped import names_recipe, shipped_recipes
 
+# rich is loaded where something is printed: the list of commands does not wait for it.
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from treegraft.settings.config import Config
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
@@ -153,11 +153,17 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
 
 def say(text: str, style: str = "", *, to_stderr: bool = False) -> None:
     """Prints text as it is, unwrapped, so that paths and commands can be copied."""
+    from rich.console import Console
+    from rich.text import Text
+
     Console(stderr=to_stderr).print(Text(text, style), soft_wrap=True)
 
 
 def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
     """Returns an empty table without lines, its first `num_left` columns aligned to the left."""
+    from rich.table import Table
+    from rich.text import Text
+
     made = Table(box=None, header_style="dim", **({"padding": (0, 1)} | options))
     for number, name in enumerate(columns):
         made.add_column(Text(name), justify="left" if number < num_left else "right")

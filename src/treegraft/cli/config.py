@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from treegraft.cli.commands import AsJson, complete_recipe, complete_setting, refuse_idle
 from treegraft.core.errors import SettingError
@@ -69,6 +67,9 @@ def show_config(
     if as_toml:
         print("\n".join(recipe_lines(rows)))
         return
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console()
     width = max(20, min(console.width, 100) - 4)
     for _, group in groupby(rows, key=lambda row: row.name.partition(".")[0]):

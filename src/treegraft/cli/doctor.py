@@ -277,9 +277,7 @@ class Machine:
     num_gpus: int | None = None
     """Those of --gpus, which need not be here; None for this machine's."""
     gpu: str = "H100"
-    """Their name, by --gpu."""
-    gpu_memory: float | None = None
-    """Gigabytes of each, by --gpu-memory; None for what its data sheet says."""
+    """Their name by --gpu, with a memory behind it that is not the data sheet's: "A100:40"."""
 
     @property
     def planned(self) -> str:
@@ -315,7 +313,7 @@ def examine(config: Config | None, **asked: Any) -> Examination:
     """Returns what was found about this machine, and the recipe where one is given.
 
     Args:
-        asked: num_gpus, gpu and gpu_memory of `Machine`, for GPUs which need not be here.
+        asked: num_gpus and gpu of `Machine`, for GPUs which need not be here.
     """
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from treegraft.cli.commands import (
     AgentRecipe,
@@ -128,6 +126,9 @@ def _held_out(
     out: Path | None,
     as_json: bool,
 ) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     from treegraft.runs.metrics import find_meaning
 
     checkpoint, config = agent_of(run, recipe, typed, "eval", chosen)

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
@@ -199,6 +197,8 @@ def run(
     overrides: Overrides = None,
 ) -> None:
     """Ask a trained agent one question and print its steps."""
+    from rich.console import Console
+
     from treegraft.core.types import Status
     from treegraft.evals.agent import answer_question
     from treegraft.runs.transcript import transcript
@@ -228,6 +228,9 @@ def compare(
         if any((folder / file).is_file() for folder in runs):
             loaded(comparison)(runs, as_json)
             return
+    from rich.console import Console
+    from rich.text import Text
+
     from treegraft.runs.metrics import meaning
     from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 
@@ -339,7 +342,7 @@ def view(
 app.command("config")(show_config)
 
 
-@app.command()
+@app.command(cls=command_without({"--gpu-memory": "--gpu H100:{}"}))
 def doctor(
     context: typer.Context,
     recipe: Annotated[
@@ -353,12 +356,9 @@ def doctor(
         typer.Option("--gpus", min=1, help="Estimate memory and time on this number of GPUs."),
     ] = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="NAME", help="H200, H100, A100 or L40S.")
+        str,
+        typer.Option("--gpu", metavar="NAME", help="H200, H100, A100 or L40S; A100:40 with 40 GB."),
     ] = "H100",
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option("--gpu-memory", min=1, metavar="GB", help="Memory of a GPU, in 10^9 bytes."),
-    ] = None,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
@@ -372,9 +372,9 @@ def doctor(
     if recipe is None:
         refuse_idle(context, "without a recipe", "--smoke", "--gpus")
     if num_gpus is None:
-        refuse_idle(context, "without --gpus", "--gpu", "--gpu-memory")
+        refuse_idle(context, "without --gpus", "--gpu")
     config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
-    found = examine(config, num_gpus=num_gpus, gpu=gpu, gpu_memory=gpu_memory)
+    found = examine(config, num_gpus=num_gpus, gpu=gpu)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:

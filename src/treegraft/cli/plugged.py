@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from treegraft.core.plugin import Command, load_object, offered_commands
 
@@ -27,7 +26,7 @@ class Plugged(TyperGroup):
         plugged = self._plugged().get(cmd_name)
         if plugged is None:
             return super().get_command(ctx, cmd_name)
-        return click.Command(cmd_name, help=plugged.help)
+        return TyperCommand(cmd_name, help=plugged.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Returns the name, the command and the words after it."""

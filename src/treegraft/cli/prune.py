@@ -10,8 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from treegraft.cli.buffer import BufferOrRun, Recipe, print_rows
 from treegraft.cli.commands import AsJson, Overrides, say, table
@@ -186,6 +184,9 @@ def _as_json(traces: tuple[Trace, ...]) -> dict[str, Any]:
 
 
 def _print_trajectory(traces: tuple[Trace, ...], note: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     from treegraft.traces.keys import value_text
     from treegraft.traces.store import content_from_json
 

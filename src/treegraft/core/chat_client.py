@@ -260,7 +260,7 @@ def api_root(url: str, option: str = "buffer.build.agent") -> str:
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
-def api_key_from(variable: str | None, option: str = "buffer.build.api_key_env") -> str | None:
+def api_key_from(variable: str | None) -> str | None:
     """Returns the key in an environment variable, None where no variable is named. Raises
     SettingError where it is not set."""
     if variable is None:
@@ -268,8 +268,8 @@ def api_key_from(variable: str | None, option: str = "buffer.build.api_key_env")
     key = os.environ.get(variable)
     if not key:
         raise SettingError(
-            f"{option} {variable}: that environment variable is not set; expected the server's key"
-            " in it",
+            f"buffer.build.api_key_env {variable}: that environment variable is not set; expected"
+            " the server's key in it",
             code="key-unset",
         )
     return key

@@ -3,19 +3,21 @@ owner."""
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from treegraft.core.errors import shown_in_notebook
+
+# Imported where a loop runs: the list of commands does not wait for it.
+if TYPE_CHECKING:
+    import asyncio
 
 HEARTBEAT_S = 60.0
 """A wait this long says what it is waiting for, and again after as long."""
@@ -125,6 +127,8 @@ class Stop:
     the spot, and any other further signal changes nothing."""
 
     def __init__(self) -> None:
+        import asyncio
+
         self.is_asked = False
         self.number: int = signal.SIGINT
         """The first signal; SIGINT where code asked."""
@@ -162,6 +166,8 @@ class Stop:
             doing: what the first signal leads to.
             again: what a second Ctrl-C leads to.
         """
+        import asyncio
+
         self._loop = asyncio.get_running_loop()
         if self.is_asked:
             self._event.set()
@@ -206,6 +212,8 @@ class Stop:
         Raises:
             Interrupted: a stop was asked for first; the work is cancelled.
         """
+        import asyncio
+
         task, stop = asyncio.create_task(work), asyncio.create_task(self._event.wait())
         began = time.monotonic()
         try:
@@ -248,6 +256,9 @@ def run_to_end(
     Raises:
         KeyboardInterrupt: Ctrl-C, or (Ended) one of the `OTHERS`, has ended the work.
     """
+    import asyncio
+    from concurrent.futures import Future
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:

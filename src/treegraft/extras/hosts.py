@@ -34,8 +34,8 @@ class Host(NamedTuple):
     """Settings of a recipe that this trainer alone refuses other values of."""
     engine: str
     """Who samples there, in words."""
-    remedy: str
-    """How its arguments are made, in words."""
+    maker: str
+    """What makes its arguments."""
 
     @property
     def only(self) -> tuple[Only, ...]:
@@ -112,8 +112,8 @@ class Host(NamedTuple):
             got = select(name)
             if got != value and (got or value):
                 raise SettingError(
-                    f"{name}: got {got!r}, expected {value!r} by {source} of the recipe, which says"
-                    f" it; change it there, and {self.remedy}.",
+                    f"{name}: got {got!r}, expected {value!r} by {source} of the recipe. Change it"
+                    f" there; {self.maker} derives {name}.",
                     code="host-differs-from-recipe",
                 )
 
@@ -170,6 +170,6 @@ KNOWN_LOSS = (
     *("aggregation", "objective", "clip_low", "clip_high", "kept_low", "kept_high", "dual_clip"),
     *("old_logprobs", "engine_ratio_cap", "engine_ratio", "kl_coef", "length_constant"),
     *("learn_from_truncated", "shaping_weight", "graft_coef", "graft_form", "graft_gamma"),
-    "lesson_coef",
+    *("lesson_coef", "entropy_coef"),
 )
 """Settings of [loss] that are derived, used, idle or refused by name; others are of plugins."""

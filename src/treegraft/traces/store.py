@@ -262,9 +262,9 @@ class TraceFile:
         # Filled in parts: all blobs and their joint copy beside it would take three times the room.
         vectors, filled = np.empty((num, dim), np.float32), 0
         with self._lock, self._translated_errors():
-            cursor = self._connection.execute(
-                "SELECT vector FROM vectors WHERE id > ? AND id <= ? ORDER BY id", (after, last)
-            )
+            selected = "SELECT vector FROM vectors WHERE id > ? AND id <= ?"
+            selected += " AND typeof(vector) = 'blob' ORDER BY id"
+            cursor = self._connection.execute(selected, (after, last))
             while blobs := cursor.fetchmany(4096):
                 joined = b"".join(blob for (blob,) in blobs)
                 if filled + len(blobs) > num or len(joined) != len(blobs) * dim * 4:

@@ -358,8 +358,8 @@ _KINDS = {"str": "text", "NoneType": "nothing", "bool": "truth value"}
 _KINDS |= {"int": "integer", "float": "number"}
 
 
-def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
-    """Returns the columns of a file with their lengths, and `num` rows from row `first` on.
+def view_file(name: str, *, num: int = 3) -> FileView:
+    """Returns the columns of a file with their lengths, and its first `num` rows.
 
     Raises:
         DataError: a file that is missing or has no row.
@@ -386,7 +386,7 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
         for place, names in enumerate((fields.QUESTION_COLUMNS, fields.REFERENCE_COLUMNS)):
             if used[place] is None and (found := fields.find_value(row.values, names)):
                 used[place] = found[0]
-        if first <= row.number < first + num:
+        if row.number < num:
             shown.append({"row": row.number, "values": dict(row.values)})
     if not num_rows:
         raise DataError(

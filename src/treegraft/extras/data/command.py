@@ -134,13 +134,12 @@ def show(
         ),
     ],
     rows: Annotated[int, typer.Option(min=0, help="Number of rows.")] = 3,
-    first: Annotated[int, typer.Option(min=0, help="Number of the first row, from 0.")] = 0,
     as_json: commands.AsJson = False,
 ) -> None:
     """Print columns, lengths and a few rows."""
     from treegraft.extras.data.check import view_file
 
-    found = view_file(file, first=first, num=rows)
+    found = view_file(file, num=rows)
     if as_json:
         print(json.dumps(asdict(found), default=str))
         return

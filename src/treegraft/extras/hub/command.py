@@ -43,7 +43,6 @@ def push(
         Path | None,
         typer.Option(metavar="FILE", help="Model card to upload instead of the one made here."),
     ] = None,
-    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Commit message.")] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -72,7 +71,7 @@ def push(
     token = _token(dry_run)
     text = _read(card) if card else model_card(found, repo_id, licence=licence)
     uploaded = {CARD: text.encode(), **files_of(found.checkpoint)}
-    said = message or f"Checkpoint of update {found.state.update}"
+    said = f"Checkpoint of update {found.state.update}"
     if dry_run:
         files.write_atomically(DRAFT, text)
         commands.say(f"{DRAFT}: the card; edit it and upload it with --card {DRAFT}")

@@ -46,9 +46,6 @@ def report(
             help="With --cases: compare the evaluation after this update; may be repeated.",
         ),
     ] = None,
-    sampled: Annotated[
-        bool, typer.Option("--sampled", help="With --cases: sampled evaluations, not greedy ones.")
-    ] = False,
 ) -> None:
     """Write a report of runs: report.html and figures/.
 
@@ -58,13 +55,12 @@ def report(
     from treegraft.extras.lab.report.records import split_label
 
     if cases is None:
-        commands.refuse_idle(context, "without --cases", "--at", "--sampled")
+        commands.refuse_idle(context, "without --cases", "--at")
         found, beside = None, {}
     else:
-        from treegraft.extras.lab.report.cases import EVALUATIONS, PAGE, compare, write_cases
+        from treegraft.extras.lab.report.cases import PAGE, compare, write_cases
 
-        kinds = ("sampled",) if sampled else EVALUATIONS
-        found = compare([*map(split_label, runs)], cases, at or (), kinds=kinds)
+        found = compare([*map(split_label, runs)], cases, at or ())
         beside = {PAGE: "Case studies"}
     written = write_report(runs, out=out, baseline=baseline, only=only or (), beside=beside)
     for line in (*written.notes, *written.left_out):

@@ -50,25 +50,23 @@ class Plan:
     """First-level rollouts of a tree; None for as many as leaves."""
 
     @classmethod
-    def of(cls, num_gpus: int, card: str, memory_gb: float | None) -> Plan:
-        """Returns the plan for cards by name, with another memory where one is given.
+    def of(cls, num_gpus: int, card: str) -> Plan:
+        """Returns the plan for cards by name, as in "A100", or in "A100:40" for those with another
+        memory, in 10^9 bytes.
 
         Raises:
-            SettingError: the card is not known.
+            SettingError: the card is not known, or the memory is no number above 0.
         """
-        known = {name.lower(): one for name, one in CARDS.items()}
-        if card.lower() not in known:
+        name, colon, size = card.partition(":")
+        found = {one.lower(): found for one, found in CARDS.items()}.get(name.lower())
+        if found is None or (colon and not (size.isascii() and size.isdigit() and int(size))):
             raise SettingError(
                 f"--gpu: got '{card}', expected one of {', '.join(CARDS)}; for another card take"
-                " the nearest and give --gpu-memory",
+                f" the nearest with its memory in GB, as in {name if found else 'H100'}:96",
                 code="unknown-card",
             )
-        found = known[card.lower()]
-        memory = found.memory if memory_gb is None else memory_gb * 1e9
-        return cls(
-            num_gpus=num_gpus,
-            card=replace(found, memory=memory),
-        )
+        memory = int(size) * 1e9 if colon else found.memory
+        return cls(num_gpus=num_gpus, card=replace(found, memory=memory))
 
     @classmethod
     def here(cls, config: Config, gpus: Sequence[str]) -> Plan | None:
@@ -257,7 +255,7 @@ def memory(config: Config, machine: Machine) -> list[Finding]:
     if machine.num_gpus is None:
         plan = Plan.here(config, machine.gpus)
     else:
-        plan = Plan.of(machine.num_gpus, machine.gpu, machine.gpu_memory)
+        plan = Plan.of(machine.num_gpus, machine.gpu)
     if plan is None:
         return one_process(config, machine)
     return list(sizing(config, machine.shape, replace(plan, num_starts=machine.num_starts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from treegraft.extras.suites.judge import JudgeSettings
     from treegraft.extras.suites.run import SuitePlan
 
+JUDGE_KEY = "TREEGRAFT_JUDGE_KEY"
 _OF_SUITES = {
+    "--judge-key-env": 'TREEGRAFT_JUDGE_KEY="${}" in front of the command',
     "--samples": "eval.greedy=false eval.num_samples={}",
     "--temperature": "eval.greedy=false eval.temperature={}",
     "--report": "--json > {}",
@@ -65,13 +68,13 @@ def of_suite(
     ] = None,
     judge: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="OpenAI-compatible server that judges the answers."),
+        typer.Option(
+            metavar="URL",
+            help=f"OpenAI-compatible server that judges the answers; its key is in {JUDGE_KEY}.",
+        ),
     ] = None,
     judge_model: Annotated[
         str | None, typer.Option(help="Model of the judge; not needed if its server has only one.")
-    ] = None,
-    judge_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the judge's key.")
     ] = None,
     as_json: commands.AsJson = False,
 ) -> None:
@@ -80,7 +83,7 @@ def of_suite(
     One greedy trajectory per item, or with eval.greedy=false eval.num_samples sampled ones.
     """
     if judge is None:
-        commands.refuse_idle(context, "without --judge", "--judge-model", "--judge-key-env")
+        commands.refuse_idle(context, "without --judge", "--judge-model")
     from treegraft.extras.suites.run import SuitePlan
 
     plan = SuitePlan(
@@ -88,16 +91,16 @@ def of_suite(
         data_dir=data_dir,
         num=num,
         shuffle_seed=shuffle_seed,
-        judge=None if judge is None else _judge(judge, judge_model, judge_key_env),
+        judge=None if judge is None else _judge(judge, judge_model),
         into=into,
     )
     _run_suite(run, recipe, plan, overrides or [], as_json)
 
 
-def _judge(url: str, model: str | None, key_env: str | None) -> JudgeSettings:
+def _judge(url: str, model: str | None) -> JudgeSettings:
     from treegraft.extras.suites.judge import JudgeSettings
 
-    key = chat_client.api_key_from(key_env, "--judge-key-env")
+    key = os.environ.get(JUDGE_KEY)
     name = model or chat_client.served_model(
         url, key, option="--judge", model_option="--judge-model"
     )

@@ -37,7 +37,7 @@ HOST = Host(
     ),
     engine="which has a vLLM of its own and gives it the weights: grpo_config(recipe,"
     " use_vllm=True)",
-    remedy="make the arguments with grpo_config(recipe, ...)",
+    maker="grpo_config(recipe, ...)",
 )
 
 _BY_TREES = "the rollouts are trees by the recipe's [explore], [rollout] and [engine]"
@@ -56,6 +56,7 @@ TRL = (
         None,
         "it masks whole rows by the sign of their advantage, which tokens differ in here",
     ),
+    Only("entropy_coef", 0.0, "loss.entropy_coef of the recipe says it"),
     Only("top_p", 1.0, _BY_TREES),
     Only("top_k", 0, _BY_TREES),
     Only("min_p", None, _BY_TREES),
@@ -65,7 +66,7 @@ TRL = (
     Only("use_transformers_continuous_batching", False, _BY_TREES),
     Only("max_tool_calling_iterations", None, "rollout.max_tool_calls of the recipe says it"),
     Only("chat_template_kwargs", None, "format.template_options of the recipe says it"),
-    Only("num_train_epochs", 3.0, "run.num_updates of the recipe is the length of the training"),
+    Only("num_train_epochs", 3.0, "leave it out; run.num_updates of the recipe says it"),
     Only("remove_unused_columns", False, "rows find their task by a column"),
     Only("do_eval", False, "trees are for training; measure a checkpoint with `treegraft eval`"),
 )
@@ -164,6 +165,11 @@ def grpo_config(
     """
     config = load_config(recipe)
     check_recipe(config)
+    for name in trl_arguments:
+        if name not in GRPOConfig.__dataclass_fields__ and name != "gradient_checkpointing":
+            raise SettingError(
+                f"{name}: TRL's GRPOConfig has no such argument.", code="unknown-argument"
+            )
     if "gradient_checkpointing" in trl_arguments:
         trl_arguments[CHECKPOINTING] = trl_arguments.pop("gradient_checkpointing")
     uses_vllm = bool(trl_arguments.get("use_vllm"))
@@ -181,12 +187,14 @@ def _batches(config: Config, given: Mapping[str, Any]) -> dict[str, int]:
     own = config.run.tasks_per_update * leaves // num_processes
     if "gradient_accumulation_steps" in given:
         num_passes = max(1, given["gradient_accumulation_steps"])
-        return {"per_device_train_batch_size": max(1, own // num_passes)}
+        rows = given.get("per_device_train_batch_size", max(1, own // num_passes))
+        _check_whole(leaves, rows, num_passes)
+        return {"per_device_train_batch_size": rows}
     rows = given.get("per_device_train_batch_size", leaves)
-    return {
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": max(1, own // max(1, rows)),
-    }
+    num_passes = max(1, own // max(1, rows))
+    # Before TRL says so in words of its own.
+    _check_whole(leaves, rows, num_passes)
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": num_passes}
 
 
 def check_recipe(config: Config) -> None:
@@ -234,17 +242,9 @@ def _check_batches(config: Config, args: GRPOConfig) -> None:
             code="trl-steps",
         )
     leaves, num_processes = config.explore.num_leaves, args.world_size
-    own = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    sizes = (
-        f"per_device_train_batch_size {args.per_device_train_batch_size} *"
-        f" gradient_accumulation_steps {args.gradient_accumulation_steps}"
-    )
-    if own % leaves:
-        raise SettingError(
-            f"{sizes}: got {own} rows for each process, expected whole trees of"
-            f" {leaves} leaves (explore.num_leaves).",
-            code="trl-rows",
-        )
+    rows, num_passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    sizes = _check_whole(leaves, rows, num_passes)
+    own = rows * num_passes
     if own * num_processes != config.run.tasks_per_update * leaves:
         raise SettingError(
             f"{sizes}, on {num_processes} processes: got {own * num_processes // leaves} trees for"
@@ -254,3 +254,15 @@ def _check_batches(config: Config, args: GRPOConfig) -> None:
         )
     if num_processes > 1:
         HOST.check_alone(config, f"on {num_processes} processes")
+
+
+def _check_whole(leaves: int, rows: int, num_passes: int) -> str:
+    """Raises `SettingError` for sizes that divide a tree among steps; returns them in words."""
+    sizes = f"per_device_train_batch_size {rows} * gradient_accumulation_steps {num_passes}"
+    if rows * num_passes % leaves:
+        raise SettingError(
+            f"{sizes}: got {rows * num_passes} rows for each process, expected whole trees of"
+            f" {leaves} leaves (explore.num_leaves).",
+            code="trl-rows",
+        )
+    return sizes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import tempfile
 import warnings
 import weakref
@@ -21,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from treegraft import Config, SettingError, Tree, load_config, read_trees
 from treegraft.extras.trl.arguments import check_arguments, check_recipe, grpo_config
 from treegraft.extras.trl.lessons import Text, imitated_texts, stored_texts, text_rows
+from treegraft.extras.trl.models import loaded_dtype, lora_config, same_tokenizer, with_model
 from treegraft.extras.trl.rows import (
     Row,
     coefficients,
@@ -35,11 +34,11 @@ from treegraft.extras.trl.rows import (
 from treegraft.extras.trl.vllm import token_source
 from treegraft.parts import Grove, grove, losses, measuring, served
 
+OBJECTS = {"train_dataset": "tasks", "reward_funcs": "rewards", "tools": "tools"}
+"""Arguments of GRPOTrainer that may take the place of a recipe's settings, and what `grove` calls
+them."""
 OF_RECIPE = {
-    "train_dataset": "[tasks]",
-    "reward_funcs": "[reward]",
     "reward_processing_classes": "[reward]",
-    "tools": "[tools]",
     "environment_factory": "[environment]",
     "rollout_func": "[explore]",
 }
@@ -87,20 +86,41 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 before model.path and model.dtype of the recipe. None takes those.
             args: of `grpo_config`; None makes them.
             processing_class: a tokenizer equal to the recipe's; None takes that.
+            others: train_dataset, reward_funcs and tools as in GRPOTrainer, for a recipe without
+                [tasks] train, [reward] funcs and [tools] use.
             callbacks, optimizers, peft_config: as in GRPOTrainer; model.lora of the recipe makes
                 a peft_config too.
 
         Raises:
             SettingError: what the recipe says already, or what cannot mean anything beside trees.
         """
+        self._objects = {OBJECTS[name]: others.pop(name, None) for name in OBJECTS}
+        if hasattr(data := self._objects["tasks"], "__getitem__") and not isinstance(data, str):
+            # Nothing is held out of it, since nothing is evaluated here.
+            self._objects["tasks"] = {"train": data, "eval": data}
         _refuse_others(others)
-        self.recipe = config = _with_model(load_config(recipe), model)
+        if isinstance(recipe, GRPOConfig):
+            raise SettingError(
+                "recipe: got TRL's arguments, expected a recipe: its path, tables or a Config. Pass"
+                " args=grpo_config(recipe, ...) beside it.",
+                code="trl-recipe-missing",
+            )
+        self.recipe = config = with_model(load_config(recipe), model)
         check_recipe(config)
+        # The settings' default is a toy.
+        if self._objects["tasks"] is None and "kind" not in config.tasks.model_fields_set:
+            raise SettingError(
+                "train_dataset: got none, and the recipe has no tasks.kind. Pass one, or name the"
+                " recipe's tasks.",
+                code="trl-no-tasks",
+            )
         args = grpo_config(config) if args is None else args
         check_arguments(config, args)
         if model is None or isinstance(model, str):
             model, given = config.model.path, dict(args.model_init_kwargs or {})
-            args.model_init_kwargs = {**given, "dtype": _same_dtype(given, config)}
+            adapts = bool(config.model.lora.rank or peft_config)
+            dtype = loaded_dtype(given, config, adapts=adapts)
+            args.model_init_kwargs = {**given, "dtype": dtype}
         self._held, self._asks_vllm = ExitStack(), bool(args.use_vllm)
         self._rows: list[Row] = []
         self._texts: list[Text] = []
@@ -120,17 +140,17 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 train_dataset=Dataset.from_list(tasks),
                 reward_funcs=tree_reward,
                 rollout_func=self._roll_out,
-                processing_class=_same_tokenizer(processing_class, self._grove.tokenizer),
+                processing_class=same_tokenizer(processing_class, self._grove.tokenizer),
                 callbacks=callbacks,
                 optimizers=optimizers,
-                peft_config=_lora(config, peft_config),
+                peft_config=lora_config(config, peft_config),
             )
         self._refuse_shards()
         if self._asks_vllm:
             self._join_vllm()
             return
         # A model of another shape is refused here, before any work.
-        self._grove.publish(self.accelerator.unwrap_model(self.model), 0)
+        self._grove.publish(self._weights(), 0)
 
     # ------------------------------------------------------------------ begin and end
 
@@ -145,7 +165,9 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 capacity=settings.max_rows,
                 deadline_s=settings.deadline_s,
             )
-        self._grove: Grove = self._held.enter_context(grove(self.recipe, engine=engine))
+        self._grove: Grove = self._held.enter_context(
+            grove(self.recipe, engine=engine, **self._objects)
+        )
         self._is_open, self._published = True, -1
 
     def _join_vllm(self) -> None:
@@ -220,8 +242,17 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self.accelerator.wait_for_everyone()
             self._grove.publish(None, self._number - 1)
         elif self.state.global_step != self._published:
-            self._grove.publish(self.accelerator.unwrap_model(self.model), self._number - 1)
+            self._grove.publish(self._weights(), self._number - 1)
             self._published = self.state.global_step
+
+    def _weights(self) -> Any:
+        """For the native engine, in its type: that of the model, or the rounding of float32."""
+        plain = self.accelerator.unwrap_model(self.model)
+        dtype = getattr(torch, self.recipe.model.dtype)
+        # Adapters are merged into a model that was loaded in the engine's type.
+        if hasattr(plain, "peft_config") or plain.dtype == dtype:
+            return plain
+        return {name: weight.to(dtype) for name, weight in plain.state_dict().items()}
 
     def _grow(self, places: Sequence[int]) -> None:
         """Grows a tree for each prompt of this process, once those of the last update have been
@@ -324,21 +355,19 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what TRL makes, and keeps it for the terms of the loss that are ours."""
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._scored = found[0]
+        self._scored = found[:2]
         return found
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        """Returns TRL's loss of the policy, and the terms that are ours: KL, whose weights TRL
-        could not be told, and this pass's share of the texts that are imitated."""
+        """Returns TRL's loss of the policy, and the terms that are ours: KL and entropy, whose
+        weights TRL could not be told, and this pass's share of the texts that are imitated."""
         # TRL's term has the same weight for every row.
         beta, self.beta = self.beta, 0.0
         try:
             loss: Tensor = super()._compute_loss(model, inputs)
         finally:
             self.beta = beta
-        own = loss.new_zeros(())
-        if beta:
-            own = own + beta * self._divergence(inputs)
+        own = self._of_all_tokens(inputs, beta)
         passes = self.args.gradient_accumulation_steps
         if texts := self._texts[self._step % passes :: passes]:
             own = own + self._imitated(self.accelerator.unwrap_model(model), texts)
@@ -346,13 +375,19 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         total: Tensor = loss + self.accelerator.num_processes * own
         return total
 
-    def _divergence(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Σ_i c_i Σ_t k3, of this pass's rows."""
-        divergence = losses.k3_divergence(self._scored, inputs["ref_per_token_logps"])
+    def _of_all_tokens(self, inputs: Mapping[str, Any], beta: float) -> Tensor:
+        """Σ_i c_i Σ_t (beta k3 - loss.entropy_coef H), of this pass's rows."""
+        logprobs, entropies = self._scored
         mask = inputs["completion_mask"] * inputs["tool_mask"]
-        mean = (divergence.detach() * mask).sum() / mask.sum().clamp(min=1.0)
-        self._metrics["train"]["kl"].append(self.accelerator.gather(mean).mean().item())
-        found: Tensor = (inputs["coefficients"][:, None] * divergence * mask).sum()
+        terms = torch.zeros_like(logprobs)
+        if beta:
+            divergence = losses.k3_divergence(logprobs, inputs["ref_per_token_logps"])
+            mean = (divergence.detach() * mask).sum() / mask.sum().clamp(min=1.0)
+            self._metrics["train"]["kl"].append(self.accelerator.gather(mean).mean().item())
+            terms = beta * divergence
+        if coef := self.recipe.loss.entropy_coef:
+            terms = terms - coef * entropies
+        found: Tensor = (inputs["coefficients"][:, None] * terms * mask).sum()
         return found
 
     def _imitated(self, plain: Any, texts: Sequence[Text]) -> Tensor:
@@ -403,75 +438,3 @@ def _refuse_others(others: Mapping[str, Any]) -> None:
             f"{name}: TreeGRPOTrainer has no such argument; see docs/trl.md.",
             code="unknown-argument",
         )
-
-
-def _with_model(config: Config, model: Any) -> Config:
-    """The recipe with the path and the type of a model that is given."""
-    if model is None:
-        return config
-    if isinstance(model, str):
-        return _changed(config, path=model)
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        raise SettingError(
-            "model: got a quantised one, expected float32 or bfloat16 weights.",
-            code="trl-quantised",
-        )
-    path, dtype = model.config.name_or_path, str(model.dtype).removeprefix("torch.")
-    if not path:
-        raise SettingError(
-            "model: got one without files, expected one that was loaded from a hub id or a folder,"
-            " where the engine and the tokenizer come from; save it and load it from there.",
-            code="trl-model-without-files",
-        )
-    return _changed(config, path=path, dtype=dtype)
-
-
-def _changed(config: Config, **model: str) -> Config:
-    return load_config(config, [f"model.{key}={json.dumps(value)}" for key, value in model.items()])
-
-
-def _same_dtype(given: Mapping[str, Any], config: Config) -> str:
-    """The type that TRL loads the model in."""
-    got = str(given.get("dtype", config.model.dtype)).removeprefix("torch.")
-    if got != config.model.dtype:
-        raise SettingError(
-            f"model_init_kwargs: got dtype {got}, expected {config.model.dtype} by model.dtype of"
-            " the recipe, which says it; change it there.",
-            code="trl-differs-from-recipe",
-        )
-    return got
-
-
-def _same_tokenizer(given: Any, own: Any) -> Any:
-    """A tokenizer for TRL, which changes it; the given one is compared with the recipe's."""
-    if given is None:
-        return copy.deepcopy(own)
-    same = (
-        hasattr(given, "get_vocab")
-        and given.get_vocab() == own.get_vocab()
-        and given.eos_token_id == own.eos_token_id
-    )
-    if not same:
-        raise SettingError(
-            "processing_class: got a tokenizer that differs from the model's, which the trees are"
-            " written with; expected that one, or none.",
-            code="trl-other-tokenizer",
-        )
-    return given
-
-
-def _lora(config: Config, given: Any) -> Any:
-    lora = config.model.lora
-    if not lora.rank:
-        return given
-    if given is not None:
-        raise SettingError(
-            "peft_config: expected none: model.lora of the recipe says it; set model.lora.rank = 0"
-            " or leave it out.",
-            code="trl-recipe-says",
-        )
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets
-    )

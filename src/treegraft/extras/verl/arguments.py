@@ -32,16 +32,18 @@ _MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
 
 
 _NO_TEXTS = "rows hold what the policy sampled, and imitated texts are none of it"
+_NOT_WEIGHTED = "verl's own term is not scaled by the leaves' weights"
 HOST = Host(
     name="verl",
     own=(
         Only("loss.graft_coef", 0.0, _NO_TEXTS),
         Only("loss.lesson_coef", 0.0, _NO_TEXTS),
+        Only("loss.entropy_coef", 0.0, _NOT_WEIGHTED),
         Only("loss.engine_ratio_cap", None, "verl's rollout correction is another one"),
         Only("model.lora.rank", 0, "verl's own lora_rank says it"),
     ),
     engine="whose own servers sample",
-    remedy="start with $(treegraft verl-args RECIPE)",
+    maker="treegraft verl-args RECIPE",
 )
 
 _BY_TREES = "the rollouts are trees by the recipe"
@@ -60,7 +62,7 @@ VERL = (
     Only("algorithm.filter_groups.enable", False, "a step's groups are the recipe's"),
     Only("reward.reward_model.enable", False, "rewards are the recipe's [reward]"),
     Only("distillation.enabled", False, "its loss needs a teacher's columns"),
-    Only(f"{ACTOR}.entropy_coeff", 0, "its term is not scaled by the leaves' weights"),
+    Only(f"{ACTOR}.entropy_coeff", 0, _NOT_WEIGHTED),
     Only(f"{ACTOR}.shuffle", False, "a minibatch has to hold whole trees"),
     Only(f"{ACTOR}.policy_loss.loss_mode", "vanilla", "the others are not Treegraft's objective"),
     Only(f"{ACTOR}.use_prefix_grouper", False, "rows of a tree share more than their prompt"),

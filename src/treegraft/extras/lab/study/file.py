@@ -46,8 +46,11 @@ class Arm(_Table):
     """Name of the buffer that buffer.path gets; None leaves the recipe's."""
     warmup: str | None = None
     """Name of its warm-up; None takes the world's, "" the recipe's model."""
+    tuning_runs: int = Field(0, ge=0)
+    """Development runs by which its settings were chosen; tables mark an arm with fewer than
+    another."""
     tuning_calls: float = Field(0.0, ge=0)
-    """Executed tool calls that choosing its settings took, shown beside its results."""
+    """Executed tool calls that these took, shown beside its results."""
     tuning_cpu_s: float = Field(0.0, ge=0)
     """The same in CPU seconds."""
 

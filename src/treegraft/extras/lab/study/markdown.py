@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from treegraft.extras.lab.study.results import CALLS, SECONDS, SHOWN, TOKENS, changes, mixed_pairs
@@ -11,6 +12,8 @@ from treegraft.extras.lab.text import counted
 
 SPREAD = 1.05
 """Ratio of calibrations from which a table says that they differ."""
+LINE = 116
+"""Characters of a line of text."""
 
 
 def _interval(value: float, interval: tuple[float, float]) -> str:
@@ -47,7 +50,7 @@ def markdown(runs: Runs, question: Question) -> str:
             [*header, *names],
             [
                 [
-                    row.arm,
+                    _named(found, row),
                     _interval(row.mean, row.interval),
                     f"{row.iqm:.2f}",
                     _gain(baseline, row),
@@ -86,7 +89,8 @@ def brief(runs: Runs, question: Question, *, with_baseline: bool = False) -> str
 def _heading(runs: Runs, world: str, found: Sequence[Row]) -> list[str]:
     """A world's name and pairs, those that are left out, and those that are none."""
     missing = list(runs.missing(world))
-    left_out = ["Pairs that are not there: " + ". ".join(missing) + ".", ""] if missing else []
+    said = "Pairs that are not there: " + ". ".join(missing) + "."
+    left_out = [*textwrap.wrap(said, LINE, break_on_hyphens=False), ""] if missing else []
     if not found:
         return [f"**{world}**: no pair is complete for all arms yet.", "", *left_out]
     pairs = counted(len(found[0].last), "pair")
@@ -114,7 +118,7 @@ def _brief(
 ) -> list[str]:
     baseline = question.baseline_of([row.arm for row in found])
     calls = next((name for name in found[0].at if name.endswith(f" {NAMES[CALLS]}")), None)
-    columns: dict[str, Callable[[Row], str]] = {"arm": lambda row: row.arm}
+    columns: dict[str, Callable[[Row], str]] = {"arm": functools.partial(_named, found)}
     if calls is not None:
         # Those that got there first, by what they had there; then the others, by their ends.
         found = sorted(
@@ -140,6 +144,12 @@ def _all_calls(row: Row) -> str:
     """The executed calls, and those of the buffer's attempts."""
     own = _total(row, cost=CALLS, form=",.0f")
     return f"{own} + {row.buffer_calls:,.0f}" if row.buffer_calls else own
+
+
+def _named(found: Sequence[Row], row: Row) -> str:
+    """An arm's name, with its development runs where another arm had more."""
+    own, most = (max(one.tuning.get("runs", 0) for one in some) for some in ([row], found))
+    return row.arm if own == most else f"{row.arm} ({own:.0f} of {most:.0f} tuning runs)"
 
 
 def _gain(baseline: str, row: Row) -> str:
@@ -239,7 +249,7 @@ def _about(runs: Runs) -> Iterator[str]:
     if any(line.get("is_dirty") for line in lines):
         said.append("with changes that are not committed")
     if said:
-        yield "; ".join(said) + "."
+        yield ", ".join(said) + "."
     for change in changes(lines):
         yield f"{change}."
     if runs.calibrations and runs.calibrations[-1] > SPREAD * runs.calibrations[0]:

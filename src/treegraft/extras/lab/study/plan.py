@@ -270,7 +270,11 @@ class _Planner:
             config=loaded.seeded(seed),
             warmup=warmup,
             buffer=buffer,
-            tuning={"calls": own.tuning_calls, "cpu_s": own.tuning_cpu_s},
+            tuning={
+                "runs": own.tuning_runs,
+                "calls": own.tuning_calls,
+                "cpu_s": own.tuning_cpu_s,
+            },
             shown=shown,
             told=tuple(loaded.told),
             defaults=loaded.defaults,
