@@ -303,6 +303,8 @@ class Learner:
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
             self._write_back(plan, [pack for pack in packs[part] if pack.parts], written)
+        # What the passes took of a GPU: a server beside may want it.
+        torch.cuda.empty_cache()
         return [
             self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
             for n, tree in enumerate(trees)
