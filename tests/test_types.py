@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 from tests.trees import Part, build_tree, random_trees
 
 from treegraft.core.columns import FILLERS, kept
@@ -81,7 +82,7 @@ def test_law_4_no_loss_but_on_sampled_tokens(origin: Origin) -> None:
 
 
 @given(random_trees())
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 def test_law_4_on_random_trees(tree: Tree) -> None:
     for path in tree.trajectories():
         columns = (path.sampled_mask, path.loss_mask, path.origins, path.logprobs, path.entropies)
