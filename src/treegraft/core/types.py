@@ -530,7 +530,7 @@ class PathView:
 
     @property
     def num_grafts(self) -> int:
-        """Steps that were retrieved."""
+        """Number of retrieved steps."""
         return sum(step.is_graft for step in self.steps)
 
 
@@ -823,6 +823,6 @@ class Trajectory(ShownTrajectory):
 
     @property
     def num_tool_calls(self) -> int:
-        """Calls the policy made and that were run."""
+        """Number of executed calls that the policy made."""
         own = (one for one in self.steps if one.origin is Origin.POLICY)
         return sum(len(one.content.observations) for one in own)

@@ -86,8 +86,8 @@ class ModelShape:
         return self.num_layers * rank * ends if rank else self.num_weights
 
     def learner_parts(self, config: Any, ranks: int) -> dict[str, float]:
-        """Returns the bytes of each part of a learner on each GPU of so many ranks, as estimated:
-        `treegraft doctor` says them, and the native engine leaves room for them."""
+        """Returns the estimated bytes of each part of a learner on the GPU of one of `ranks` ranks.
+        `treegraft doctor` prints them, and the native engine leaves room for them."""
         model, learn = config.model, config.learn
         width, trained, is_one = _BYTES[model.dtype], self.num_trained(config), ranks == 1
         weights, layer = self.num_weights * width, self.num_layer_weights / self.num_layers
