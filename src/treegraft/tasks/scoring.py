@@ -95,7 +95,7 @@ def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
 
 
 def exact_match_squad(prediction: str, reference: str | Sequence[str]) -> float:
-    """Returns 1.0 for an exact match by the rules of SQuAD v1.1's evaluation script (arXiv 1606.05250),
+    """Returns 1.0 for an exact match by SQuAD v1.1's evaluation script (arXiv 1606.05250),
     else 0.0."""
     expected = map(_normalise_squad, _as_references(reference))
     return float(_normalise_squad(prediction) in expected)
