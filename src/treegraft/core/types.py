@@ -164,7 +164,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """ToolCall(name="python", body="print(6 * 7)")"""
+    """One call of a tool, such as ToolCall(name="python", body="print(6 * 7)")."""
 
     name: str
     """The tool's name."""
@@ -177,8 +177,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Observation(text="42"), or Observation(text="ZeroDivisionError: division by zero",
-    is_error=True)"""
+    """What the agent reads after a call, such as Observation(text="42") or
+    Observation(text="ZeroDivisionError: division by zero", is_error=True)."""
 
     text: str
     """The text that the agent is shown, after the output cap."""

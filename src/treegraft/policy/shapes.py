@@ -22,8 +22,8 @@ _ROOMY_FLOATS = 3 * (1 << 27)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=16,
-    vocab_size=100)"""
+    """The sizes of a model, such as ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1,
+    head_dim=8, hidden_size=16, vocab_size=100)."""
 
     num_weights: int
     """A head that is tied to the embeddings counts once."""

@@ -13,7 +13,7 @@ from treegraft.settings.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRow:
-    """One trajectory as a trainer on rows wants it. T tokens after the prompt; every list [T] has
+    """One trajectory as a row. T is the number of tokens after the prompt; every list [T] has
     one entry for each of them.
 
     A search, its result and an answer (s sampled, t tool):
