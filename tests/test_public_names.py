@@ -1,4 +1,5 @@
-"""A few lines with each name of `treegraft.parts` that docs/parts.md has no example of."""
+"""A few lines with each name of `treegraft` and `treegraft.parts` that has no example in docs/api.md
+or docs/parts.md."""
 
 from __future__ import annotations
 
@@ -285,3 +286,119 @@ def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
     machine = Machine(shape=shape, num_starts=4, gpus=["NVIDIA H100 80GB HBM3, 81559 MiB"])
     finding = Finding("keys and values", f"{machine.shape.kv_bytes(2)} bytes a token")  # for doctor
     assert str(finding) == "keys and values: 32 bytes a token"
+
+
+def test_training(tmp_path: Path) -> None:
+    """Training, reading a run, evaluating, asking."""
+    from treegraft import (
+        Config,
+        RunResult,
+        __version__,
+        answer_question,
+        evaluate_checkpoint,
+        load_config,
+        read_trees,
+        sft,
+        train,
+        trust,
+    )
+
+    small = {
+        "run": {"num_updates": 1, "tasks_per_update": 2, "dir": str(tmp_path)},
+        "explore": {"num_leaves": 4},
+        "tasks": {"num_eval": 4},
+        "rollout": {"max_completion_tokens": 16},
+    }
+    config: Config = load_config(small, ["run.seed=1"])
+    result: RunResult = train(config, display=False)
+    assert result.history[-1]["update"] == 1 and len(read_trees(result.run_dir)) == 2
+    assert RunResult.read(result.run_dir).checkpoint == result.checkpoint
+    trust(result.run_dir)  # of a folder from elsewhere: what its settings name may run from now on
+    measured = evaluate_checkpoint(result.checkpoint, display=False)
+    assert measured.num_tasks == 4 and measured.metrics["eval/accuracy"] <= 1
+    trajectory, tokenizer = answer_question(result.checkpoint, "r2 of e9 ?")
+    assert tokenizer.decode(list(trajectory.token_ids))
+
+    warmed = sft({**small, "warmup": {"num_steps": 2}}, display=False)  # the same, without updates
+    assert warmed.checkpoint.is_dir() and __version__
+
+
+def test_data() -> None:
+    """A tree made by hand."""
+    from treegraft import Origin, Status, Step, StepContent, Task, Trajectory, Tree
+    from treegraft.parts import Leaf
+
+    task = Task(id="t0", question="2 + 2 ?", reference=("4",))
+    prompt = Step(
+        id="0",
+        parent=None,
+        depth=0,
+        token_ids=(3, 4),
+        origins=(Origin.PROMPT,) * 2,
+        loss_mask=(False,) * 2,
+        sampling_logprobs=(0.0,) * 2,
+        entropies=(0.0,) * 2,
+    )
+    answer = Step(
+        id="0.0",
+        parent="0",
+        depth=1,
+        token_ids=(5,),
+        origins=(Origin.POLICY,),
+        loss_mask=(True,),
+        sampling_logprobs=(-0.5,),
+        entropies=(0.7,),
+        content=StepContent(answer="4"),
+    )
+    leaf = Leaf(step_id="0.0", status=Status.COMPLETED, reward=1.0, answer="4")
+    tree = Tree(task=task, group_id="1/t0", steps=(prompt, answer), leaves=(leaf,))
+    (trajectory,) = tree.trajectories()
+    assert isinstance(trajectory, Trajectory) and trajectory.token_ids == [3, 4, 5]
+    assert trajectory.loss_mask == [False, False, True] and trajectory.reward == 1.0
+
+
+def test_mathematics() -> None:
+    """Advantages and rewards, by arithmetic."""
+    from treegraft import (
+        branch_probability,
+        combined_advantages,
+        entropy_change,
+        group_advantages,
+        retrieval_reward,
+        shaping_factor,
+        shared_advantages,
+    )
+
+    # Of rewards 1, 0: the mean is 0.5, the sample standard deviation 0.707.
+    assert group_advantages([1.0, 0.0]).round(3).tolist() == [0.707, -0.707]
+    # The mean over the leaves below each step: of both, and of the first alone.
+    assert shared_advantages([1.0, -0.5], [[0, 1], [0]]).tolist() == [0.25, 1.0]
+    change = entropy_change([1.0, 2.0], [0.5, 0.5], normaliser=10.0)  # (0.5 + 1.5) / 10
+    assert change == 0.2 and abs(branch_probability(change) - 0.54) < 1e-12  # 0.5 + 0.2 * 0.2
+    assert retrieval_reward(1.0, 1.0) == 0.0 and retrieval_reward(1.0, 0.5) > 0  # entropy fell
+    assert combined_advantages([1.0, -1.0], [0.0, 0.0]).tolist() == [1.0, -1.0]  # no graft
+    assert shaping_factor(0.5) == 1.025  # 1 + 0.05 * 0.5
+
+
+def test_packed_trees() -> None:
+    """Scores of unique tokens, and of each trajectory."""
+    from treegraft import TreeBatch, pack_trees, token_scores
+    from treegraft.parts import grove
+
+    settings = {"explore": {"num_leaves": 4}, "rollout": {"max_completion_tokens": 16}}
+    with grove(settings) as my_grove:
+        trees = my_grove.grow(my_grove.tasks[:2], 1)
+        batch: TreeBatch = pack_trees(trees)
+        logprobs, entropies = token_scores(my_grove.learner.model, batch)  # [unique tokens]
+    paths = [path for tree in trees for path in tree.trajectories()]
+    first = batch.per_trajectory(logprobs)[0]  # [sampled tokens of the first trajectory]
+    assert len(first) == sum(paths[0].sampled_mask) and len(entropies) == len(logprobs)
+
+
+def test_answers() -> None:
+    """Comparisons of answers."""
+    from treegraft import exact_match, f1, math_equal
+
+    assert exact_match("The  Eiffel Tower", ["eiffel tower"]) == 1.0
+    assert f1("new york", "new york city") == 0.8  # precision 1, recall 2/3
+    assert math_equal("\\frac{1}{2}", "0.5") and not math_equal("2", "3")
