@@ -1,5 +1,5 @@
-"""A few lines with each name of `treegraft` and `treegraft.parts` that docs/api.md and docs/parts.md
-have no example of."""
+"""A few lines with each name of `treegraft` and `treegraft.parts` that docs/api.md and
+docs/parts.md have no example of."""
 
 from __future__ import annotations
 
