@@ -3,6 +3,7 @@
     python docs/build.py [FOLDER]      # build/docs by default; the site is FOLDER/site
     python docs/build.py --files       # the list of files in docs/files.md, from the docstrings
     python docs/build.py --log         # the contents of LOG.md, from its headings
+    python docs/build.py --names       # the table of docs/parts.md, from the names' docstrings
     python docs/build.py --tables      # the tables of studies in the pages, from their results
 
 README is the site's first page. A line `<!-- include: PATH -->` in a page is replaced by that file:
@@ -34,6 +35,7 @@ INTERVAL = re.compile(r"(?<=\d) ± (?=\d)")
 REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names|errors)[\w-]*\)")
 TABLE = re.compile(r"(?<=^<!-- table: )(.+?) -->\n.*?(?=<!-- end of table -->)", re.S | re.M)
 CONTENTS = re.compile(r"(?<=<!-- contents -->\n).*?(?=<!-- end of contents -->)", re.S)
+NAMES = re.compile(r"(?<=<!-- names -->\n).*?(?=<!-- end of names -->)", re.S)
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
 SETTINGS_HEAD = """# Settings
@@ -425,6 +427,35 @@ def first_sentence(path: Path) -> str:
     return (clauses or whole or [sentence])[-1]
 
 
+def with_names(page: str) -> str:
+    """Returns the text of docs/parts.md with its table of names renewed."""
+    rows = [f"| `{name}` | {said} |\n" for name, said in sorted(names_of_parts())]
+    return NAMES.sub(lambda _: "".join(["\n| name | meaning |\n|---|---|\n", *rows, "\n"]), page)
+
+
+def names_of_parts() -> Iterator[tuple[str, str]]:
+    """Yields each name of `treegraft.parts` with the first sentence of its docstring, as a cell."""
+    package = ROOT / "src" / "treegraft"
+    for node in ast.walk(ast.parse((package / "parts.py").read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("treegraft."):
+            continue
+        home = package.joinpath(*(node.module or "").split(".")[1:])
+        for name in (one.name for one in node.names if one.name not in ("homes", "loader")):
+            if home.is_dir() and (home / f"{name}.py").exists():
+                described: ast.AST = ast.parse((home / f"{name}.py").read_text(encoding="utf-8"))
+            else:
+                place = home / "__init__.py" if home.is_dir() else home.with_suffix(".py")
+                module = ast.parse(place.read_text(encoding="utf-8"))
+                described = next(one for one in module.body if getattr(one, "name", "") == name)
+            yield name, described_as(described)
+
+
+def described_as(node: Any) -> str:
+    """Returns the first sentence of a docstring as a cell."""
+    text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    return cell(re.split(r"(?<=[.?]) (?=[A-Z])", text)[0].removesuffix("."))
+
+
 def with_contents(log: str) -> str:
     """Returns the text of LOG.md with its contents renewed."""
     titles = re.findall(r"^## (.+)$", log, re.M)
@@ -487,6 +518,10 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--files"]:
         page = ROOT / "docs" / "files.md"
         page.write_text(with_files(page.read_text("utf-8")), encoding="utf-8")
+        sys.exit()
+    if sys.argv[1:] == ["--names"]:
+        page = PAGES / "parts.md"
+        page.write_text(with_names(page.read_text("utf-8")), encoding="utf-8")
         sys.exit()
     if sys.argv[1:] == ["--log"]:
         log = ROOT / "LOG.md"

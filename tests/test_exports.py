@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.forked import Forked
+from tests.pages import builder
 
 import treegraft
 
@@ -368,16 +369,26 @@ def test_pages_and_examples_import_the_public_names_alone() -> None:
     ("module", "page"), [("treegraft", "api.md"), ("treegraft.parts", "parts.md")]
 )
 def test_every_name_is_described_and_stands_in_an_example_that_runs(module: str, page: str) -> None:
-    """tests/test_readme.py runs them."""
+    """tests/test_readme.py and tests/test_public_names.py run them."""
     public = importlib.import_module(module)
-    text = (SOURCE.parents[1] / "docs" / page).read_text(encoding="utf-8")
+    root = SOURCE.parents[1]
+    text = (root / "docs" / page).read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- runnable -->\n```python\n(.*?)```", text, re.S)
+    blocks.append((root / "tests" / "test_public_names.py").read_text(encoding="utf-8"))
     used = {
         name
-        for node in ast.walk(ast.parse("\n".join(blocks)))
+        for block in blocks
+        for node in ast.walk(ast.parse(block))
         for name in [getattr(node, "id", ""), getattr(node, "attr", "")]
     }
     assert set(public.__all__) <= used
     for name in public.__all__:
         found = getattr(public, name)
         assert not callable(found) or found.__doc__, f"{name} has no docstring"
+
+
+def test_the_table_of_names_is_that_of_the_docstrings() -> None:
+    page = (SOURCE.parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.M)
+    assert listed == sorted(importlib.import_module("treegraft.parts").__all__)
+    assert builder().with_names(page) == page, "run: python docs/build.py --names"

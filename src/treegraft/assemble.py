@@ -309,10 +309,10 @@ async def assemble(
 async def assemble_engine(
     config: Config, *, model_path: Path | str | None = None
 ) -> AsyncIterator[Engine]:
-    """Holds the engine alone, with the weights of `model_path`, None for model.path.
+    """Opens the engine alone, with the weights of `model_path` or else of model.path.
 
     Raises:
-        TreegraftError: it cannot be made.
+        TreegraftError: the engine cannot be made.
     """
     place = model_path or config.model.path
     # The vocabulary of a tiny model is that of tasks and tools.

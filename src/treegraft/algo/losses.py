@@ -68,7 +68,7 @@ def clipped_surrogate(
 def engine_correction(
     gaps: torch.Tensor, cap: float, lengths: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [C] the factor of each contribution's policy-gradient loss, and [C] where the
+    """Returns [C] the factor of each contribution's policy-gradient loss, and [C] whether the
     cap was reached.
 
     w_t = min( π_old(y_t) / μ(y_t), C )            a weight per token
@@ -76,9 +76,9 @@ def engine_correction(
 
     with μ the distribution that the engine sampled from and π_old the same weights in the learner:
     truncated importance sampling (Ionides, 2008) per token (Yao et al., "Your efficient RL
-    framework secretly brings you off-policy RL training", 2025), or per sequence, which alone is
-    unbiased but for the cap, with a variance that grows with the length (TRL's "sequence_truncate",
-    verl's rollout_is = "sequence"). The weight is detached.
+    framework secretly brings you off-policy RL training", 2025), or per sequence. The
+    latter alone is unbiased up to the cap, and its variance grows with the length (TRL's
+    "sequence_truncate", verl's rollout_is = "sequence"). The weight is detached.
 
     Args:
         gaps: [C] log π_old - log μ.

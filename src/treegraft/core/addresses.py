@@ -18,7 +18,7 @@ HIDDEN = "***"
 
 
 def redacted(text: str) -> str:
-    """Returns a text whose addresses have *** in place of users, passwords and keys."""
+    """Returns the text with *** in place of users, passwords and keys in its addresses."""
     text = _USER.sub(lambda found: _hidden(found[0]), text)
     return _QUERY.sub(lambda found: found[0].replace(found[1], _hidden(found[1])), text)
 

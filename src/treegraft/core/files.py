@@ -151,8 +151,8 @@ class LineFile:
         append_whole(self.path, line.encode() + b"\n")
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yields the complete lines, without line breaks, with their numbers from 1; none where
-        there is no file."""
+        """Yields the complete lines, without line breaks, with their numbers from 1; none
+        without a file."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 for number, line in enumerate(file, start=1):

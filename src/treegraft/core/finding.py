@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Finding(name="torch", value="2.13.0", is_good=True, note="")"""
+    """What a check has found, such as Finding(name="torch", value="2.13.0", is_good=True)."""
 
     name: str
     value: str

@@ -60,7 +60,7 @@ class WeightSource(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the plain model's tensors, adapters merged."""
+        """Names of the plain model's tensors, after adapters are merged."""
 
     @property
     def fingerprint(self) -> str:
@@ -87,8 +87,8 @@ class LearnerLike(Protocol):
         is the share of the run's limit of calls or tokens, for a schedule."""
 
     def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
-        """Returns the mean loss per token, after one optimiser step on demonstrations; without a
-        weight decay, with that of [learn]."""
+        """Takes one optimiser step on demonstrations and returns their mean loss per token. The
+        default of `weight_decay` is that of [learn]."""
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """Returns (steps of demonstrations in which every token with loss is the most likely one,
@@ -99,14 +99,14 @@ class LearnerLike(Protocol):
         weights as `Step.old_logprobs`."""
 
     def forget_moments(self) -> None:
-        """Starts the optimiser anew, as between warm-up and training."""
+        """Resets the optimiser, as between warm-up and training."""
 
     def keep_reference(self, folder: Path, *, is_new: bool) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the
         folder, or for a resumed run those that lie there."""
 
     def weights(self) -> WeightSource:
-        """Returns the plain model's weights, adapters merged into them."""
+        """Returns the plain model's weights with adapters merged into them."""
 
     def save(self, folder: Path, *, keep_adapter: bool) -> None:
         """Writes the plain model and the optimiser's state into the folder of a checkpoint."""
@@ -384,7 +384,7 @@ class Parsed(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """False where the step broke off before a call or an answer ended."""
+        """False if the step broke off before a call or an answer ended."""
 
 
 class Format(Protocol):
@@ -413,8 +413,8 @@ class Format(Protocol):
         token left out."""
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
-        """Returns results as tokens, markup around them; foreign text cannot forge a tag or an end
-        token."""
+        """Returns results as tokens with the markup around them. Foreign text cannot forge a tag
+        or an end token."""
 
     def render_step(self, content: StepContent) -> tuple[Span, ...]:
         """Returns a step as tokens with their authors, as the policy would have written it.
@@ -667,8 +667,8 @@ it; `Step.credit_factors` multiply it token by token. Failed leaves keep None.
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each update; made once for a run, from the path of its folder. It may
-    have the methods of `TrackerMore` too. What it raises never ends the run."""
+    """Takes the metrics of each update; made once for a run, with the path of its folder. It may
+    have the methods of `TrackerMore` too. Its errors never end the run."""
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:
         """Update 0 is the state before the first. Warnings that stand are metrics
@@ -679,7 +679,7 @@ class Tracker(Protocol):
 
 
 class TrackerMore(Protocol):
-    """Methods that a tracker may have besides, each of them on its own."""
+    """Optional methods of a tracker, each independent of the others."""
 
     place: str
     """Where its records are found, shown when the run starts."""

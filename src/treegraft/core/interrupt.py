@@ -159,12 +159,12 @@ class Stop:
 
     @contextmanager
     def on_signals(self, announce: Callable[[str], None], doing: str, again: str) -> Iterator[None]:
-        """Lets Ctrl-C and the `OTHERS` ask for the time of the block, which runs on an event loop.
+        """Makes Ctrl-C and the `OTHERS` ask for a stop while the block runs, on an event loop.
 
         Args:
-            announce: gets a sentence about what happens now.
-            doing: what the first signal leads to.
-            again: what a second Ctrl-C leads to.
+            announce: is called with a sentence about what happens.
+            doing: what the process does after the first signal, for that sentence.
+            again: what a second Ctrl-C does, for that sentence.
         """
         import asyncio
 
@@ -246,12 +246,12 @@ def ctrl_c_ends_at_once() -> Iterator[None]:
 def run_to_end(
     work: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[], None] | None = None
 ) -> Result:
-    """Returns the result of the coroutine, also where an event loop is running already (a
-    notebook).
+    """Returns the result of the coroutine, also if an event loop is running already, as in a
+    notebook.
 
     Args:
-        on_interrupt: called at Ctrl-C where the work runs in another thread; the work's end is
-            waited for.
+        on_interrupt: called at Ctrl-C if the work runs in another thread; the function then
+            waits for the work's end.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, or (Ended) one of the `OTHERS`, has ended the work.

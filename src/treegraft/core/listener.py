@@ -1,7 +1,7 @@
 """Sockets, Host headers and the end of our HTTP servers: the viewer and the retrieval server.
 
-A page in a browser can make its own name point to this machine (DNS rebinding); the names that a
-request may call a server by are therefore checked.
+A page in a browser can make its own name point to this machine (DNS rebinding). Servers therefore
+check the name in a request's Host header.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME_AND_PORT = re.compile(r"(?:\[([^]]*)\]|([^:]*))(?::\d+)?")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens there; port 0 takes a free one.
+    """Returns a socket that listens at the host and port; port 0 takes a free port.
 
     Raises:
         SettingError: the address is in use or not one of this machine.

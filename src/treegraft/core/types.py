@@ -151,7 +151,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """ToolCall(name="python", body="print(6 * 7)")"""
+    """One call of a tool, such as ToolCall(name="python", body="print(6 * 7)")."""
 
     name: str
     """The tool's name."""
@@ -164,8 +164,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Observation(text="42"), or Observation(text="ZeroDivisionError: division by zero",
-    is_error=True)"""
+    """What the agent reads after a call, such as Observation(text="42") or
+    Observation(text="ZeroDivisionError: division by zero", is_error=True)."""
 
     text: str
     """The text that the agent is shown, after the output cap."""
@@ -514,7 +514,7 @@ class PathView:
 
     @property
     def num_grafts(self) -> int:
-        """Steps that were retrieved."""
+        """Number of retrieved steps."""
         return sum(step.is_graft for step in self.steps)
 
 
@@ -807,6 +807,6 @@ class Trajectory(ShownTrajectory):
 
     @property
     def num_tool_calls(self) -> int:
-        """Calls the policy made and that were run."""
+        """Number of executed calls that the policy made."""
         own = (one for one in self.steps if one.origin is Origin.POLICY)
         return sum(len(one.content.observations) for one in own)

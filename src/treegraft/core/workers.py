@@ -110,7 +110,7 @@ class WorkerPool:
             self._free.put(self._free.get_nowait() or self._start())
 
     def ask(self, request: Any, deadline_s: float, *, cpu_s: float = 0.0) -> Any:
-        """Returns a process's answer; None where it did not come in time or the process died.
+        """Returns a process's answer; None if it did not come in time or the process died.
 
         Args:
             request: a JSON value.

@@ -252,7 +252,7 @@ class Grove:
 
     @property
     def parts(self) -> Parts:
-        """All else that the recipe asks for: held-out tasks, format, tools, scorer."""
+        """The other parts of the recipe: held-out tasks, format, tools, scorer."""
         return self._open().parts
 
     @property
@@ -326,9 +326,9 @@ class Grove:
             add_lessons(now.book, added, now.parts)
 
     def lessons(self, trees: Sequence[Tree], number: int) -> list[Tree]:
-        """Returns the stored successes to learn beside an update's trees, for `Learner.learn`, each
-        with its weight as the advantage of its leaf; none where loss.lesson_coef is 0. Asked once
-        for each update, in order: those of earlier tasks are drawn among the updates before."""
+        """Returns the lessons of an update for `Learner.learn`: stored successes, each with its
+        weight as the advantage of its leaf. The list is empty if loss.lesson_coef is 0. Call it
+        once for each update, in order, since lessons of earlier updates' tasks are drawn too."""
         now = self._open()
         if now.book is None:
             return []

@@ -22,8 +22,8 @@ _ROOMY_FLOATS = 3 * (1 << 27)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=16,
-    vocab_size=100)"""
+    """The sizes of a model, such as ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1,
+    head_dim=8, hidden_size=16, vocab_size=100)."""
 
     num_weights: int
     """A head that is tied to the embeddings counts once."""
@@ -86,8 +86,8 @@ class ModelShape:
         return self.num_layers * rank * ends if rank else self.num_weights
 
     def learner_parts(self, config: Any, ranks: int) -> dict[str, float]:
-        """Returns the bytes of each part of a learner on each GPU of so many ranks, as estimated:
-        `treegraft doctor` says them, and the native engine leaves room for them."""
+        """Returns the estimated bytes of each part of a learner on the GPU of one of `ranks` ranks.
+        `treegraft doctor` prints them, and the native engine leaves room for them."""
         model, learn = config.model, config.learn
         width, trained, is_one = _BYTES[model.dtype], self.num_trained(config), ranks == 1
         weights, layer = self.num_weights * width, self.num_layer_weights / self.num_layers

@@ -113,9 +113,9 @@ class EnvironmentSettings(Settings):
     correct."""
 
     def capability_without_fork(self, reason: str) -> Capability:
-        """Returns the capability of environments that cannot be copied; none unless declared.
+        """Returns the capability of environments that cannot be copied; "none" unless declared.
 
-        Raises `SettingError`, with the reason, where the settings ask for copies.
+        Raises `SettingError`, with the reason, if the settings ask for copies.
         """
         if self.capability == "fork":
             raise SettingError(

@@ -1,5 +1,5 @@
-"""Columns of a row under the names that files give them, chat messages in them, and the rows that
-have a defect."""
+"""Columns of a row under the names that files give them, their chat messages, and defects of
+rows."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Epochs:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Nothing."""
+        """Empty: the seed alone decides the order."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Epochs:
         return [task.id for task in draw_tasks(self._tasks, 0, size=first, seed=self._seed)]
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns none."""
+        """Returns no metrics."""
         return {}
 
 

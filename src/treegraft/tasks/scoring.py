@@ -95,18 +95,18 @@ def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
 
 
 def exact_match_squad(prediction: str, reference: str | Sequence[str]) -> float:
-    """Returns 1.0 for an exact match as SQuAD v1.1's evaluation script takes it (arXiv 1606.05250),
+    """Returns 1.0 for an exact match by SQuAD v1.1's evaluation script (arXiv 1606.05250),
     else 0.0."""
     expected = map(_normalise_squad, _as_references(reference))
     return float(_normalise_squad(prediction) in expected)
 
 
 def f1(prediction: str, reference: str | Sequence[str]) -> float:
-    """Returns the F1 of the bags of words, 0..1, as SQuAD v1.1's evaluation script takes it (arXiv
+    """Returns the F1 of the bags of words, 0..1, by SQuAD v1.1's evaluation script (arXiv
     1606.05250).
 
-    Lower-case, punctuation removed, the articles a, an, the removed, split at white space; 0
-    without a common word.
+    Words are split at white space, in lower case, without punctuation and the articles a, an,
+    the. Texts without a common word have 0.
     """
     if not isinstance(reference, str):
         return max((f1(prediction, one) for one in reference), default=0.0)

@@ -37,7 +37,7 @@ from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 
 class BufferBuild:
-    """The work of `treegraft buffer build` between reading the recipe and printing the report."""
+    """Fills a buffer: the work of `treegraft buffer build`, without command line and output."""
 
     def __init__(self, config: Config, out: Path, **objects: Unpack[Objects]) -> None:
         """Args:

@@ -60,11 +60,11 @@ class TokenServer(Protocol):
     """Turns token ids into more token ids."""
 
     async def generate(self, request: TokenRequest) -> TokenReply:
-        """Returns at least one token; raises `EngineError` where there is none to be had."""
+        """Returns at least one token; raises `EngineError` if there is none."""
 
 
 def completion_limit(request: Request, max_context: int | None) -> int:
-    """Returns the most tokens of a completion.
+    """Returns the largest number of tokens of a completion.
 
     Args:
         max_context: the longest path in tokens, prompt included; None for no limit.
@@ -137,7 +137,7 @@ class Draft:
         )
 
     def take(self, reply: TokenReply) -> None:
-        """Appends a reply's tokens, as far as the completion goes.
+        """Appends a reply's tokens up to the end of the completion.
 
         Raises:
             EngineError: a reply without tokens.

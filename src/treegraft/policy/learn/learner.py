@@ -515,7 +515,7 @@ class Learner:
             self._reference.load(folder)
 
     def forget_moments(self) -> None:
-        """Starts the optimiser anew, as between warm-up and training."""
+        """Resets the optimiser, as between warm-up and training."""
         self.optimiser.reset()
 
     def save(self, folder: Path, *, keep_adapter: bool) -> None:

@@ -118,7 +118,7 @@ class TreeBatch:
 
     @property
     def num_path_tokens(self) -> int:
-        """Tokens that separate trajectories would hold."""
+        """Number of tokens that separate trajectories would hold."""
         return sum(step.num_tokens for path in self.paths for step in path.steps)
 
     @property

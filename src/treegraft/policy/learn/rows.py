@@ -13,7 +13,7 @@ from treegraft.settings.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRow:
-    """One trajectory as a trainer on rows wants it. T tokens after the prompt; every list [T] has
+    """One trajectory as a row. T is the number of tokens after the prompt; every list [T] has
     one entry for each of them.
 
     A search, its result and an answer (s sampled, t tool):
@@ -58,8 +58,8 @@ class LeafRow:
 
 
 def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
-    """Returns one row for each leaf that counts in the loss, in the order of trees and leaves; none
-    for leaves that failed, whose weight the others of their group share.
+    """Returns one row for each leaf that counts in the loss, in the order of trees and leaves.
+    Failed leaves have none, and the others of their group share their weight.
 
     With ρ = π(y_t) / π_old(y_t), l(r, A) = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) and
     |G| the number of different `group_id`, the loss of an optimiser step over rows i is
@@ -81,8 +81,8 @@ def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
         config: for loss.shaping_weight.
 
     Raises:
-        SettingError: loss.graft_coef is above 0 and there are grafts to imitate: rows hold what the
-            policy sampled alone.
+        SettingError: loss.graft_coef is above 0 and there are grafts to imitate: rows hold only
+            what the policy sampled.
     """
     coef = config.loss.graft_coef
     if coef and any(step.lesson_ids for tree in trees for step in tree.steps):

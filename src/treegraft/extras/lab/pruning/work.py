@@ -90,7 +90,7 @@ class PruneChoice:
 
 
 class BufferPruning:
-    """The work between reading the recipe and printing the report."""
+    """Prunes a buffer: the work of `treegraft buffer prune`, without command line and output."""
 
     def __init__(self, config: Config, choice: PruneChoice) -> None:
         self._config, self._choice = config, choice
@@ -109,7 +109,7 @@ class BufferPruning:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal ended it."""
+        """Whether a signal ended the pruning."""
         return self.stopped_by is not None
 
     def run(self, *, display: interfaces.Display) -> None:
