@@ -172,7 +172,10 @@ def columns(draw: st.DrawFn) -> dict[str, Any]:
     }
     for name, filler in FILLERS.items():
         scored = [everywhere or one is Origin.POLICY for one in origins]
-        found[name] = tuple(draw(score) if is_scored else filler for is_scored in scored)
+        # The sign of a zero of a token that was not sampled is not kept.
+        drawn = [draw(score) if is_scored else filler for is_scored in scored]
+        pairs = zip(drawn, origins, strict=True)
+        found[name] = tuple(one if by is Origin.POLICY else one + 0.0 for one, by in pairs)
         if name in ("old_logprobs", "ratios", "credit_factors") and draw(st.booleans()):
             found[name] = None
     return found

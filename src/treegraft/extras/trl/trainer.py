@@ -99,21 +99,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             # Nothing is held out of it, since nothing is evaluated here.
             self._objects["tasks"] = {"train": data, "eval": data}
         _refuse_others(others)
-        if isinstance(recipe, GRPOConfig):
-            raise SettingError(
-                "recipe: got TRL's arguments, expected a recipe: its path, tables or a Config. Pass"
-                " args=grpo_config(recipe, ...) beside it.",
-                code="trl-recipe-missing",
-            )
-        self.recipe = config = with_model(load_config(recipe), model)
-        check_recipe(config)
-        # The settings' default is a toy.
-        if self._objects["tasks"] is None and "kind" not in config.tasks.model_fields_set:
-            raise SettingError(
-                "train_dataset: got none, and the recipe has no tasks.kind. Pass one, or name the"
-                " recipe's tasks.",
-                code="trl-no-tasks",
-            )
+        has_tasks = self._objects["tasks"] is not None
+        self.recipe = config = _read_recipe(recipe, model, has_tasks=has_tasks)
         args = grpo_config(config) if args is None else args
         check_arguments(config, args)
         if model is None or isinstance(model, str):
@@ -421,6 +408,28 @@ def _mean(row: Row) -> float:
     pairs = zip(row.leaf.advantages, row.leaf.loss_mask, strict=True)
     own = [advantage for advantage, carries in pairs if carries]
     return sum(own) / len(own)
+
+
+def _read_recipe(
+    recipe: Config | Mapping[str, Any] | str | Path, model: Any, *, has_tasks: bool
+) -> Config:
+    """The recipe with the model, checked; `has_tasks` says whether the caller brings tasks."""
+    if isinstance(recipe, GRPOConfig):
+        raise SettingError(
+            "recipe: got TRL's arguments, expected a recipe: its path, tables or a Config. Pass"
+            " args=grpo_config(recipe, ...) beside it.",
+            code="trl-recipe-missing",
+        )
+    config = with_model(load_config(recipe), model)
+    check_recipe(config)
+    # The settings' default is a toy.
+    if not has_tasks and "kind" not in config.tasks.model_fields_set:
+        raise SettingError(
+            "train_dataset: got none, and the recipe has no tasks.kind. Pass one, or name the"
+            " recipe's tasks.",
+            code="trl-no-tasks",
+        )
+    return config
 
 
 def _refuse_others(others: Mapping[str, Any]) -> None:
