@@ -108,6 +108,19 @@ def test_the_change_of_successes_is_of_learned_trees_and_sampled_tokens() -> Non
     assert success_change(Later(), [tree, learned]) == {  # type: ignore[arg-type]
         "learn/success_logprob_change": 0.5
     }
+    # A step that had no score before has nothing that it is compared with.
+    fresh = replace(learned.steps[0], old_logprobs=None)
+    partly = replace(learned, steps=(fresh, *learned.steps[1:]))
+    scored = replace(fresh, old_logprobs=(-9.0,) * len(fresh.token_ids))
+
+    class Whole(Later):
+        def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
+            made = super().with_logprobs(trees)
+            return [replace(one, steps=(scored, *one.steps[1:])) for one in made]
+
+    assert success_change(Whole(), [partly]) == {  # type: ignore[arg-type]
+        "learn/success_logprob_change": 0.5
+    }
     # Against an engine's scores it would be the gap of two implementations.
     both = symptoms(Later(), [tree, learned])  # type: ignore[arg-type]
     own = symptoms(Later(), [tree, learned], has_own_scores=False)  # type: ignore[arg-type]
