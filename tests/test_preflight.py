@@ -174,3 +174,9 @@ def test_the_tiny_agent_of_the_demo_gets_no_warning() -> None:
     assert [str(one) for one in found if one.is_doubtful or not one.is_good] == []
     # The expert's own call and result, in the agent's words.
     assert "<search>" in sample.call and "<result>" in sample.result
+
+
+def test_random_weights_that_nothing_teaches_are_named() -> None:
+    found = faults(tiny(warmup={"num_steps": 0}))
+    assert list(found) == ["warm-up"]
+    assert "Set warmup.num_steps" in found["warm-up"].note

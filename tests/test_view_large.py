@@ -31,6 +31,7 @@ from treegraft.core.types import (
 )
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import write_trees
+from treegraft.view.runs import RunReader
 
 MOST_MB = 300
 """What the server may take."""
@@ -75,6 +76,20 @@ def write_large_run(path: Path) -> Path:
     lines = [{"update": update, **metrics_of(update)} for update in range(1, UPDATES + 1)]
     folder.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def test_a_list_of_runs_reads_no_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for again and again, and a run may hold ten thousand heads."""
+    folder = RunFolder.create(tmp_path / "run", json.dumps({"run": {"num_updates": 2}}))
+    write_trees(folder.trees_path(1), [wide_tree(0)])
+    monkeypatch.setattr("treegraft.view.runs.parts_of", None)
+    reader = RunReader(folder.path)
+    first = reader.state()["newest"]
+    (path,) = (folder.path / "trees").iterdir()
+    assert first == path.stat().st_mtime_ns
+    # What was written since is noticed.
+    os.utime(path, ns=(first, first + 10**9))
+    assert reader.state()["newest"] == first + 10**9
 
 
 @pytest.mark.skipif(

@@ -138,17 +138,15 @@ async def prompts(preflight: Preflight) -> list[Finding]:
     found = [Finding("prompt", f"{len(made[0])} tokens; the longest of {len(made)}: {longest}")]
     found += _unknown(preflight, made)
     text = str(setup.tokenizer.decode(list(made[0]), skip_special_tokens=False))
-    asked = (("require_think", "<think>"), ("require_boxed", "\\boxed"))
-    for name, mark in asked:
+    is_untaught = not setup.config.warmup.num_steps
+    for name, mark in (("require_think", "<think>"), ("require_boxed", "\\boxed")):
         # A warm-up, or an earlier one of the same model, may have taught what no prompt says.
-        if getattr(form, name) and mark not in text and not setup.config.warmup.num_steps:
+        if getattr(form, name) and mark not in text and is_untaught and not preflight.is_closed:
             note = "a step without it is a violation; set it to false, or ask for it"
-            if not preflight.is_closed:
-                found.append(
-                    Finding(
-                        f"format.{name}", f"the prompt does not ask for {mark}", True, note, True
-                    )
-                )
+            value = f"the prompt does not ask for {mark}"
+            found.append(Finding(f"format.{name}", value, True, note, True))
+    if is_untaught and setup.config.model.path == "tiny":
+        found.append(Finding("warm-up", "none", True, _ADVICE_UNTAUGHT, True))
     return found
 
 
@@ -157,10 +155,8 @@ def _unknown(preflight: Preflight, made: Sequence[Sequence[int]]) -> Iterator[Fi
     the same token."""
     setup, task = preflight.setup, preflight.tasks[0]
     tokenizer, unknown = setup.tokenizer, setup.tokenizer.unk_token_id
-    if not preflight.is_closed or unknown is None:
-        return
     num = sum(list(ids).count(unknown) for ids in made)
-    if not num:
+    if not (preflight.is_closed and num):
         return
     texts = [setup.config.format.system_prompt or "", task.question]
     texts += [one["content"] for one in task.messages]
@@ -176,6 +172,10 @@ def _unknown(preflight: Preflight, made: Sequence[Sequence[int]]) -> Iterator[Fi
     yield Finding("unknown words", value, True, note, True)
 
 
+_ADVICE_UNTAUGHT = (
+    "random weights write neither calls nor answers. Set warmup.num_steps, with an expert of the"
+    " tasks or demonstrations in warmup.traces, or name a language model in model.path"
+)
 _ADVICE_UNKNOWN = (
     "the tiny model reads all of them as <unk>. Add them to the task source's vocabulary(), leave"
     ' them out (format.system_prompt = ""), or name a language model in model.path'

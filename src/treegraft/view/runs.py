@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -156,10 +157,11 @@ class RunReader:
         return state
 
     def _read_state(self, metrics: Path) -> dict[str, Any]:
-        files = self.files()
-        table, read_frac = self.table()
-        times = [file.mtime_ns for file in files]
-        newest = max([*times, metrics.stat().st_mtime_ns if metrics.exists() else 0])
+        (table, read_frac), newest = self.table(), 0
+        with suppress(OSError):  # a resume has just cut one away
+            # Their heads are not read: a list of runs asks each run again and again.
+            for path in filter(Path.exists, [metrics, *self._tree_files()]):
+                newest = max(newest, path.stat().st_mtime_ns)
         total = self.setting("run", "num_updates") or 0
         done = table.last_update()
         # By time rather than by the lock, which says nothing of a run on another machine.
@@ -168,7 +170,6 @@ class RunReader:
             "era": table.era,
             "num_lines": table.num_lines,
             "read_frac": read_frac,
-            "num_files": len(files),
             "newest": newest,
             "update": done,
             "num_updates": total,
@@ -193,13 +194,14 @@ class RunReader:
 
     # ------------------------------------------------------------------ files of trees
 
+    def _tree_files(self) -> list[Path]:
+        folder = self.path / "trees"
+        return [] if leads_outside(folder, self.path) else files_in(folder)
+
     def files(self) -> list[TreePart]:
         """Returns the updates and evaluations whose trees are recorded, in order."""
-        folder = self.path / "trees"
-        if leads_outside(folder, self.path):
-            return []
         found = dict[tuple[Path, int, int], list[TreePart]]()
-        for path in files_in(folder):
+        for path in self._tree_files():
             try:
                 stat = path.stat()
                 key = (path, stat.st_mtime_ns, stat.st_size)

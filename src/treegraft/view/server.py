@@ -65,7 +65,7 @@ DAMAGE = (
 )
 """Errors that reading a damaged file may raise."""
 _NO_STATE: dict[str, Any] = {
-    **dict.fromkeys(("era", "num_lines", "read_frac", "num_files", "newest", "update"), 0),
+    **dict.fromkeys(("era", "num_lines", "read_frac", "newest", "update"), 0),
     "num_updates": 0,
     "is_live": 0,
     "last": {},

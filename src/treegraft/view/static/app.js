@@ -185,7 +185,7 @@ async function followNewest() {
   if (newest && newest.name !== parts[3]) location.hash = parts[4] === undefined ? to.groups(parts[1], newest.name) : to.tree(parts[1], newest.name, parts[4]);
 }
 
-const statesOf = () => JSON.stringify(runs.map((r) => [r.era, r.num_lines, r.num_files, r.newest]));
+const statesOf = () => JSON.stringify(runs.map((r) => [r.era, r.num_lines, r.newest]));
 
 function showFault(text) {
   const place = document.getElementById("live");
