@@ -20,6 +20,7 @@ from contextlib import closing
 from pathlib import Path
 
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
+from treegraft.extras.lab.pruning.work import BufferPruning, PruneChoice
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.display import shown
 from treegraft.settings.load import load_config
@@ -27,7 +28,6 @@ from treegraft.tasks.build import build_tasks
 from treegraft.tasks.search_world import SearchWorld, World
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
-from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
 from treegraft.traces.store import TraceFile
 from treegraft.train import sft
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -21,6 +22,8 @@ os.environ["TREEGRAFT_TRUST_KEY"] = f"{tempfile.gettempdir()}/treegraft-tests-{o
 import pytest
 import torch.distributed as dist
 from hypothesis import settings
+from tests.examples import WHOLE
+from tests.forked import not_waited_for
 from tests.smollm2 import SHARED
 
 # trackio reads its folder when it is first imported, which TRL does too: never the user's own.
@@ -31,10 +34,18 @@ os.environ["TRACKIO_DIR"] = _trackio.name
 _shared = tempfile.TemporaryDirectory(prefix="treegraft-tests-")
 os.environ.setdefault(SHARED, _shared.name)
 
+# Off until the tests are collected: what is loaded and made until then stays, and the collector
+# would walk through it again and again, a second each time.
+gc.disable()
+
+# No test cuts the power: what a killed process has written, the next one reads. A run of half a
+# second waits for the disk eighty times.
+os.fsync = not_waited_for
+
 # How long an example takes is a matter of the machine's other work. With the slow tests come all
 # examples of laws that name no number of their own.
 settings.register_profile("quick", deadline=None, max_examples=30)
-settings.register_profile("whole", deadline=None, max_examples=100)
+settings.register_profile("whole", deadline=None, max_examples=WHOLE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,9 +62,20 @@ LONGEST = (
 """Files that take long begin first, so that no process is left with one of them at the end."""
 
 
+@pytest.hookimpl(optionalhook=True)  # not every environment has xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: tests wait for servers, time limits and other processes."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -69,6 +69,9 @@ class FakeVllm:
         self.refuse_adapters = False
         self.receives = 1 << 30
         """Tensors of a publish from memory after which it fails."""
+        self.refuse_sleep = False
+        self.events: list[str] = []
+        """Sleeps, wakes and loads, in their order."""
         self.skip_loads = False
         """Say that weights were loaded, and keep the old ones."""
         self.num_joins = 0
@@ -87,6 +90,7 @@ class FakeVllm:
         """Starts, with the first weights and without an owner."""
         self.model = copy.deepcopy(self._first)
         self.label, self.owner, self.is_paused = "default", "", False
+        self.asleep: set[str] = set()
         self.num_running, self.num_tokens = 0, 0
         self.adapters: dict[str, str] = {}
         if self._listener.fileno() < 0:
@@ -117,6 +121,8 @@ class FakeVllm:
             "/collective_rpc": self._rpc,
             "/pause": self._pause,
             "/resume": self._resume,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
             "/reset_prefix_cache": self._reset,
             "/update_weight_version": self._set_version,
             "/v1/load_lora_adapter": self._load_adapter,
@@ -155,6 +161,27 @@ class FakeVllm:
         self.is_paused = False
         return JSONResponse({})
 
+    async def _sleep(self, request: Request) -> Response:
+        """As vLLM: it waits for requests under way, drops its cache and schedules no other."""
+        if self.refuse_sleep:
+            return JSONResponse({"error": "sleep mode is not enabled"}, status_code=500)
+        await self._pause(request)
+        if request.query_params["level"] == "2":
+            for weight in self.model.parameters():
+                weight.data.fill_(float("nan"))
+        self.asleep = {"weights", "kv_cache"}
+        self.events.append(f"sleep {request.query_params['level']}")
+        return JSONResponse({"status": "sleeping"})
+
+    async def _wake_up(self, request: Request) -> Response:
+        """As vLLM: with its last part awake it schedules again."""
+        for tag in request.query_params.getlist("tags"):
+            if tag in self.asleep:
+                self.events.append(f"wake {tag}")
+            self.asleep.discard(tag)
+        self.is_paused = self.is_paused and bool(self.asleep)
+        return JSONResponse({"status": "sleeping" if self.asleep else "awake"})
+
     async def _reset(self, request: Request) -> Response:
         return JSONResponse({"success": not self.num_running})
 
@@ -166,6 +193,7 @@ class FakeVllm:
         body = await request.json()
         if self.refuse_adapters or len(self.adapters) == 2:
             return JSONResponse({"error": "no room"}, status_code=400)
+        self._begin_load()
         self.adapters[body["lora_name"]] = body["lora_path"]
         self.num_adapter_loads += 1
         self.adapter_files = sorted(os.listdir(body["lora_path"]))
@@ -198,6 +226,7 @@ class FakeVllm:
 
     def treegraft_load(self, path: str) -> dict[str, Any]:
         folder = WeightsFolder(path)
+        self._begin_load()
         self.num_loads += 1
         if not self.skip_loads:
             self.model.load_state_dict(dict(folder))
@@ -211,6 +240,7 @@ class FakeVllm:
 
     def treegraft_receive(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        self._begin_load()
         for name, tensor in self._pipe.receive(torch.device("cpu")):
             found[name] = tensor.clone()
             self.model.load_state_dict(found, strict=False)
@@ -219,6 +249,10 @@ class FakeVllm:
                 raise RuntimeError("the network is gone")
         self.num_loads += 1
         return {"fingerprint": weights_fingerprint(found)}
+
+    def _begin_load(self) -> None:
+        assert "weights" not in self.asleep, "there is no memory to load weights into"
+        self.events.append("load")
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

@@ -75,7 +75,7 @@ class Commands:
     def __init__(self) -> None:
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
         loaded = ["torch", "transformers", "treegraft.train", "treegraft.cli.main"]
-        self.context.set_forkserver_preload([*loaded, "tests.printed"])
+        self.context.set_forkserver_preload([*loaded, "tests.printed", "tests.loaded"])
 
     def run(self, line: str, folder: Path, timeout_s: float = 240.0) -> tuple[int, str]:
         """Returns the exit code and what was printed; a server gets Ctrl-C once it listens."""

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 from tests.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit, leaf_weights
@@ -94,7 +95,7 @@ def test_refusals() -> None:
 
 
 @given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=2, max_size=12))
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_advantages_are_centred_and_scaled(rewards: list[float]) -> None:
     advantages = group_advantages(rewards, eps=1e-12)
     assert abs(advantages.sum()) < 1e-9
@@ -169,7 +170,7 @@ def test_truncated_leaves_count_whether_or_not_they_are_learned_from() -> None:
 
 
 @given(random_trees(), st.sampled_from(["uniform", "inverse_branching"]))
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_law_3_weights_sum_to_one(tree: Tree, kind: str) -> None:
     credited = assign_credit(tree, leaf_weight=kind)  # type: ignore[arg-type]
     live = [leaf for leaf in credited.leaves if leaf.status is not Status.FAILED]
@@ -198,7 +199,7 @@ def without_credit(leaf: Leaf) -> Leaf:
 
 
 @given(random_trees(), st.sampled_from(VARIANTS), st.floats(0, 3))
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 def test_without_grafts_the_retrieval_reward_changes_nothing(
     tree: Tree, variant: str, weight: float
 ) -> None:
@@ -314,7 +315,7 @@ def test_hard_attribution_leaves_failed_trajectories_out() -> None:
 
 
 @given(mixed_trees())
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_hard_attribution_is_the_mean_below(tree: Tree) -> None:
     credited = assign_credit(tree, attribution="hard")
     for step in credited.steps:

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 
 from treegraft.algo.arpo import branch_probability, entropy_change, shared_advantages
 
@@ -42,7 +43,7 @@ def test_branch_probability_by_hand() -> None:
 
 
 @given(st.floats(-1e-5, 1e-5))
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_with_the_papers_constants_any_rise_branches(change: float) -> None:
     """α = τ = 0.5: P > τ says the same as ΔH > 0, down to changes that floating point can tell from
     none beside 0.5."""

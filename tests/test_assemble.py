@@ -52,12 +52,10 @@ def test_the_model_is_in_memory_as_often_as_it_is_needed(
     hold: Callable[..., AbstractAsyncContextManager[Parts]],
     tables: dict[str, Any],
     copies: int,
-    request: pytest.FixtureRequest,
 ) -> None:
     """The engine samples from one; what learns is another, whose weights it alone changes."""
     config = load_config(tiny(**tables))
     gc.freeze()  # what other tests have left is not looked through
-    request.addfinalizer(gc.unfreeze)
 
     async def held() -> int:
         async with hold(config):

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.test_remote_search import Answer, web_server
 
 from treegraft.core.types import Task
@@ -355,7 +356,7 @@ def test_rules_cannot_take_long() -> None:
     assert time.process_time() - began < 20
 
 
-@settings(max_examples=100, deadline=None)
+@at_most(100)
 @given(st.text("ab*$", max_size=8), st.text("ab", max_size=8))
 def test_patterns_match_as_regular_expressions_do(pattern: str, path: str) -> None:
     import re
@@ -576,7 +577,7 @@ def test_calls_are_read() -> None:
     assert read_call("what is this")[0] == "what"
 
 
-@settings(max_examples=80, deadline=None)
+@at_most(80)
 @given(st.text("ab .\n。", max_size=200), st.integers(3, 40))
 def test_cutting_loses_no_word(text: str, max_chars: int) -> None:
     pieces = list(cut(text, max_chars))

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.killed_adds import CHUNK, endless
 
 from treegraft.core.types import Observation, StepContent, ToolCall, Trace
@@ -342,7 +343,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@at_most(25)
 @given(OPERATIONS, st.integers(0, 8))
 def test_a_cut_buffer_equals_one_that_never_went_further(
     operations: list[tuple[str, object]], cut: int

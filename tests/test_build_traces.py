@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.policy.tiny import build_word_tokenizer
@@ -134,7 +135,7 @@ def test_a_trajectory_is_split_into_steps_under_what_stood_before() -> None:
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
-@settings(max_examples=50, deadline=None)
+@at_most(50)
 @given(texts, texts, texts, texts)
 def test_white_space_does_not_change_a_key(
     question: str, thought: str, body: str, result: str

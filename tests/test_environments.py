@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.test_agents import serving, solve
 from tests.test_growth import OneTrace
 from tests.worlds import (
@@ -809,7 +810,7 @@ def from_scratch(
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@at_most(25)
 @given(SHAPES)
 def test_fork_copy_and_replay_see_what_a_fresh_run_sees(
     shape: list[tuple[int, list[tuple[str, str]]]],

@@ -7,10 +7,11 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.answer_pairs import COMPUTATION, FROM_DATA, KNOWLEDGE, LIMITS, WEB, Pair
 from tests.corpus import DATA
+from tests.examples import at_most
 
 from treegraft.extras.suites.scores import bootstrap, pass_ks, stratified_bootstrap
 from treegraft.extras.suites.sets import SETS, read_set
@@ -180,7 +181,7 @@ def test_f1_of_chinese_counts_characters(answer: str, reference: str, score: flo
     st.text(st.characters(max_codepoint=0x2FF), max_size=20),
     st.text(st.characters(max_codepoint=0x2FF), max_size=20),
 )
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_without_chinese_f1_is_squads(one: str, other: str) -> None:
     assert f1_characters(one, other) == f1(one, other)
 
@@ -217,7 +218,7 @@ def test_the_mean_over_sets_weighs_them_equally() -> None:
 
 
 @given(st.integers(1, 7), st.data())
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 def test_pass_at_k_is_the_share_of_choices_with_a_right_one(num: int, data: st.DataObject) -> None:
     right = data.draw(st.integers(0, num))
     k = data.draw(st.integers(1, num))

@@ -1,29 +1,26 @@
 """What only a GPU runs, as far as it can be had without one: the programs that are compiled for it,
 and the list of all places where something is.
 
-The slow cases need triton (`pip install triton==3.9.0`) and g++; they launch nothing.
+The cases that compile need triton and g++; they launch nothing.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
+from tests.fake_h100.table import NAMES, case_of, compiled, is_backward
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "treegraft"
 SITES = {("policy/learn/flex.py", "compiled_flex"): "tests.fake_h100.flex"}
 """Every place that has something compiled for a GPU, and the program here that compiles it."""
 SHARED = 232_448
+SPILLED = 2048
+"""Bytes; of torch's own backward kernel for heads of 128, with 255 registers."""
 
 
 def compiles(node: ast.AST) -> bool:
@@ -51,64 +48,36 @@ def test_every_program_for_a_gpu_is_in_the_list() -> None:
     assert found == SITES.keys()
 
 
-@functools.cache
-def guard(folder: str) -> Path:
-    path = Path(folder) / "guard.so"
-    torch_ = Path(torch.__file__).parent
-    command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_}/include"]
-    command += [f"-I{torch_}/include/torch/csrc/api/include", f"-L{torch_}/lib"]
-    command += [str(ROOT / "tests/fake_h100/guard.cpp"), "-o", str(path)]
-    command += [f"-Wl,-rpath,{torch_}/lib", "-lc10", "-ltorch_cpu"]
-    subprocess.run(command, check=True)
-    return path
+QUICK = [(90, case_of(name)) for name in ("qwen2.5-1.5b", "qwen2.5-7b", "qwen3-8b", "qwen2.5-32b")]
+"""Fifteen seconds of CPU time each."""
+CASES = [
+    *(pytest.param(*case, marks=pytest.mark.smoke) for case in QUICK),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (90, case_of("smollm2-135m")),
+            (90, case_of("qwen2.5-7b", window=512)),
+            *((100, case_of(name)) for name in NAMES),
+        )
+    ),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-@pytest.mark.parametrize(
-    ("heads", "dtype", "window"),
-    [
-        ("28,4,128", "bfloat16", 0),  # Qwen2.5-7B
-        ("12,2,128", "bfloat16", 0),  # 1.5B
-        ("32,8,128", "bfloat16", 0),  # 8B
-        ("40,8,128", "bfloat16", 0),  # 32B
-        ("9,3,64", "float32", 0),  # SmolLM2-135M
-        ("28,4,128", "bfloat16", 512),
-    ],
-)
-def test_attention_compiles_for_an_h100(
-    heads: str, dtype: str, window: int, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(("capability", "case"), CASES)
+def test_attention_compiles_for_a_card(
+    capability: int, case: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Forward and backward: every program fits into shared memory, those in bfloat16 spill nothing
-    forward and little backward, and packs of other lengths take the programs of the first one."""
-    folder = tmp_path_factory.getbasetemp()
-    environment = os.environ | {
-        "LD_PRELOAD": str(guard(str(folder))),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-    }
+    """Forward and backward: every program fits into shared memory and spills no more than the page
+    says, and packs of other lengths take the programs of the first one."""
     program = SITES["policy/learn/flex.py", "compiled_flex"]
-    done = subprocess.run(
-        [sys.executable, "-m", program, dtype, heads, str(window), "4097,1500,9000"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    (found,) = compiled(tmp_path_factory.getbasetemp(), capability, [case], program)
     programs = found["programs"]
-    print(heads, dtype, window, json.dumps(programs))
-    assert any("backward" in one["name"] or "bwd" in one["name"] for one in programs)
+    assert {is_backward(one) for one in programs} == {False, True}
     assert not [one for one in programs if "fault" in one]
     assert max(one["shared"] for one in programs) <= SHARED
-    if dtype == "bfloat16":
-        assert not [one for one in programs if one["spilled"] and "backward" not in one["name"]]
-        # Of torch's own kernel for heads of 128, with 255 registers: 1,256 at 28 and 4 heads.
-        assert max(one["spilled"] for one in programs) <= 2048
+    if "bfloat16" in case:
+        assert not [one for one in programs if one["spilled"] and not is_backward(one)]
+        assert max(one["spilled"] for one in programs) <= SPILLED
     assert len(set(found["graphs"])) == 1

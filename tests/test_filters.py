@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 from tests.families import build_model
 from tests.test_engine import complete_one, ids_of, make_engine
 from transformers.generation import logits_process as hf
@@ -68,7 +69,7 @@ def test_the_penalty_divides_positive_logits_of_the_path_and_multiplies_negative
     assert left.tolist() == [1.5, -2.0, 2.0]  # once, however often a token stands there
 
 
-@settings(max_examples=60)
+@at_most(60)
 @given(
     logits=st.lists(st.floats(-9, 9, width=16), min_size=2, max_size=12, unique=True),
     path=st.lists(st.integers(0, 11), min_size=1, max_size=9),

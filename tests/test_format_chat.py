@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.chat_templates import BAD, GOOD, QWEN3, QWEN25
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.smollm2 import smollm2
 from tests.test_format_tags import free_texts
 
@@ -44,7 +45,7 @@ from treegraft.tasks.rewards import hierarchical_reward
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = at_most(40)
 KINDS = pytest.mark.parametrize("kind", list(GOOD))
 LLAMA_MARKS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.smollm2 import smollm2
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +28,7 @@ TAGS = [
     for slash in ("", "/")
 ]
 WORDS = [*(f"e{n}" for n in range(1, 10)), *(f"r{n}" for n in range(1, 6)), "of", "is", "?"]
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = at_most(60)
 
 
 def search(query: str) -> str:

@@ -15,8 +15,7 @@ import pytest
 import torch
 from benchmarks import gpu
 from benchmarks.card import correct, learning
-from benchmarks.card.bench import Bench
-from benchmarks.card.correct import check
+from benchmarks.card.bench import Bench, check
 from benchmarks.card.trees import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -24,28 +23,62 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
-@pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
 @pytest.mark.smoke
-def test_each_part_runs_and_writes_its_rows(part: int, tmp_path: Path) -> None:
-    assert gpu.main([str(part), "--tiny", "--out", str(tmp_path)]) == 0
+def test_each_part_runs_and_writes_its_rows(
+    part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU with tiny sizes. Nothing is left out but the server: tests/serving has it."""
+    monkeypatch.setenv("TREEGRAFT_VLLM_PYTHON", str(tmp_path / "no-python"))
+    assert gpu.main([str(part), "--device", "cpu", "--out", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / f"part-{part}.jsonl").open()]
-    assert rows and all(row["part"] == part and row["value"] is not None for row in rows)
+    assert rows and all(row["part"] == part for row in rows)
+    without = [row for row in rows if row["value"] is None]
+    assert all("vLLM server" in row["what"] and "vllm" in row["note"] for row in without)
     table = (tmp_path / f"part-{part}.md").read_text()
     assert all(row["what"] in table for row in rows)
+
+
+@pytest.mark.smoke
+def test_whatever_a_work_does_the_next_one_has_its_turn(tmp_path: Path) -> None:
+    """One raises, one does not fit, one hangs, one is killed, one spoils the card: each is one row
+    that says so, and each of the last three ends its process alone."""
+    said: list[str] = []
+    code = gpu.supervise("tests.faulty_part", 1, tmp_path, "cpu", 120.0, said.append)
+    rows = [json.loads(line) for line in (tmp_path / "part-1.jsonl").open()]
+    found = [(row["what"], row["value"], row["note"]) for row in rows]
+    assert code == 1
+    assert found[0] == ("good", 1.0, "")
+    assert found[1] == ("before it raises", 3.0, "")
+    assert found[2][:2] == ("raises", None)
+    assert found[2][2].startswith("FAILED ValueError: no such shape, at faulty_part.py:")
+    assert found[3] == ("does not fit", None, "out of memory: CUDA out of memory.")
+    assert found[4][0] == "hangs"
+    assert found[4][2].startswith("FAILED not over in time; it was at") and "_hangs" in found[4][2]
+    assert found[5][0] == "is killed" and "FAILED ended by SIGSEGV at" in found[5][2]
+    assert found[6][0] == "spoils" and "illegal memory access" in found[6][2]
+    assert found[7] == ("good again", 2.0, "")
+    assert len(found) == 8
+    assert said[-1] == "failed: raises; hangs; is killed; spoils"
+
+
+def test_no_work_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    assert gpu.supervise("tests.faulty_part", 1, tmp_path, "cpu", 4.0, lambda _: None) == 0
+    rows = [json.loads(line) for line in (tmp_path / "part-1.jsonl").open()]
+    assert len(rows) == 7
+    assert all(row["note"] == "left out: 4 s are over" for row in rows)
 
 
 WITHOUT = """
 import sys
 sys.modules["pydantic"] = None
-from benchmarks import gpu
-code = gpu.main(["4", "--tiny", "--out", sys.argv[1]])
+from benchmarks.card import child
+code = child.main("benchmarks.card.whole", "4", sys.argv[1], "cpu", "0", "100", "100")
 assert "treegraft.settings.config" not in sys.modules
 sys.exit(code)
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
 @pytest.mark.smoke
 def test_a_machine_without_pydantic(tmp_path: Path) -> None:
     """Part 4 with engine, learner and models alone, in a process that cannot import it."""
@@ -54,14 +87,16 @@ def test_a_machine_without_pydantic(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert '"pydantic": false' in done.stdout and "1.5B, 2 trees: update" in done.stdout
+    assert "no pydantic here" in done.stdout
 
 
-def test_without_a_card_full_sizes_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main(["1", "--out", str(tmp_path)]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
+def test_without_a_card_full_sizes_are_refused(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    said: list[str] = []
+    module = "benchmarks.card.correct"
+    assert gpu.supervise(module, 1, tmp_path, "cuda", 60.0, said.append) == 2
+    assert said == ["benchmarks.gpu: no work began (status 2)"]
 
 
 def test_rows_are_written_at_once_and_time_ends_a_part(tmp_path: Path) -> None:
@@ -75,7 +110,7 @@ def test_rows_are_written_at_once_and_time_ends_a_part(tmp_path: Path) -> None:
     assert [row.note for row in bench.rows] == [
         "",
         "FAILED of 7",
-        "left out: -1 s are over",
+        "left out: -1 s of the part are over",
         "out of memory: CUDA out of memory.",
     ]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.viewed import as_lines
 
 from treegraft.core.types import (
@@ -108,7 +109,7 @@ def test_text_without_a_whole_step_is_refused(text: str) -> None:
         read_trajectory(text)
 
 
-@settings(max_examples=100, deadline=None)
+@at_most(100)
 @given(
     st.lists(
         st.sampled_from(

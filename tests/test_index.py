@@ -11,8 +11,9 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 
 from treegraft.core.types import Trace
 from treegraft.tools.search.nearest import (
@@ -53,7 +54,7 @@ def built(vectors: Vectors) -> IvfIndex:
 # ---------------------------------------------------------------------- exactly
 
 
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 70), st.integers(0, 2**32 - 1))
 def test_exact_search_agrees_with_sorting(num: int, k: int, num_queries: int, seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 from tests.families import build_model
 from transformers import Phi3Config, Phi3ForCausalLM
 
@@ -41,7 +42,7 @@ def compiled(width: int, dtype: torch.dtype = torch.float32) -> Kernels:
 SHAPES = st.tuples(st.sampled_from([2, 8, 16, 40, 64, 128]), st.integers(1, 3), st.integers(1, 9))
 
 
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 @given(
     st.integers(1, 40),
     st.integers(1, 40).map(lambda half: 2 * half),
@@ -84,7 +85,7 @@ def test_products_of_any_shape_whose_rows_do_not_depend_on_each_other(
     assert torch.equal(result, alone)
 
 
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 @given(
     SHAPES,
     st.lists(st.integers(0, 200), min_size=1, max_size=20),

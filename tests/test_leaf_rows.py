@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.families import build_model
 from tests.slow_learner import FLAT, distance, gradient_of, make_learner
 from tests.trees import Part, build_tree, mixed_trees, random_trees
@@ -222,7 +223,7 @@ def with_factors(tree: Tree) -> Tree:
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@at_most(80)
 def test_rows_hold_what_trees_hold(
     trees: list[Tree], attribution: str, by_token: bool, learns_from_truncated: bool
 ) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.test_datasets import DATA, load, needs_data, write
 from tests.test_format_chat import TOOLS, ends_of, tokenizer_of
 from tests.test_toolstar import save_tiny_model
@@ -137,7 +138,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@at_most(80)
 @given(question=VALUES, answer=VALUES, level=VALUES)
 def test_no_list_or_object_becomes_text(
     question: Any, answer: Any, level: Any, tmp_path_factory: pytest.TempPathFactory

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 from tests.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit
@@ -22,7 +23,7 @@ from treegraft.policy.learn.pack import (
 )
 from treegraft.policy.learn.tree_attention import tree_mask
 
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = at_most(60)
 
 
 def test_the_example_of_the_page() -> None:
@@ -272,7 +273,7 @@ def test_grafts_side_by_side_have_an_imitated_text_each() -> None:
 
 
 @given(st.lists(mixed_trees(), min_size=1, max_size=3))
-@settings(max_examples=25, deadline=None)
+@at_most(25)
 def test_imitated_texts_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> None:
     credited = [assign_credit(tree) for tree in trees]
     batch, plain = pack_trees(credited, takes_imitated=True), pack_trees(credited)

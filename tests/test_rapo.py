@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 from tests.trees import Part, build_tree
 
 from treegraft.algo.rapo import (
@@ -67,7 +68,7 @@ def test_a_policy_that_was_certain_gets_nothing(variant: str) -> None:
 
 
 @given(st.floats(1e-6, 20), st.floats(0, 20))
-@settings(max_examples=100, deadline=None)
+@at_most(100)
 def test_the_papers_reward_is_bounded_by_the_entropy_before(before: float, after: float) -> None:
     reward = retrieval_reward(before, after)
     assert abs(reward) <= before

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.tiny import tiny
 from tests.trees import Part, build_tree, recorded_trees
 
@@ -39,7 +40,7 @@ TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss"
 
 
 @given(recorded_trees())
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 def test_a_tree_comes_back_equal(tree: Tree) -> None:
     line = tree_to_json(tree)
     assert "\n" not in line

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.test_format_chat import TOOLS, ends_of, tokenizer_of
 
 from treegraft.core.errors import SettingError
@@ -193,7 +194,7 @@ def test_tasks_that_came_as_messages_give_messages() -> None:
     assert seen["completions"][0][0]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 2}
 
 
-@settings(max_examples=30, deadline=None)
+@at_most(30)
 @given(st.text(st.characters(max_codepoint=0x17F, exclude_categories=["Cc"]), max_size=40))
 def test_any_text_comes_back(text: str) -> None:
     """Decoding is the tokenizer's: what it can give back arrives to the letter."""

@@ -11,6 +11,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import at_most
 
 from treegraft.tasks import math_pool, scoring
 from treegraft.tasks.scoring import (
@@ -174,7 +175,7 @@ def test_not_mathematical(text: str) -> None:
 
 
 @given(st.text(max_size=30), st.text(max_size=30))
-@settings(max_examples=200, deadline=None)
+@at_most(200)
 def test_scores_of_any_text_stay_in_range(prediction: str, reference: str) -> None:
     assert exact_match(prediction, reference) in (0.0, 1.0)
     assert 0.0 <= f1_papers(prediction, reference) <= f1(prediction, reference) <= 1.0

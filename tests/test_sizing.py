@@ -132,6 +132,25 @@ def test_eight_cards_at_7b_are_those_of_the_design() -> None:
     assert seconds["sampling"] == pytest.approx(50, rel=0.15)
 
 
+def test_a_server_that_sleeps_and_a_pass_share_their_room() -> None:
+    """Activations 12.7, logits 2.9 and gathered layers .9 GB are there while the server is not, of
+    whose 45.6 GB all but 2 go: 16.5 GB of room. By that the server may take 73 % of the card."""
+    config = load_config(SEVEN, SERVED)
+    asleep = load_config(config, ["engine.vllm.sleep=true"])
+    plan = Plan.of(8, "H100", 80.0)
+    awake, parts = (gpu_parts(one, shaped(one), plan) for one in (config, asleep))
+    passing = sum(awake[name] for name in ("gathered layers", "activations", "logits"))
+    assert parts["never there at once"] == -passing
+    assert passing == pytest.approx(16.5e9, rel=0.02)
+    found = found_for(asleep, 8, 80.0)
+    assert found["never there at once"].value == f"-{passing / 1e9:.1f} GB"
+    more = load_config(asleep, ['engine.vllm.server_args=["--gpu-memory-utilization","0.73"]'])
+    assert found_for(more, 8, 80.0)["left"].is_good
+    too_much = load_config(more, ["engine.vllm.sleep=false"])
+    verdict = found_for(too_much, 8, 80.0)["left"]
+    assert not verdict.is_good and "engine.vllm.sleep=true" in verdict.note
+
+
 def test_what_cannot_fit_is_refused_with_what_to_change() -> None:
     config = load_config(SEVEN)
     verdict = found_for(config, 1)["keys and values"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import at_most
 
 from treegraft.extras.lab.study.statistics import (
     accuracy_at,
@@ -31,7 +32,7 @@ def test_interquartile_mean_leaves_out_a_quarter_on_either_side() -> None:
 
 
 @given(st.lists(shares, min_size=1, max_size=12))
-@settings(max_examples=30, deadline=None)
+@at_most(30)
 def test_bootstrap_interval_holds_the_mean_and_stays_within(values: list[float]) -> None:
     low, high = bootstrap_interval(values)
     assert min(values) <= low <= statistics.fmean(values) + 1e-9
@@ -68,7 +69,7 @@ def test_permutation_test_tries_all_signs() -> None:
 
 
 @given(st.lists(st.tuples(shares, shares), min_size=2, max_size=6))
-@settings(max_examples=25, deadline=None)
+@at_most(25)
 def test_permutation_test_is_exact_and_symmetric(pairs: list[tuple[float, float]]) -> None:
     ours, theirs = zip(*pairs, strict=True)
     found = permutation_test(ours, theirs)

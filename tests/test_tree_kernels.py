@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import at_most
 from tests.families import build_model
 from tests.slow_learner import example_trees
 
@@ -70,7 +71,7 @@ def softmax_of(
     return (torch.softmax(scores, dim=-1) @ value).transpose(0, 1)
 
 
-@settings(max_examples=25, deadline=None)
+@at_most(25)
 @given(
     st.integers(0, 10_000),
     st.integers(1, 3),

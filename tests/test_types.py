@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+import pickle
+import sys
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import at_most
 from tests.trees import Part, build_tree, random_trees
 
+from treegraft.core.columns import FILLERS, kept
 from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Step, StepContent, Tree
 
 P, S, T = Origin.PROMPT, Origin.POLICY, Origin.TOOL
@@ -76,7 +82,7 @@ def test_law_4_no_loss_but_on_sampled_tokens(origin: Origin) -> None:
 
 
 @given(random_trees())
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 def test_law_4_on_random_trees(tree: Tree) -> None:
     for path in tree.trajectories():
         columns = (path.sampled_mask, path.loss_mask, path.origins, path.logprobs, path.entropies)
@@ -144,3 +150,84 @@ def test_tool_calls_count_those_that_ran() -> None:
     first, second = replace(tree, steps=(tree.steps[0], ran, refused, tree.steps[3])).trajectories()
     assert (first.num_tool_calls, second.num_tool_calls) == (1, 0)
     assert [content.calls for content in first.contents] == [(call,), (call,)]
+
+
+# ---------------------------------------------------------------------- columns
+
+SHORT = st.floats(width=32)
+"""Numbers that float32 holds, infinities and NaN among them."""
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> dict[str, Any]:
+    """The columns of a step: scores as engines give them, of sampled tokens alone or of any."""
+    origins = tuple(draw(st.lists(st.sampled_from(Origin), max_size=9)))
+    ids = st.integers(0, draw(st.sampled_from((100, 65_535, 65_536, 2**31, 2**40))))
+    score, everywhere = draw(st.sampled_from((SHORT, st.floats()))), draw(st.booleans())
+    found: dict[str, Any] = {
+        "token_ids": tuple(draw(ids) for _ in origins),
+        "lesson_ids": tuple(draw(st.lists(ids, max_size=3))),
+        "origins": origins,
+        "loss_mask": tuple(one is Origin.POLICY and draw(st.booleans()) for one in origins),
+    }
+    for name, filler in FILLERS.items():
+        scored = [everywhere or one is Origin.POLICY for one in origins]
+        found[name] = tuple(draw(score) if is_scored else filler for is_scored in scored)
+        if name in ("old_logprobs", "ratios", "credit_factors") and draw(st.booleans()):
+            found[name] = None
+    return found
+
+
+@given(columns(), columns())
+def test_columns_read_as_they_were_given(given: dict[str, Any], other: dict[str, Any]) -> None:
+    """To the letter (NaN is not equal to itself), whatever way a step is copied; a copy of a part
+    of the fields has these and keeps the others."""
+    step = make_step(**given)
+
+    def text(one: Step) -> dict[str, str]:
+        return {name: repr(getattr(one, name)) for name in given}
+
+    said = {name: repr(values) for name, values in given.items()}
+    assert text(step) == said
+    assert all(type(one) is Origin for one in step.origins)
+    assert step.num_tokens == len(given["token_ids"])
+    assert step.sampled_mask == tuple(one is Origin.POLICY for one in given["origins"])
+    assert step.num_sampled == sum(step.sampled_mask)
+    for again in (replace(step), step.changed(), copy.deepcopy(step)):
+        assert text(again) == said
+    assert text(pickle.loads(pickle.dumps(step))) == said
+    written = [one for one in given["origins"] if one is not Origin.FORCED]
+    assert step.origin is (written[0] if written else Origin.FORCED)
+    changed = step.changed(policy_version=7, old_logprobs=None)
+    assert text(changed) == said | {"old_logprobs": "None"} and changed.policy_version == 7
+    assert text(step) == said and step.policy_version == 0
+
+
+def test_steps_of_an_earlier_version_are_unpickled() -> None:
+    """Their state was the list of the fields' values, columns as tuples."""
+    step = make_step(old_logprobs=(-0.25, -0.5, 0.0))
+    values = [getattr(step, field.name) for field in fields(step)]
+    again = object.__new__(Step)
+    again.__setstate__(values)  # type: ignore[attr-defined]
+    assert again == step and hash(again) == hash(step)
+    assert {step: 1}[replace(again)] == 1 and again != step.changed(old_logprobs=None)
+
+
+def test_a_token_takes_few_bytes() -> None:
+    """A sampled one with all that is said of it: four bytes for its id and for each of four
+    numbers; a result's token, four for its id."""
+    num, about = 400, 64 * 8
+
+    def size(step: Step) -> int:
+        return sum(sys.getsizeof(kept(step, name)) for name in ("token_ids", "origins", *FILLERS))
+
+    ids, scores = tuple(range(100_000, 100_000 + num)), tuple(-n / 64 for n in range(num))
+    common: dict[str, Any] = {"token_ids": ids, "sampling_logprobs": scores, "entropies": scores}
+    sampled = {"origins": (S,) * num, "loss_mask": (True,) * num}
+    own = make_step(**common, **sampled, old_logprobs=scores, ratios=scores)
+    assert size(own) <= 5 * 4 * num + about
+    # A number that float32 does not hold keeps all its bits.
+    assert make_step(**{**common, "entropies": (0.1,) * num}, **sampled).entropies[0] == 0.1
+    zeros = dict.fromkeys(("sampling_logprobs", "entropies", "old_logprobs"), (0.0,) * num)
+    masks = {"origins": (T,) * num, "loss_mask": (False,) * num}
+    assert size(make_step(token_ids=ids, **zeros, ratios=(1.0,) * num, **masks)) <= 4 * num + about

@@ -21,10 +21,10 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.trees import recorded_trees
 from tests.viewed import (
     as_lines,
@@ -604,7 +604,7 @@ def test_the_viewer_starts_without_torch() -> None:
 
 
 @given(trees=st.lists(recorded_trees(), max_size=3))
-@hypothesis_settings(max_examples=40, deadline=None)
+@at_most(40)
 def test_each_tree_is_found_by_its_place(trees: list[Tree]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trees" / "update-000001"

@@ -6,7 +6,8 @@ import gc
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +46,18 @@ class Row:
     """Seconds since the part began."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A piece of a part, which fails by itself."""
+
+    name: str
+    run: Callable[[Bench], None]
+    limit_s: float = 80.0
+    """No row of it is begun after so many seconds."""
+    grace_s: float = 60.0
+    """From then on; afterwards its process is ended, and the next work follows in another."""
+
+
 @dataclass(kw_only=True)
 class Bench:
     """Where a part runs, and for how long."""
@@ -55,14 +68,18 @@ class Bench:
     file: Path | None = None
     """Each row goes there at once, as one line of JSON."""
     is_tiny: bool = False
-    """Tiny models and sizes: a test of the benchmark, no measurement."""
+    """Tiny models and sizes on the CPU: a test of the benchmark, no measurement."""
+    spent_s: float = 0.0
+    """Of the part, by processes before this one."""
     say: Callable[[str], None] = print
+    until_s: float = field(default=float("inf"), init=False)
+    """No row of the work under way is begun after so many seconds of the part."""
     rows: list[Row] = field(default_factory=list, init=False)
     _begun: float = field(default_factory=time.monotonic, init=False)
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu" if self.is_tiny else "cuda")
 
     @property
     def card(self) -> Card | None:
@@ -72,7 +89,7 @@ class Bench:
     @property
     def seconds(self) -> float:
         """Since the part began."""
-        return time.monotonic() - self._begun
+        return self.spent_s + time.monotonic() - self._begun
 
     def pick(self, full: Any, tiny: Any) -> Any:
         """Returns the size for a measurement, or the one for a test."""
@@ -84,28 +101,44 @@ class Bench:
             part=self.part, what=what, value=value, unit=unit, at_s=round(self.seconds, 1), **more
         )
         self.rows.append(row)
-        self.say(line(row))
+        self.say(line(asdict(row)))
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(asdict(row)) + "\n")
 
     @contextmanager
     def measure(self, what: str, unit: str) -> Iterator[None]:
-        """A block that adds rows; what does not fit the card's memory is a row that says so."""
+        """A block that adds rows. Whatever it raises is a row: what does not fit the card's memory
+        says so, anything else FAILED."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            self.add(what, None, unit, note=f"out of memory: {str(error).splitlines()[0][:90]}")
+            self.add(what, None, unit, note=f"out of memory: {first_line(error)}")
+        except Exception as error:  # the next row may be had
+            frames = traceback.extract_tb(error.__traceback__)
+            calls = [f"{Path(one.filename).name}:{one.lineno}" for one in frames[1:]]
+            where = " < ".join(reversed(calls[-3:]))
+            note = f"FAILED {type(error).__name__}: {first_line(error)}, at {where}"
+            self.add(what, None, unit, note=note)
         finally:
             gc.collect()
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" and not self.is_spoiled():
                 torch.cuda.empty_cache()
+
+    def is_spoiled(self) -> bool:
+        """Returns whether a fault of the card has ended all work of this process on it."""
+        try:
+            self.wait()
+        except Exception:  # of whatever kind: nothing works any more
+            return True
+        return False
 
     def has_time(self, what: str) -> bool:
         """Whether a row may still begin; a row says that it was left out."""
-        if self.seconds < self.limit_s:
+        until = min(self.limit_s, self.until_s)
+        if self.seconds < until:
             return True
-        self.add(what, None, "", note=f"left out: {self.limit_s:g} s are over")
+        self.add(what, None, "", note=f"left out: {until:.0f} s of the part are over")
         return False
 
     def timed(self, work: Callable[[], Any]) -> float:
@@ -154,14 +187,26 @@ class Bench:
         return draw.choices(range(3, self.fields(name)["vocab_size"]), k=count)
 
 
-def line(row: Row) -> str:
+def check(bench: Bench, what: str, value: float, limit: float, unit: str, note: str = "") -> None:
+    """Adds a row that fails above `limit`, and for NaN."""
+    note = note if value <= limit else f"FAILED {note}".strip()
+    bench.add(what, value, unit, bound=limit, note=note)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the beginning of what an error says."""
+    return (str(error).strip().splitlines() or ["nothing said"])[0][:160]
+
+
+def line(row: Mapping[str, Any]) -> str:
     """Returns a row of the table."""
-    value = "-" if row.value is None else f"{row.value:.4g}"
-    bound = "" if row.bound is None else f"{row.bound:.4g}"
-    return f"| {row.what} | {value} | {row.unit} | {bound} | {row.note} |"
+    value = "-" if row["value"] is None else f"{row['value']:.4g}"
+    bound = "" if row["bound"] is None else f"{row['bound']:.4g}"
+    return f"| {row['what']} | {value} | {row['unit']} | {bound} | {row['note']} |"
 
 
-def table(rows: list[Row]) -> str:
-    """Returns the rows in Markdown."""
+def table_of(file: Path) -> str:
+    """Returns a file's rows in Markdown."""
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     head = "| what | value | unit | bound | note |\n|---|---:|---|---:|---|\n"
     return head + "\n".join(map(line, rows)) + "\n"

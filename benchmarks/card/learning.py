@@ -1,18 +1,21 @@
-"""Part 3: forward, backward and optimiser step on packed trees, against the same trajectories
+"""Part 2: forward, backward and optimiser step on packed trees, against the same trajectories
 apart."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from benchmarks.card.bench import Bench
+from benchmarks.card.bench import Bench, Work
 from benchmarks.card.one_rank import CannotShard, one_rank
 from benchmarks.card.trees import Workload
 from treegraft.extras.lab.roofline import model_flops_utilisation
+from treegraft.policy.learn.dense import AttentionShape, probe_tree
+from treegraft.policy.learn.flex import WIDE, compiled_flex, tree_block_mask
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import with_adapters
 from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
@@ -32,24 +35,64 @@ RATIOS = (1.3, 1.6, 3.3)
 _NUM_RUNS = 2
 
 
-def run(bench: Bench) -> None:
-    """Adds the rows."""
-    for case, (name, rank) in bench.pick(CASES, {"tiny": CASES["1.5B full"]}).items():
-        if not bench.has_time(case):
-            return
-        with bench.measure(case, "unique tokens/s"):
-            learner = _learner(bench, name, rank)
-            for size in bench.pick((8192, 32768, 65536), (256,)):
-                for ratio in RATIOS:
-                    what = f"{case}, pack of {size}, share ratio {ratio}"
-                    if not bench.has_time(what):
-                        return
-                    with bench.measure(what, "unique tokens/s"):
-                        _pack(bench, learner, name, what, Workload.of(size, ratio), size)
-    for case, name in bench.pick(OFFLOADED, {"tiny full": "qwen2.5-1.5b"}).items():
-        if not bench.has_time(f"{case}, offloaded"):
-            return
-        _offloaded(bench, case, name)
+def works(bench: Bench) -> list[Work]:
+    """Returns the works of this part, the large ones last: each shape, then the same offloaded."""
+    cases = bench.pick(CASES, {"tiny": CASES["1.5B full"]})
+    offloaded = bench.pick(OFFLOADED, {"tiny full": "qwen2.5-1.5b"})
+    tiles = [] if bench.is_tiny else [Work("tiles of the backward program", _tiles)]
+    return [
+        *tiles,
+        *(Work(case, functools.partial(_case, case=case, of=of)) for case, of in cases.items()),
+        *(
+            Work(f"{case}, offloaded", functools.partial(_offloaded, case=case, name=name))
+            for case, name in offloaded.items()
+        ),
+    ]
+
+
+def _tiles(bench: Bench) -> None:
+    """Attention alone, forward and backward, by torch's own tiles and by those that spill less: one
+    layer of 7B over a tree of 16k tokens."""
+    shape, size = AttentionShape(28, 4, 128), 16_384
+    nodes = probe_tree(size).nodes
+    mask = tree_block_mask(nodes, None, bench.device)
+    flex = compiled_flex()
+    inputs = [
+        torch.randn(
+            1, heads, size, 128, device=bench.device, dtype=torch.bfloat16, requires_grad=True
+        )
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    ]
+
+    def both(options: dict[str, int] | None) -> None:
+        output = flex(*inputs, block_mask=mask, enable_gqa=True, kernel_options=options)
+        torch.autograd.grad(output, inputs, output)
+
+    small = {
+        "bwd_BLOCK_M1": 16,
+        "bwd_BLOCK_N1": 128,
+        "bwd_BLOCK_M2": 128,
+        "bwd_BLOCK_N2": 16,
+    }
+    tiles = {"torch's own": None, "those of policy/learn/flex.py": WIDE, "16 x 128": small}
+    for name, options in tiles.items():
+        what = f"attention of 7B, 16k, forward and backward, tiles: {name}"
+        with bench.measure(what, "ms"):
+            both(options)  # compiles
+            seconds = min(bench.timed(lambda o=options: both(o)) for _ in range(5))  # type: ignore[misc]
+            bench.add(what, 1e3 * seconds, "ms", note="the faster ones belong into flex.py")
+
+
+def _case(bench: Bench, case: str, of: tuple[str, int]) -> None:
+    name, rank = of
+    learner = _learner(bench, name, rank)
+    for size in bench.pick((8192, 32768, 65536), (256,)):
+        for ratio in RATIOS:
+            what = f"{case}, pack of {size}, share ratio {ratio}"
+            if not bench.has_time(what):
+                return
+            with bench.measure(what, "unique tokens/s"):
+                _pack(bench, learner, name, what, Workload.of(size, ratio), size)
 
 
 def _offloaded(bench: Bench, case: str, name: str) -> None:
@@ -112,7 +155,8 @@ def _learned(
 ) -> float:
     """Adds the rows of an optimiser step on one tree, and returns its seconds."""
     trees, shape = load.trees(bench.tokens(name, 5, 16384)), load.shape
-    learner.learn(trees)  # compiles
+    begun = bench.timed(lambda: learner.learn(trees))
+    bench.add(f"{what}: first step, which compiles", begun, "s")
     if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = min(bench.timed(lambda: learner.learn(trees)) for _ in range(num_runs))

@@ -1,33 +1,44 @@
-"""Part 4: one whole update of 16 trees by phase: sample, learn, publish, checksum."""
+"""Part 4: one whole update of 16 trees by phase: by the native engine, for which torch is enough,
+and by a vLLM server where there is one."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.card.bench import Bench
+from benchmarks.card.bench import Bench, Work, first_line
 from benchmarks.card.trees import Workload
 from benchmarks.speed.plans import arpo_tree, grow_plan
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings, LearnSettings, LossSettings, NativeSettings
 
-NAME, LARGE = "qwen2.5-1.5b", "qwen2.5-7b"
+NAME = "qwen2.5-1.5b"
+RECIPE = Path(__file__).parents[2] / "recipes/demo.toml"
 
 
-def run(bench: Bench) -> None:
-    """Adds the rows."""
-    with bench.measure("whole update", "s"):
-        _update(bench)
-    if bench.has_time("checksum at 7B"):
-        with bench.measure("checksum at 7B", "s"):
-            _checksum(bench)
+def works(bench: Bench) -> list[Work]:
+    """Returns the works of this part."""
+    return [
+        Work("1.5B, native engine", _update, 100.0),
+        *(
+            Work(f"1.5B, {name}", functools.partial(_served, name=name, more=more), 100.0, 110.0)
+            for name, more in SERVED.items()
+        ),
+    ]
 
 
 def _update(bench: Bench) -> None:
@@ -88,8 +99,102 @@ def _update(bench: Bench) -> None:
         asyncio.run(engine.close())
 
 
-def _checksum(bench: Bench) -> None:
-    weights = bench.model(LARGE).state_dict()
-    weights_fingerprint(weights)
-    seconds = bench.timed(lambda: weights_fingerprint(weights))
-    bench.add("checksum at 7B", seconds, "s", bound=1.0, note="goal: under 1 s")
+SERVED: Mapping[str, Mapping[str, Any]] = {
+    "vLLM server": {},
+    "vLLM server that sleeps, weights by memory": {
+        "engine.vllm.sleep": True,
+        "publish.kind": "memory",
+    },
+}
+"""Settings of each run beside those of `served_settings`."""
+
+
+def _served(bench: Bench, name: str, more: Mapping[str, Any]) -> None:
+    """Two updates of `train` with a server beside the learner on one card, where vLLM is here."""
+    what = f"1.5B, {name}"
+    if importlib.util.find_spec("pydantic") is None:
+        bench.add(what, None, "s", note="left out: no pydantic here, so no settings of a run")
+        return
+    from treegraft.core.errors import SettingError
+    from treegraft.policy.engine.vllm.build import find_python
+    from treegraft.settings.load import load_config
+    from treegraft.settings.policy import VllmSettings
+    from treegraft.train import train
+
+    python = os.environ.get("TREEGRAFT_VLLM_PYTHON")
+    try:
+        find_python(VllmSettings(python=python))
+    except SettingError as reason:
+        bench.add(what, None, "s", note=f"left out: {first_line(reason)}")
+        return
+    assert bench.file is not None
+    with tempfile.TemporaryDirectory(dir=bench.file.parent) as folder:
+        config = load_config(RECIPE, served_settings(bench, folder, python, more))
+        begun = time.perf_counter()
+        try:
+            run = train(config, display=False)
+        finally:
+            _keep_logs(Path(folder), bench.file.parent)
+        seconds = time.perf_counter() - begun
+        updates = [
+            json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
+    last = updates[-1]
+    for key in ("rollout", "learn", "publish", "update"):
+        bench.add(f"{what}: {key}", last[f"time/{key}_s"], "s")
+    bench.add(f"{what}: start, two updates and end", seconds, "s")
+    for key, unit in NUMBERS.items():
+        bench.add(f"{what}: {key}", last.get(key), unit)
+
+
+NUMBERS = {
+    "time/publish_bytes": "bytes",
+    "learn/engine_gap": "nats",
+    "learn/engine_gap_limit": "nats",
+    "learn/canary_gap": "nats",
+    "time/engine_restarts": "times",
+    "rollout/num_sampled_tokens": "tokens",
+}
+"""Metrics that tell whether server and learner agree."""
+
+
+def served_settings(
+    bench: Bench, folder: str, python: str | None, more: Mapping[str, Any]
+) -> list[str]:
+    """Returns the settings of that run over the demo's: ARPO, random weights of 1.5B."""
+    found = {
+        "run.dir": folder,
+        "run.name": "whole",
+        "run.num_updates": 2,
+        "run.tasks_per_update": bench.pick(16, 2),
+        "explore.explorers": ["entropy"],
+        "rollout.max_completion_tokens": bench.pick(1024, 60),
+        "engine.kind": "vllm",
+        "engine.vllm.start_timeout_s": 300,
+        "eval.every": 0,
+        "eval.at_start": False,
+        "eval.at_end": False,
+        "warmup.num_steps": 0,
+        "checkpoint.every": 0,
+        **more,
+    }
+    if bench.is_tiny:
+        # vLLM for CPUs does not sleep.
+        found.pop("engine.vllm.sleep", None)
+    if python is not None:
+        found["engine.vllm.python"] = python
+    if not bench.is_tiny:
+        found |= {
+            "model.path": f"shape:{NAME}",
+            "model.dtype": "bfloat16",
+            "model.gradient_checkpointing": True,
+            "engine.vllm.server_args": ["--gpu-memory-utilization", "0.4"],
+        }
+    return [f"{name}={json.dumps(value)}" for name, value in found.items()]
+
+
+def _keep_logs(folder: Path, out: Path) -> None:
+    """Copies the servers' logs: what a failure on them says is found there alone."""
+    for log in [*folder.rglob("server-*.log"), *folder.rglob("*-server-*.log")]:
+        with contextlib.suppress(OSError):
+            (out / f"part-4-{log.name}").write_bytes(log.read_bytes()[-100_000:])

@@ -81,9 +81,8 @@ if TYPE_CHECKING:
     from treegraft.tools.search.encoders import build_encoder
     from treegraft.tools.search.lexical import best_texts
     from treegraft.tools.search.tool import open_corpus
-    from treegraft.traces import remote
+    from treegraft.traces import judging, remote
     from treegraft.traces.fill import BufferBuild
-    from treegraft.traces.prune_buffer import BufferPruning
     from treegraft.view.bundle import standalone_page
     from treegraft.view.runs import RunReader
     from treegraft.view.trained import Trained
@@ -93,7 +92,6 @@ __all__ = [
     "Branch",
     "BranchCause",
     "BufferBuild",
-    "BufferPruning",
     "ClassEnvironments",
     "Command",
     "Completion",
@@ -148,6 +146,7 @@ __all__ = [
     "has",
     "interfaces",
     "interrupt",
+    "judging",
     "keyed",
     "leaf_rows",
     "listener",
@@ -213,9 +212,8 @@ _HOMES = homes(
         "tools.search.encoders": "build_encoder",
         "tools.search.lexical": "best_texts",
         "tools.search.tool": "open_corpus",
-        "traces": "remote",
+        "traces": "judging remote",
         "traces.fill": "BufferBuild",
-        "traces.prune_buffer": "BufferPruning",
         "view.bundle": "standalone_page",
         "view.runs": "RunReader",
         "view.trained": "Trained",

@@ -149,7 +149,9 @@ async def sample(training: Training, number: int) -> Sampled:
         on_progress=show,
     )
     with training.clock("rollout"):
-        return await run.interruptible(work, waits_on=grower.watch)
+        grown = await run.interruptible(work, waits_on=grower.watch)
+        await training.publisher.rest()
+        return grown
 
 
 def credit(training: Training, grown: Sampled) -> Credited:

@@ -21,12 +21,14 @@ from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Tree
+from treegraft.policy.checkpoint import ADAPTER
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.sharded import ShardedLearner
 from treegraft.policy.learn.torchrun import joined
 from treegraft.policy.learn.weight_files import WeightFiles, model_shape
 from treegraft.policy.load import with_adapters
+from treegraft.policy.shards import TensorFiles
 from treegraft.policy.weights import plain_weights, weights_fingerprint
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -240,9 +242,29 @@ def own_files(ranks: Ranks, config: Config, family: str) -> dict[str, Any]:
     }
 
 
-def many_state(place: Path) -> Weights:
-    from treegraft.policy.shards import TensorFiles
+def adapter_kept(ranks: Ranks, config: Config) -> dict[str, Any]:
+    """A checkpoint with the adapter beside the weights that it was learned on."""
+    _, many = learners(ranks, config)
+    base = {name: tensor.clone() for name, tensor in many.stream()}
+    many.learn(some_trees())
+    place = Path(sys.argv[1]) / "adapter"
+    if ranks.rank == 0:
+        (place / "treegraft").mkdir(parents=True)
+    ranks.barrier()
+    many.save(place, keep_adapter=True)
+    merged = dict(many.stream())
+    if ranks.rank:
+        return {}
+    files = TensorFiles(sorted(place.glob("*.safetensors")))
+    saved = {name: files.whole(name) for name in files.names}
+    return {
+        "base": bool(saved) and all(torch.equal(saved[name], base[name]) for name in saved),
+        "learned": any(not torch.equal(merged[name], base[name]) for name in saved),
+        "adapter": sorted(path.name for path in (place / ADAPTER).glob("*.safetensors")),
+    }
 
+
+def many_state(place: Path) -> Weights:
     rows = TensorFiles(sorted((place / "treegraft").glob("optimiser*.safetensors")))
     return {name: rows.whole(name) for name in rows.names}
 
@@ -272,6 +294,7 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "kl": lambda ranks: law_1(ranks, settings(loss={"kl_coef": 0.1})),
     "halved": lambda ranks: halved(ranks, settings(model={"dtype": "bfloat16"})),
     "lora": lambda ranks: law_1(ranks, settings(model={"lora": {"rank": 4}})),
+    "adapter kept": lambda ranks: adapter_kept(ranks, settings(model={"lora": {"rank": 4}})),
     "checkpointing": lambda ranks: law_1(ranks, settings(model={"gradient_checkpointing": True})),
     "stored": lambda ranks: law_1(
         ranks,

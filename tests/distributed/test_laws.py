@@ -14,7 +14,7 @@ NAMES = {
     2: (
         *("llama", "tied", "minibatches", "kl", "halved", "lora", "lessons", "stored", "idle"),
         *("offload", "replicate", "twice", "resumed"),
-        *("files", "files tied"),
+        *("files", "files tied", "adapter kept"),
     ),
     3: ("idle",),
 }
@@ -53,6 +53,9 @@ def test_three_ranks_equal_one(name: str) -> None:
 def assert_equal(name: str, found: dict[str, Any]) -> None:
     if name == "twice":
         assert found["equal"]
+    elif name == "adapter kept":
+        assert found["base"] and found["learned"]
+        assert found["adapter"] == ["adapter_model.safetensors"]
     elif name == "halved":
         assert found["types"] == ["torch.bfloat16"] and found["fingerprint"]
     elif name.startswith("files"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,14 +181,61 @@ def test_a_rank_on_another_host_is_dead_after_a_minute_of_silence(
     assert peer.last_words == "its last words: OutOfMemoryError: 3 GB"
 
 
+def test_a_rank_whose_leader_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        num_looks = 0
+
+        def set(self, *_: str) -> None: ...
+
+        def check(self, _: list[str]) -> bool:
+            self.num_looks += 1
+            assert self.num_looks < 1000, "it waits for an order that never comes"
+            return False
+
+    monkeypatch.setattr(ranks, "LOOK_S", 0.0)
+    monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
+    mine = object.__new__(ranks.Ranks)
+    mine._store, mine._num_orders, mine.rank = Store(), 0, 1
+    mine._peers = [SimpleNamespace(name="rank 0 (here, process 7)", has_ended=True)]
+    with raises_code("leader-gone", match="rank 0 .* has ended without a last order"):
+        mine.next_order()
+
+
+@pytest.mark.parametrize(
+    ("meeting", "num_here", "listens_on"),
+    [("env://", "2", "lo"), ("env://", "1", None), ("file:///nowhere", "1", "lo")],
+)
+def test_ranks_of_one_machine_listen_on_loopback_alone(
+    meeting: str, num_here: str, listens_on: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MetError(Exception): ...
+
+    def meet(*_: Any, **__: Any) -> Any:
+        raise MetError
+
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        # Set and taken away, so that it is gone again behind the test.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", num_here)
+    monkeypatch.setattr(ranks._untyped, "rendezvous", meet)
+    with pytest.raises(MetError):
+        ranks.Ranks(settings(), meeting)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == listens_on
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == listens_on
+
+
 @given(st.lists(recorded_trees(), max_size=3))
 def test_trees_reach_the_other_ranks_as_they_are(trees: list[Tree]) -> None:
     texts, columns = packed(trees)
     assert unpacked(texts, columns) == trees
-    # A count, the ids, and what the engine and the learner say of sampled tokens at the least.
+    # An id takes at least two bytes, and what the engine says of a sampled token at least eight;
+    # at most eight each with the learner's three, and one byte a column.
     steps = [step for tree in trees for step in tree.steps]
-    assert columns[0] == sum(len(step.token_ids) + len(step.lesson_ids) for step in steps)
-    assert columns.numel() > columns[0] + 2 * sum(sum(step.sampled_mask) for step in steps)
+    ids = sum(len(step.token_ids) + len(step.lesson_ids) for step in steps)
+    sampled = sum(sum(step.sampled_mask) for step in steps)
+    assert 2 * ids + 8 * sampled <= columns.numel() <= 8 * ids + 40 * sampled + 7 * len(steps)
 
 
 @given(st.lists(recorded_trees(), max_size=2), st.lists(recorded_trees(), max_size=2))

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests import test_environments as worlds
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.families import build_model, byte_tokenizer, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
 from tests.test_format_chat import KINDS, end_of, form_of, ids_of, shown
@@ -319,7 +320,7 @@ TEXT = st.text("ab z.0é", max_size=8).map(str.strip)
 
 @pytest.mark.parametrize("make_tokenizer", [byte_tokenizer, word_tokenizer])
 @given(thought=TEXT, body=TEXT, asks=st.booleans())
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 def test_tags_are_opened_behind_the_thought(
     make_tokenizer: Any, thought: str, body: str, asks: bool
 ) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests import test_environments as worlds
 from tests.error_codes import raises_code
+from tests.examples import at_most
 from tests.families import build_model, word_tokenizer
 from tests.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
 from tests.test_growth import OneTrace, grow, make
@@ -292,7 +293,7 @@ def test_bread_finds_the_shortest_prefix_that_succeeds(
 
 
 @given(st.integers(1, 12), st.integers(0, 13))
-@settings(max_examples=40, deadline=None)
+@at_most(40)
 def test_breads_search_ends_at_the_shortest_prefix(num_steps: int, num_needed: int) -> None:
     """With as many leaves as it likes; a place succeeds from `num_needed` on."""
     explorer = ShortestPrefix(PrefixSettings(num_restarts=40, num_probes=1))

@@ -1,5 +1,5 @@
-"""Makes this process take an H100 for present: Inductor writes programs for it, Triton and ptxas
-compile them, and nothing is launched. For a process of its own: nothing is undone."""
+"""Makes this process take an H100 or a B200 for present: Inductor writes programs, Triton and ptxas
+compile them for it, and nothing is launched. For a process of its own: nothing is undone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
 SHARED = 232_448
-"""Bytes of shared memory that one block of an H100 may have."""
+"""Bytes of shared memory that one block of an H100 or a B200 may have."""
+NAMES = {90: "NVIDIA H100 80GB HBM3", 100: "NVIDIA B200"}
+"""By compute capability, times 10."""
 FACTS = {
     "name": "NVIDIA H100 80GB HBM3",
     "major": 9,
@@ -40,6 +42,7 @@ FACTS = {
     "is_multi_gpu_board": 0,
     "uuid": "none",
 }
+_capability = 90
 _PROPERTIES = types.SimpleNamespace(**FACTS)
 _LIMITS = {
     "max_shared_mem": SHARED,
@@ -75,9 +78,13 @@ def _always(value: Any) -> Any:
     return lambda *_, **__: value
 
 
-def pretend() -> None:
+def pretend(capability: int = 90) -> None:
     """Puts everything in place, in a process that was started with the library of guard.cpp as
     LD_PRELOAD: torch looks for a card once."""
+    global _capability
+    _capability = capability
+    _PROPERTIES.name, _PROPERTIES.major = NAMES[capability], capability // 10
+    _PROPERTIES.multi_processor_count = {90: 132, 100: 148}[capability]
     # Not for the compilers that are started from here.
     del os.environ["LD_PRELOAD"]
     _pretend_to_torch()
@@ -97,13 +104,13 @@ def _pretend_to_torch() -> None:
         "device_count": 1,
         "is_initialized": True,
         "_lazy_init": None,
-        "get_device_capability": (9, 0),
+        "get_device_capability": (_capability // 10, 0),
         "get_device_properties": _PROPERTIES,
         "get_device_name": _PROPERTIES.name,
         "synchronize": None,
         "_is_compiled": True,
         "is_bf16_supported": True,
-        "get_arch_list": ["sm_90"],
+        "get_arch_list": [f"sm_{_capability}"],
         "current_stream": _Stream(),
         "_exchange_device": 0,
         "_maybe_exchange_device": 0,
@@ -135,7 +142,7 @@ def _pretend_to_torch() -> None:
         "current_device": 0,
         "device_count": 1,
         "is_available": True,
-        "get_compute_capability": 90,
+        "get_compute_capability": _capability,
         "get_device_properties": _PROPERTIES,
         "is_triton_capable": True,
         "raise_if_triton_unavailable": None,
@@ -161,7 +168,7 @@ def _pretend_to_triton() -> None:
     driver.binary_ext = "cubin"
     driver.utils = types.SimpleNamespace(get_device_properties=_always(_LIMITS))
     for name, value in {
-        "get_current_target": GPUTarget("cuda", 90, 32),
+        "get_current_target": GPUTarget("cuda", _capability, 32),
         "get_current_device": 0,
         "get_current_stream": 0,
         "get_device_interface": torch.cuda,
@@ -202,8 +209,8 @@ def _needs(found: list[Any], fault: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(binary.asm["ptx"])
         file.flush()
-        command = [get_ptxas(90).path, "-v", "--regAllocOptLevel=2", "--gpu-name", "sm_90a"]
-        command += [file.name, "-o", "/dev/null"]
+        command = [get_ptxas(_capability).path, "-v", "--regAllocOptLevel=2", "--gpu-name"]
+        command += [f"sm_{_capability}a", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", said)
     ((stores, loads),) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import os
 import signal
 import threading
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import gpu
+from benchmarks.card import whole
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
@@ -340,3 +343,18 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
         assert torch.allclose(torch.tensor(one.entropies), entropies, atol=LIMIT)
 
     asyncio.run(main())
+
+
+def test_the_whole_part_of_the_gpu_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make gpu PART=4 DEVICE=cpu`: an update with a server, weights by files and by memory."""
+    if PYTHON is not None:
+        monkeypatch.setenv("TREEGRAFT_VLLM_PYTHON", PYTHON)
+    assert gpu.main(["4", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "part-4.jsonl").open()]
+    found = {row["what"]: row["value"] for row in rows}
+    for name in whole.SERVED:
+        assert found[f"1.5B, {name}: update"] > 0
+        assert found[f"1.5B, {name}: learn/engine_gap"] < 1e-4
+        assert found[f"1.5B, {name}: time/publish_bytes"] > 0

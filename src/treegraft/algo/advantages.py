@@ -136,7 +136,7 @@ def assign_credit(
             has_loss=is_taught and path.status.rule.has_loss,
         )
     steps = [
-        step if step.advantage == value else replace(step, advantage=value)
+        step if step.advantage == value else step.changed(advantage=value)
         for step, value in zip(tree.steps, shared, strict=True)
     ]
     found = replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
@@ -297,7 +297,7 @@ def _step_advantages(
         if owners
     }
     return [
-        float(mean) + added[step.id] if below[step.id] and any(step.sampled_mask) else None
+        float(mean) + added[step.id] if below[step.id] and step.num_sampled else None
         for step, mean in zip(tree.steps, means, strict=True)
     ]
 

@@ -158,8 +158,8 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
     found = []
     for index, step in enumerate(steps):
         if step.is_graft:
-            before = next((s for s in reversed(steps[:index]) if any(s.sampled_mask)), None)
-            after = next((s for s in steps[index + 1 :] if any(s.sampled_mask)), None)
+            before = next((s for s in reversed(steps[:index]) if s.num_sampled), None)
+            after = next((s for s in steps[index + 1 :] if s.num_sampled), None)
             if before is not None and after is not None:
                 found.append((before, after))
     return found
@@ -185,7 +185,7 @@ def inexact_steps(tree: Tree) -> set[str]:
     return {
         step.id
         for step in tree.steps
-        if step.entropy_kind is not EntropyKind.EXACT and any(step.sampled_mask)
+        if step.entropy_kind is not EntropyKind.EXACT and step.num_sampled
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +15,16 @@ import typer
 
 from treegraft.cli.commands import (
     AsJson,
+    BufferOrRun,
     Overrides,
     command_without,
+    print_rows,
     say,
     settings_alone,
     split_overrides,
     table,
 )
+from treegraft.cli.plugged import Plugged
 from treegraft.core.errors import DataError
 from treegraft.core.text import plain
 
@@ -29,8 +32,16 @@ if TYPE_CHECKING:
     from treegraft.settings.config import Config
     from treegraft.traces.collect import StoredCounts
 
+
+class _Buffers(Plugged):
+    """The commands of `treegraft buffer`."""
+
+    prefix = "buffer "
+
+
 buffer_app = typer.Typer(
     name="buffer",
+    cls=_Buffers,
     help="Fill, inspect and search a Step-Trace Buffer.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -43,17 +54,6 @@ ENCODER = "buffer.encoder"
 OF_IMPORT = (ENCODER, *(f"buffer.build.{one}" for one in ("num_best", "min_reward", "source")))
 """Settings that `buffer import` takes notice of."""
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
-BufferOrRun = Annotated[
-    Path,
-    typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer, or a run that uses one."),
-]
-
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="Recipe with the training tasks, tools, format and rewards."
-    ),
-]
 
 
 def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
@@ -70,20 +70,6 @@ def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
             f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
         )
     return rows
-
-
-def print_rows(title: str, rows: Mapping[str, str]) -> None:
-    """Prints a title and a line for each row."""
-    from rich.console import Console
-    from rich.text import Text
-
-    say(title, "bold")
-    shown = table(show_header=False)
-    shown.add_column(no_wrap=True, style="dim")
-    shown.add_column(overflow="fold")
-    for name, value in rows.items():
-        shown.add_row(Text(name), Text(value))
-    Console().print(shown)
 
 
 _OF_IMPORT_BEFORE = {

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treegraft.cli.buffer import Recipe, kept_rows, no_empty_file, print_rows
-from treegraft.cli.commands import AsJson, Overrides, Smoke, say, split_overrides
+from treegraft.cli.buffer import kept_rows, no_empty_file
+from treegraft.cli.commands import (
+    AsJson,
+    BufferRecipe,
+    Overrides,
+    Smoke,
+    print_rows,
+    say,
+    split_overrides,
+)
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
@@ -52,7 +60,7 @@ Out = Annotated[
 
 
 def build(
-    recipe: Recipe,
+    recipe: BufferRecipe,
     out: Out = None,
     overrides: Overrides = None,
     smoke: Smoke = None,

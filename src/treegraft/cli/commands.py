@@ -159,6 +159,20 @@ def say(text: str, style: str = "", *, to_stderr: bool = False) -> None:
     Console(stderr=to_stderr).print(Text(text, style), soft_wrap=True)
 
 
+def print_rows(title: str, rows: Mapping[str, str]) -> None:
+    """Prints a title and a line for each row."""
+    from rich.console import Console
+    from rich.text import Text
+
+    say(title, "bold")
+    shown = table(show_header=False)
+    shown.add_column(no_wrap=True, style="dim")
+    shown.add_column(overflow="fold")
+    for name, value in rows.items():
+        shown.add_row(Text(name), Text(value))
+    Console().print(shown)
+
+
 def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
     """Returns an empty table without lines, its first `num_left` columns aligned to the left."""
     from rich.table import Table
@@ -170,6 +184,17 @@ def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
     return made
 
 
+BufferOrRun = Annotated[
+    Path,
+    typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer, or a run that uses one."),
+]
+
+BufferRecipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Recipe with the training tasks, tools, format and rewards."
+    ),
+]
 AgentRun = Annotated[
     str,
     typer.Argument(

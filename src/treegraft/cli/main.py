@@ -37,7 +37,6 @@ from treegraft.cli.config import show_config
 from treegraft.cli.eval import eval_app
 from treegraft.cli.init import init
 from treegraft.cli.plugged import Plugged
-from treegraft.cli.prune import PRUNED_BEFORE, prune, show
 from treegraft.core.errors import (
     CheckpointError,
     DataError,
@@ -101,8 +100,6 @@ app = typer.Typer(
 )
 buffer_app.command(cls=command_without(RETIRED))(build)
 app.add_typer(buffer_app)
-buffer_app.command(cls=command_without(PRUNED_BEFORE))(prune)
-buffer_app.command()(show)
 
 Recipe = Annotated[
     str,

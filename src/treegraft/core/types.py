@@ -17,9 +17,11 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Any, Literal
 
+from treegraft.core.columns import Origin as Origin
+from treegraft.core.columns import Runs, copied, kept, mask_of, num_sampled, numbers, packed
 from treegraft.core.shown import ShownStep, ShownTrajectory, ShownTree
 
 ROOT_ID = "0"
@@ -30,21 +32,6 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 def ids_to(step_id: str) -> Iterator[str]:
     """Yields the ids on the path to a step: "0", "0.2", "0.2.0"."""
     return itertools.accumulate(step_id.split("."), "{}.{}".format)
-
-
-class Origin(IntEnum):
-    """Who wrote a token. Recorded where the token is appended, never inferred."""
-
-    PROMPT = 0
-    """The task's prompt."""
-    POLICY = 1
-    """Sampled by the policy being trained; the only origin that may carry loss."""
-    TOOL = 2
-    """A tool's result with the markup around it."""
-    RETRIEVED = 3
-    """A step of another agent, grafted from the Step-Trace Buffer."""
-    FORCED = 4
-    """Anything else that we append: scaffold, injected ends."""
 
 
 class Status(StrEnum):
@@ -396,9 +383,8 @@ class RetryCause:
 _Sampled = StartCause | ContinuationCause | BranchCause | RestartCause | RetryCause
 Cause = _Sampled | GraftCause | StoredCause
 
-_PER_TOKEN = "origins loss_mask sampling_logprobs entropies old_logprobs ratios credit_factors"
 
-
+@packed
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Step(ShownStep):
     """One thought, action and observation; the root holds the prompt.
@@ -457,34 +443,32 @@ class Step(ShownStep):
     """[tokens] new / old probability in the last optimiser step that saw it, 1.0 where not sampled;
     None as above."""
 
-    def __post_init__(self) -> None:
-        num_tokens = len(self.token_ids)
-        for name in _PER_TOKEN.split():
-            column = getattr(self, name)
-            if column is not None and len(column) != num_tokens:
-                raise ValueError(
-                    f"step '{self.id}': {name} has {len(column)} entries, token_ids has"
-                    f" {num_tokens}; each holds one entry per token of the step"
-                )
-        # Checked here and not in the learner alone: a user's part that builds steps must fail at
-        # the step, not as a policy that slowly learns to imitate its tools.
-        for position, origin in enumerate(self.origins):
-            if self.loss_mask[position] and origin is not Origin.POLICY:
-                raise ValueError(
-                    f"step '{self.id}', token {position}: loss on a token of origin"
-                    f" {origin.name.lower()}; only tokens that the policy sampled may carry loss"
-                )
+    def changed(self, **fields: Any) -> Step:
+        """Returns the step with other fields, as `dataclasses.replace` does, without packing its
+        columns anew; for all fields but `token_ids`, `origins` and `loss_mask`."""
+        return copied(self, fields)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this step."""
+        return len(numbers(kept(self, "token_ids")))
 
     @property
     def sampled_mask(self) -> tuple[bool, ...]:
         """[tokens] True where the policy sampled the token."""
-        return tuple(origin is Origin.POLICY for origin in self.origins)
+        return mask_of(kept(self, "origins"))
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return num_sampled(kept(self, "origins"))
 
     @property
     def origin(self) -> Origin:
         """Who wrote the step: that of its first token behind a forced opening (a policy step also
         holds its tools' results)."""
-        return next((one for one in self.origins if one is not Origin.FORCED), Origin.FORCED)
+        runs: Runs = kept(self, "origins")
+        return next((one for one, _ in runs if one is not Origin.FORCED), Origin.FORCED)
 
     @property
     def written_ids(self) -> tuple[int, ...]:

@@ -61,6 +61,7 @@ async def warm_up_from(
     save_every = max(1, settings.num_steps // (4 if run.config.checkpoint.every else 1))
     # An evaluation that was interrupted comes now.
     await evaluate_warmup(run, parts, publisher)
+    await publisher.rest()
     began, cpu_began = time.monotonic(), time.process_time()
 
     async def on_step(done: int, loss: float, num_tokens: int) -> bool:
@@ -76,6 +77,7 @@ async def warm_up_from(
             if done % save_every == 0:
                 run.save()
             await evaluate_warmup(run, parts, publisher)
+            await publisher.rest()
         began, cpu_began = time.monotonic(), time.process_time()
         return run.stop.is_asked
 

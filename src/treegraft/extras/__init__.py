@@ -50,6 +50,8 @@ WITH_COMMANDS = (
 MOVED = {
     "treegraft.evals.suites": "treegraft.extras.suites.sets",
     "treegraft.study": "treegraft.extras.lab.study",
+    "treegraft.traces.prune_buffer": "treegraft.extras.lab.pruning.work",
+    "treegraft.traces.prune": "treegraft.extras.lab.pruning.steps",
     "treegraft.tasks.arithmetic": "treegraft.extras.tasks.arithmetic",
     "treegraft.tasks.sokoban": "treegraft.extras.environments.sokoban.tasks",
     "treegraft.tasks.verifiers": "treegraft.extras.environments.verifiers.tasks",

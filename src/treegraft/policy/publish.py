@@ -70,6 +70,11 @@ class Publisher:
             engine = cast(Checkable, self._engine)
             self._canary_gap = await self._canaries.check(engine, self._learner)
 
+    async def rest(self) -> None:
+        """Lets an engine that can leave the card until the next publish: the learner works."""
+        if hasattr(self._engine, "rest"):
+            await self._engine.rest()
+
     def check(self, update: int, gap: float | None) -> dict[str, float]:
         """Returns learn/engine_gap_limit for the update's mean |log-probability of the engine - of
         the learner| in nats, without it where no token was compared (None); and learn/canary_gap

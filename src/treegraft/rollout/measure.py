@@ -52,7 +52,7 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     scored = [path.leaf for path in own if path.reward is not None]
     groups = [group for tree in trees if (group := _own_rewards(tree))]
     after_prompt = [step for tree in trees for step in tree.steps[1:]]
-    num_tokens = sum(len(step.token_ids) for step in after_prompt)
+    num_tokens = sum(step.num_tokens for step in after_prompt)
     grown = [*trees, *references]
     metrics = {
         # Of the groups' means, so that a task whose leaves failed counts as much as the others.

@@ -295,7 +295,7 @@ class OpenTree:
         for number, step in enumerate(steps):
             if decision := self._decisions.get(step.id):
                 decision = replace(decision, num_opened=branched[step.parent])
-                steps[number] = replace(step, decision=decision)
+                steps[number] = step.changed(decision=decision)
         return Tree(
             task=self.task,
             group_id=self.group_id,

@@ -73,7 +73,7 @@ def unread(step: Step, tokenizer: Decoder | None) -> str:
     if tokenizer is not None and (step.violation is not None or is_empty):
         return tokenizer.decode(list(step.written_ids))
     is_told = not is_empty or step.violation is not None
-    return "" if is_told else f"{len(step.token_ids)} tokens that the format cannot read"
+    return "" if is_told else f"{step.num_tokens} tokens that the format cannot read"
 
 
 def outcome(trajectory: Trajectory) -> Text:

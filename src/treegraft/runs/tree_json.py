@@ -7,9 +7,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain, compress, groupby, islice, repeat
+from itertools import chain, groupby, repeat
 from typing import Any, TypeVar, get_args
 
+from treegraft.core.columns import FILLERS, filled, kept, num_sampled, sampled_scores
 from treegraft.core.errors import DataError
 from treegraft.core.files import (
     parse_json,
@@ -38,14 +39,6 @@ CAUSES: Mapping[str, type[Any]] = {
 }
 """By the kinds that files name: "graft" for `GraftCause`."""
 _KINDS = {cause: kind for kind, cause in CAUSES.items()}
-SAMPLED_COLUMNS: Mapping[str, float] = {
-    "sampling_logprobs": 0.0,
-    "entropies": 0.0,
-    "old_logprobs": 0.0,
-    "ratios": 1.0,
-    "credit_factors": 1.0,
-}
-"""Columns written for sampled tokens only, with the value that a tree has for the others."""
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors that parsing a damaged line may raise."""
 T = TypeVar("T")
@@ -101,14 +94,14 @@ def _runs(values: Sequence[int]) -> list[list[int]]:
 
 def step_to_dict(step: Step) -> dict[str, Any]:
     """Returns a step as its file holds it: `origins` and `loss_mask` as [value, count] runs, the
-    `SAMPLED_COLUMNS` with entries for sampled tokens only."""
+    columns of `FILLERS` with entries for sampled tokens only."""
     cause = step.cause
     data: dict[str, Any] = {
         "id": step.id,
         "parent": step.parent,
         "depth": step.depth,
         "token_ids": step.token_ids,
-        "origins": _runs(step.origins),
+        "origins": [[int(origin), count] for origin, count in kept(step, "origins")],
         "loss_mask": _runs(step.loss_mask),
         "entropy_kind": step.entropy_kind,
         "temperature": step.temperature,
@@ -122,10 +115,8 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "advantage": step.advantage,
     }
     # Prompts, results and grafts are most of the tokens; their fillers would double the file.
-    mask = step.sampled_mask
-    for name in SAMPLED_COLUMNS:
-        column = getattr(step, name)
-        data[name] = None if column is None else list(compress(column, mask))
+    for name in FILLERS:
+        data[name] = sampled_scores(step, name)
     # Without factors a step is written as before there were any.
     if step.credit_factors is None:
         del data["credit_factors"]
@@ -164,35 +155,28 @@ def tree_from_dict(data: dict[str, Any]) -> Tree:
     )
 
 
-def _expanded(runs: Sequence[list[int]], kind: Callable[[int], T]) -> tuple[T, ...]:
+def _expanded(runs: Sequence[Sequence[int]], kind: Callable[[int], T]) -> tuple[T, ...]:
     """[[1, 3], [2, 1]] -> (1, 1, 1, 2), each value made a `kind`."""
     return tuple(chain.from_iterable(repeat(kind(value), count) for value, count in runs))
 
 
 def _step_from_dict(data: dict[str, Any]) -> Step:
-    runs = data.pop("origins")
+    runs = tuple((Origin(value), count) for value, count in data.pop("origins"))
     for name, found in (("origins", runs), ("loss_mask", data["loss_mask"])):
         # Before they are expanded: a damaged count would fill the memory.
         if sum(count for _, count in found) != len(data["token_ids"]):
             raise ValueError(f"step '{data['id']}': {name} are not those of its tokens")
-    num_sampled = sum(count for origin, count in runs if origin == Origin.POLICY)
-    columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(SAMPLED_COLUMNS)
-    for name, filler in SAMPLED_COLUMNS.items():
+    count = num_sampled(runs)
+    columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(FILLERS)
+    for name in FILLERS:
         values = data.pop("credit_factors", None) if name == "credit_factors" else data.pop(name)
         if values is None:
             continue
-        if len(values) != num_sampled:
+        if len(values) != count:
             raise ValueError(
-                f"step '{data['id']}': {name} has {len(values)} entries for {num_sampled} sampled"
-                " tokens"
+                f"step '{data['id']}': {name} has {len(values)} entries for {count} sampled tokens"
             )
-        rest = iter(values)
-        columns[name] = tuple(
-            chain.from_iterable(
-                islice(rest, count) if origin == Origin.POLICY else repeat(filler, count)
-                for origin, count in runs
-            )
-        )
+        columns[name] = filled(values, runs, name)
     content, cause = data.pop("content"), data.pop("cause")
     # The first versions recorded neither decisions nor lesson_ids.
     decision = data.pop("decision", None)

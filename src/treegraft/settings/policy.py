@@ -205,6 +205,9 @@ class VllmSettings(Settings):
     batch_invariant: bool = setting(False, idle_unless=(_starts_servers,))
     """Start servers with VLLM_BATCH_INVARIANT=1: on GPUs a token then does not depend on what else
     is computed beside it, at a price in speed that has not been measured here."""
+    sleep: bool = setting(False, same_answers=True)
+    """Weights and cached keys of servers leave their GPUs from sampling to the next publish, so
+    that the learner has the room; for servers of this run's own, on GPUs."""
     max_restarts: int = setting(3, ge=0, same_answers=True)
     """How often each server is started again, or waited for, after it has died; then it is left
     out."""

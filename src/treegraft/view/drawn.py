@@ -208,4 +208,4 @@ def _parts(step: Step) -> Iterator[str]:
         yield f"violation: {step.violation}"
     if text := unread(step, None):
         yield text
-    yield f"{len(step.token_ids)} tokens, {sum(step.loss_mask)} with loss"
+    yield f"{step.num_tokens} tokens, {sum(step.loss_mask)} with loss"

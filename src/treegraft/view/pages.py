@@ -10,9 +10,10 @@ from itertools import compress
 from statistics import fmean
 from typing import Any
 
+from treegraft.core.columns import FILLERS
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, StoredCause, Trajectory, Tree
 from treegraft.runs.health import HealthWarning
-from treegraft.runs.tree_json import SAMPLED_COLUMNS, step_to_dict
+from treegraft.runs.tree_json import step_to_dict
 from treegraft.view.branching import content_numbers, entropy_changes
 
 _STEP_FIELDS = (
@@ -36,7 +37,7 @@ def _num_branches(steps: Sequence[Step]) -> int:
 
 
 def _num_tokens(steps: Sequence[Step]) -> int:
-    return sum(len(step.token_ids) for step in steps)
+    return sum(step.num_tokens for step in steps)
 
 
 def best_leaf(paths: Sequence[Trajectory]) -> int | None:
@@ -123,7 +124,7 @@ def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
     is_hard = step.advantage is not None
     # Numbers in place of tokens: a large tree would be a page of many megabytes.
     return {name: data[name] for name in _STEP_FIELDS} | {
-        "num_tokens": len(step.token_ids),
+        "num_tokens": step.num_tokens,
         "num_lesson": len(step.lesson_ids),
         "num_loss": num_loss,
         "origins": dict(Counter(origin.name.lower() for origin in step.origins)),
@@ -306,12 +307,12 @@ def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
     found = []
     for step in path.steps:
         data = step_to_dict(step)
-        names = ("id", "token_ids", "origins", "loss_mask", *SAMPLED_COLUMNS)
+        names = ("id", "token_ids", "origins", "loss_mask", *FILLERS)
         row = {name: data.get(name) for name in names}
         row["advantage"] = path.advantage if step.advantage is None else step.advantage
         # A shared step may carry loss for other leaves, but not on this path.
         if not path.leaf.has_loss:
-            row["loss_mask"] = [[0, len(step.token_ids)]]
+            row["loss_mask"] = [[0, step.num_tokens]]
         found.append(row)
     return found
 

@@ -170,7 +170,7 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None, change: Mapping[str, Any] 
     author = step.origin.name.lower()
     text = Text(f"{step.id} ", style="dim")
     text.append(author, style=_STYLES[author])
-    text.append(f" {len(step.token_ids)} tokens  {action(step, 60)}")
+    text.append(f" {step.num_tokens} tokens  {action(step, 60)}")
     for remark, style in remarks(step, change):
         # What was decided against is counted above the tree.
         if style != "dim":

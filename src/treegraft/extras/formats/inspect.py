@@ -177,7 +177,7 @@ def _of_step(step: Step, model: str) -> Iterator[dict[str, Any]]:
         data = {"kind": why, **asdict(cause)}
         yield {"event": "info", "source": f"treegraft: {why}", "data": data} | inside
     content = step.content
-    if any(step.sampled_mask):
+    if step.num_sampled:
         message = written(step)
         yield {
             "event": "model",
@@ -187,7 +187,7 @@ def _of_step(step: Step, model: str) -> Iterator[dict[str, Any]]:
             "tool_choice": "auto",
             "config": {"temperature": step.temperature},
             "output": {"model": model, "choices": [{"message": message, "stop_reason": "stop"}]},
-            "metadata": {"tokens": sum(step.sampled_mask), "policy_version": step.policy_version},
+            "metadata": {"tokens": step.num_sampled, "policy_version": step.policy_version},
         } | inside
     for place, call in enumerate(content.calls):
         found = content.observations[place : place + 1]

@@ -70,13 +70,13 @@ def _nodes(path: Trajectory, when: float) -> Iterator[dict[str, Any]]:
     yield node(questions[-1], path.prompt_ids)
     credits, place = path.token_advantages, len(path.prompt_ids)
     for step in path.steps[1:]:
-        size, cut = len(step.token_ids), _end_of_own(step)
+        size, cut = step.num_tokens, _end_of_own(step)
         mask = [bool(one) for one in step.loss_mask[:cut]]
         taken = [n for n, one in enumerate(mask) if one]
         yield node(
             _message(written(step)),
             step.token_ids[:cut],
-            sampled=any(step.sampled_mask),
+            sampled=step.num_sampled > 0,
             mask=mask,
             logprobs=[step.sampling_logprobs[n] for n in taken],
             advantages=[credits[place + n] for n in taken] if taken else None,
@@ -91,9 +91,9 @@ def _nodes(path: Trajectory, when: float) -> Iterator[dict[str, Any]]:
 def _end_of_own(step: Step) -> int:
     """Where results of tools begin among the tokens of a step."""
     if not step.content.observations:
-        return len(step.token_ids)
+        return step.num_tokens
     places = (n for n, origin in enumerate(step.origins) if origin is Origin.TOOL)
-    return next(places, len(step.token_ids))
+    return next(places, step.num_tokens)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ Activations of a pack of t tokens, with k kept numbers a token and layer:
     without         n · t · k · b,                   k = 3 i + 2 q + 8 h
 
 with n layers of width h, i of the feed-forward part and q of all query heads. The native engine's
-keys and values get the rest of the memory.
+keys and values get the rest of the memory. With `engine.vllm.sleep` a server and what passes take
+beside it are never there at once: the smaller of the two takes no room.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ RESERVED = ModelShape.RESERVED
 DECODE_SHARE, FORWARD_SHARE, LEARN_SHARE = 0.6, 0.5, 0.37
 """Assumed shares of the card's bandwidth in sampling, and of its operations in passes without and
 with gradients. Assumptions, not measurements."""
+PASSING = ("gathered layers", "activations", "logits")
+"""Parts of a learner that are there while it learns, and go before servers come back."""
+NOT_AT_ONCE = "never there at once"
 SAMPLED_FRAC, BRANCH_FRAC = 0.6, 0.5
 """Assumed shares: of sampled tokens on a path behind its prompt; of a path that a branch adds."""
 
@@ -115,6 +119,10 @@ def gpu_parts(config: Config, shape: ModelShape, plan: Plan, gpu: int = 0) -> di
         own = {"engine's weights": float(shape.num_weights * BYTES[config.model.dtype])}
         return own | parts if gpu == 0 else parts
     taken = sum(server_bytes(config, shape, plan, len(own)) for own in layout.servers if gpu in own)
+    passing = sum(parts.get(name, 0.0) for name in PASSING)
+    if taken and passing and config.engine.vllm.sleep:
+        # What the driver and the server's programs take stays.
+        parts = parts | {NOT_AT_ONCE: -min(passing, taken - RESERVED)}
     return parts | ({"server": taken} if taken else {})
 
 
@@ -193,13 +201,17 @@ def seconds_by_phase(config: Config, shape: ModelShape, plan: Plan) -> dict[str,
 def _advice(config: Config, shape: ModelShape, plan: Plan, gpu: int, free: float) -> str:
     """What would make a GPU's parts fit, largest part first; `free` bytes are left, below 0."""
     layout, parts, ways = Layout.of(config, plan.num_gpus), gpu_parts(config, shape, plan, gpu), []
-    others = sum(size for name, size in parts.items() if name != "server")
+    sleeps = config.engine.vllm.sleep
+    left_out = ("server", NOT_AT_ONCE, *(PASSING if sleeps else ()))
+    others = sum(size for name, size in parts.items() if name not in left_out)
     room = plan.card.memory - others
     smallest = shape.num_weights * BYTES[config.model.dtype] + RESERVED
     count = layout.num_servers_on(gpu)
     if "server" in parts and room > count * smallest:
         share = math.floor(100 * room / plan.card.memory / count) / 100
         ways.append(f'engine.vllm.server_args=["--gpu-memory-utilization","{share:g}"]')
+    if "server" in parts and "activations" in parts and not sleeps:
+        ways.append("engine.vllm.sleep=true")
     if "activations" in parts:
         ways += _smaller_learner(config, parts, free)
     if not config.learn.offload and layout.ranks > 1 and gpu < layout.ranks:

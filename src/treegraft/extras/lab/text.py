@@ -20,7 +20,7 @@ def shown(value: Any) -> str:
 
 def gigabytes(num_bytes: float) -> str:
     """Returns a size for people: "512 MB", "2.1 GB"."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+    return f"{num_bytes / 1e9:.1f} GB" if abs(num_bytes) >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -59,7 +59,7 @@ def _scored(tree: Tree) -> Iterator[tuple[float, str]]:
         values = [list(compress(step.entropies, step.sampled_mask)) for step in steps]
         for score, step in zip(peaks(values)[1:], steps[1:], strict=True):
             above = next(one for one in path.steps if one.id == step.parent)
-            if above.origin is Origin.POLICY and any(step.sampled_mask):
+            if above.origin is Origin.POLICY and step.num_sampled:
                 yield score, above.id
 
 

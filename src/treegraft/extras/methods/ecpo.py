@@ -86,7 +86,7 @@ def evidence(
         seen: tuple[str, ...] = ()
         shown = []
         for step in path.steps[1:]:
-            if any(step.sampled_mask):
+            if step.num_sampled:
                 shown.append((seen, step))
             seen = tuple(one.text for one in step.content.observations)
         returns = discounted_returns(path.leaf.reward or 0.0, len(shown), credit.discount)

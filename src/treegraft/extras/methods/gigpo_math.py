@@ -53,7 +53,7 @@ def step_weighted_advantages(
 def compared(members: Sequence[Trajectory], eps: float) -> Floats:
     """Returns [members] `step_weighted_advantages` of their rewards."""
     rewards = [path.leaf.reward or 0.0 for path in members]
-    counts = [sum(any(step.sampled_mask) for step in path.steps) for path in members]
+    counts = [sum(step.num_sampled > 0 for step in path.steps) for path in members]
     return step_weighted_advantages(rewards, counts, eps=eps)
 
 
@@ -80,7 +80,7 @@ def state_advantages(
         seen: tuple[str, ...] = ()
         shown = []
         for step in path.steps[1:]:
-            if any(step.sampled_mask):
+            if step.num_sampled:
                 shown.append((seen, step.id))
             seen = tuple(one.text for one in step.content.observations)
         returns = discounted_returns(path.leaf.reward or 0.0, len(shown), discount)

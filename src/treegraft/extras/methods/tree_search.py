@@ -66,7 +66,7 @@ class TreeSearch(Independent):
         missing = max_leaves - len(tree.leaves)
         places: dict[int, list[str]] = {}
         for step in tree.steps:
-            if step.content.observations and any(step.sampled_mask):
+            if step.content.observations and step.num_sampled:
                 places.setdefault(step.ordinals[1], []).append(step.id)
         if missing <= 0 or not places:
             return Start(missing)

@@ -11,21 +11,10 @@ from typing import NamedTuple, Protocol
 from treegraft.core.errors import DeadlineExceeded, EngineError
 from treegraft.core.interfaces import NoiseKey, Request, Tokenizer, WeightSource
 from treegraft.core.keyed import keyed_int
-from treegraft.core.types import NO_FILTERS, Completion, EntropyKind, StopReason
-from treegraft.policy.engine.stops import StopFinder
+from treegraft.core.types import NO_FILTERS, Completion, StopReason
+from treegraft.core.types import EntropyKind as EntropyKind  # offered here too, as the next one
+from treegraft.policy.engine.stops import StopFinder as StopFinder
 
-__all__ = [
-    "NUM_ASKED",
-    "Draft",
-    "EntropyKind",
-    "ServerEngine",
-    "StopFinder",
-    "TokenReply",
-    "TokenRequest",
-    "TokenServer",
-    "completion_limit",
-    "top_k_entropy",
-]
 NUM_ASKED = 20
 """Log-probabilities of each token that are asked for: vLLM's own limit, unless --max-logprobs
 raises it."""

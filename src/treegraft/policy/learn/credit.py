@@ -196,7 +196,7 @@ def _with_advantages(tree: Tree, change: Callable[[Any], float | None]) -> Tree:
     return replace(
         tree,
         steps=tuple(
-            replace(step, advantage=changed(step.advantage), credit_factors=factors(step))
+            step.changed(advantage=changed(step.advantage), credit_factors=factors(step))
             for step in tree.steps
         ),
         leaves=tuple(replace(leaf, advantage=changed(leaf.advantage)) for leaf in tree.leaves),

@@ -36,6 +36,10 @@ guess: not measured."""
 _PAIRS = 1 << 22
 """Pairs of stretches that are compared at once."""
 
+WIDE = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32}
+"""Tiles of the backward program for heads of 128 in 16 bits. By torch's own (64 x 128) it spills
+1,528 bytes a thread (docs/gpu.md). Not timed on a card: `make gpu PART=2` does."""
+
 Flex = Callable[..., Tensor]
 PROOF_TOKENS = 4097
 """Tokens of the tree on which FlexAttention is tried: past those up to which a dense mask is taken
@@ -155,6 +159,7 @@ def flex_attend(
         block_mask=mask,
         scale=options.scaling,
         enable_gqa=True,
+        kernel_options=WIDE if query.shape[-1] == 128 and query.dtype.itemsize == 2 else None,
     )
     return output[0]
 

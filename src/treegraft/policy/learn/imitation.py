@@ -70,7 +70,7 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
 
         for step in tree.steps:
             cut = shared if step.parent is None else 0
-            tokens = len(step.token_ids) - cut
+            tokens = step.num_tokens - cut
             steps.append(
                 replace(
                     step,

@@ -175,7 +175,7 @@ class Learner:
             wanted = [inexact_steps(tree) for tree in trees]
         indices = [n for n, names in enumerate(wanted) if names]
         exact = (
-            (n, replace(step, entropies=spread(step, values, 0.0), entropy_kind=EntropyKind.EXACT))
+            (n, step.changed(entropies=spread(step, values, 0.0), entropy_kind=EntropyKind.EXACT))
             for n, step, values in self._scored_steps(trees, indices, entropies=True)
             if step.id in wanted[n]
         )
@@ -186,7 +186,7 @@ class Learner:
         """Returns the trees with the log-probabilities of their sampled tokens under the present
         weights as `Step.old_logprobs`."""
         found = self._scored_steps(trees, range(len(trees)), entropies=False)
-        steps = ((n, replace(one, old_logprobs=spread(one, row, 0.0))) for n, one, row in found)
+        steps = ((n, one.changed(old_logprobs=spread(one, row, 0.0))) for n, one, row in found)
         return exchanged(trees, steps)
 
     def _scored_steps(
@@ -303,6 +303,8 @@ class Learner:
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
             self._write_back(plan, [pack for pack in packs[part] if pack.parts], written)
+        # What the passes took of a GPU: a server beside may want it.
+        torch.cuda.empty_cache()
         return [
             self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
             for n, tree in enumerate(trees)
@@ -324,8 +326,8 @@ class Learner:
             by_step(plan, olds), by_step(plan, ratios), strict=True
         ):
             # Tokens that were not sampled: log-probability 0, ratio 1.
-            written.setdefault(n, {})[step.id] = replace(
-                step, old_logprobs=spread(step, old, 0.0), ratios=spread(step, ratio, 1.0)
+            written.setdefault(n, {})[step.id] = step.changed(
+                old_logprobs=spread(step, old, 0.0), ratios=spread(step, ratio, 1.0)
             )
 
     def _recorded(self, tree: Tree, written: Mapping[str, Step]) -> Tree:

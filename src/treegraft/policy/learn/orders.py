@@ -2,25 +2,26 @@
 one tensor.
 
 A token has up to seven numbers, and as text they took longer to write and read than all that Python
-does besides.
+does besides. In the tensor they are packed as in memory, a sampled token in some 20 bytes.
 """
 
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from treegraft.core.columns import FILLERS, numbers, pack_ids, pack_scores
 from treegraft.core.types import Tree
-from treegraft.runs.tree_json import SAMPLED_COLUMNS, tree_from_dict, tree_to_dict
+from treegraft.runs.tree_json import tree_from_dict, tree_to_dict
 
-_IDS = ("token_ids", "lesson_ids")
+_COLUMNS = ((("token_ids", "lesson_ids"), pack_ids), (FILLERS, pack_scores))
 
 
 def order_of(
@@ -71,35 +72,32 @@ def arguments_of(order: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def packed(trees: Sequence[Tree]) -> tuple[list[str], Tensor]:
-    """Returns each tree as JSON, with the length of each column in its place, and the columns as
-    [values] int64: the number of ids, the ids, then the bits of the float64 numbers."""
-    ids, numbers, texts = array("q", [0]), array("d"), []
+    """Returns each tree as JSON, with the number of bytes of each column in its place, and the
+    columns as [bytes] uint8."""
+    columns, texts = bytearray(), []
     for tree in trees:
         data = tree_to_dict(tree)
         for step in data["steps"]:
-            for names, column in ((_IDS, ids), (SAMPLED_COLUMNS, numbers)):
+            for names, pack in _COLUMNS:
                 for name in names:
-                    values = step.get(name)
-                    if values is not None:
-                        column.extend(values)
-                        step[name] = len(values)
+                    if step.get(name) is not None:
+                        found = pack(step[name])
+                        columns += found
+                        step[name] = len(found)
         texts.append(json.dumps(data, default=str))
-    ids[0] = len(ids) - 1
-    return texts, torch.frombuffer(bytearray(ids.tobytes() + numbers.tobytes()), dtype=torch.int64)
+    return texts, torch.from_numpy(np.frombuffer(columns, np.uint8))
 
 
 def unpacked(texts: Sequence[str], columns: Tensor) -> list[Tree]:
     """Returns the trees that `packed` was given."""
-    end = 1 + int(columns[0])
-    ids, numbers = iter(columns[1:end].tolist()), iter(columns[end:].view(torch.float64).tolist())
-    trees = []
+    found, end, trees = columns.numpy().tobytes(), 0, []
     for text in texts:
         data = json.loads(text)
         for step in data["steps"]:
-            for names, column in ((_IDS, ids), (SAMPLED_COLUMNS, numbers)):
+            for names, _ in _COLUMNS:
                 for name in names:
-                    count = step.get(name)
-                    if count is not None:
-                        step[name] = list(islice(column, count))
+                    if step.get(name) is not None:
+                        begin, end = end, end + step[name]
+                        step[name] = numbers(found[begin:end]).tolist()
         trees.append(tree_from_dict(data))
     return trees

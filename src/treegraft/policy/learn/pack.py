@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from treegraft.core.columns import kept, loss_of_sampled, numbers, sampled_scores
 from treegraft.core.types import Leaf, Origin, RetryCause, Step, Trajectory, Tree, ids_to
 
 
@@ -119,7 +119,7 @@ class TreeBatch:
     @property
     def num_path_tokens(self) -> int:
         """Number of tokens that separate trajectories would hold."""
-        return sum(len(step.token_ids) for path in self.paths for step in path.steps)
+        return sum(step.num_tokens for path in self.paths for step in path.steps)
 
     @property
     def lengths(self) -> Tensor:
@@ -183,9 +183,9 @@ def _tensors(columns: Mapping[str, list[Any]], device: torch.device | str) -> di
     }
 
 
-def _flat(parts: Iterable[Iterable[Any]], kind: type[np.generic], count: int) -> np.ndarray:
-    """The entries of all parts, one after another."""
-    return np.fromiter(chain.from_iterable(parts), kind, count)
+def _joined(parts: Iterable[Any]) -> np.ndarray:
+    """The numbers of all parts, one after another."""
+    return np.concatenate([np.asarray(part) for part in parts] or [np.zeros(0)])
 
 
 def _ranges(starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
@@ -223,7 +223,7 @@ class _Packer:
         sources: list[int] = []
         for step in steps:
             offsets[step.id] = end
-            parent, length = step.parent, len(step.token_ids)
+            parent, length = step.parent, step.num_tokens
             # By the path, not by the packed place: a branch is rotated as it would be alone.
             above = 0 if parent is None else positions[parent]
             positions[step.id] = above + length
@@ -237,11 +237,11 @@ class _Packer:
                 path = (token for own in tree.path(parent) for token in own.token_ids)
                 self.imitated_paths.append((*path, *step.token_ids))
                 self.imitated_lengths.append(length)
-        lengths = np.array([len(step.token_ids) for step in steps])
-        firsts = [positions[step.id] - len(step.token_ids) for step in steps]
+        lengths = np.array([step.num_tokens for step in steps])
+        firsts = [positions[step.id] - step.num_tokens for step in steps]
         places = np.array([offsets[step.id] for step in steps])
         index = np.arange(start, end)
-        self.columns["token_ids"].append(_flat((s.token_ids for s in steps), np.int64, end - start))
+        self.columns["token_ids"].append(_joined(numbers(kept(s, "token_ids")) for s in steps))
         self.columns["position_ids"].append(index + np.repeat(firsts - places, lengths))
         unique = self._add_scored(steps, lengths, places, np.array(sources), index)
         nodes = _nodes(steps, offsets, end)
@@ -263,8 +263,9 @@ class _Packer:
         count = len(index)
         is_imitated = np.array([step.ordinals[-1] < 0 for step in steps])
         of_imitated = np.repeat(is_imitated, lengths)
-        origins = _flat((step.origins for step in steps), np.int8, count)
-        is_sampled = (origins == Origin.POLICY) & ~of_imitated
+        runs = [run for step in steps for run in kept(step, "origins")]
+        is_own = np.repeat([origin is Origin.POLICY for origin, _ in runs], [n for _, n in runs])
+        is_sampled = is_own & ~of_imitated
         before = index - 1
         opens = places[lengths > 0] - (index[0] if count else 0)
         before[opens] = sources[lengths > 0]
@@ -285,8 +286,9 @@ class _Packer:
             columns[name].append(index[mask])
             columns["sources"].append(before[mask])
             columns["temperatures"].append(temperatures[mask])
-        logprobs = _flat((step.sampling_logprobs for step in steps), np.float64, count)
-        self.columns["sampling_logprobs"].append(logprobs[is_sampled])
+        own_steps = (step for step in steps if step.ordinals[-1] >= 0)
+        logprobs = _joined(sampled_scores(step, "sampling_logprobs") or () for step in own_steps)
+        self.columns["sampling_logprobs"].append(logprobs)
         versions = np.repeat([step.policy_version for step in steps], lengths)
         self.columns["versions"].append(versions[is_sampled])
         added = np.concatenate([[0], np.cumsum(scored)])
@@ -305,11 +307,7 @@ class _Packer:
         self, tree: Tree, imitated: Mapping[str, Step], unique: Mapping[str, tuple[int, int]]
     ) -> None:
         own = [step for step in tree.steps if unique[step.id][1]]
-        carries = _flat(
-            (compress(step.loss_mask, step.sampled_mask) for step in own),
-            np.bool_,
-            sum(unique[step.id][1] for step in own),
-        )
+        carries = np.frombuffer(b"".join(map(loss_of_sampled, own)), np.bool_)
         base = unique[own[0].id][0] if own else 0
         rows: list[tuple[int, int, int, float, bool]] = []
         chosen: list[tuple[int, int, int]] = []
@@ -340,9 +338,9 @@ class _Packer:
 
 def _factors(steps: Sequence[Step]) -> np.ndarray:
     """The credit factors of the steps' sampled tokens, one after another."""
-    filled = [step.credit_factors or (1.0,) * len(step.token_ids) for step in steps]
-    masks = [step.sampled_mask for step in steps]
-    return _flat(map(compress, filled, masks), np.float64, sum(map(sum, masks)))
+    return _joined(
+        sampled_scores(step, "credit_factors") or (1.0,) * step.num_sampled for step in steps
+    )
 
 
 def is_worth_imitating(leaf: Leaf) -> bool:
@@ -455,20 +453,18 @@ def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
 def newest_of_several(trees: Sequence[Tree]) -> int | None:
     """Returns the newest policy version that sampled any of the trees, None where one version
     sampled all."""
-    versions = {
-        step.policy_version for tree in trees for step in tree.steps if any(step.sampled_mask)
-    }
+    versions = {step.policy_version for tree in trees for step in tree.steps if step.num_sampled}
     return max(versions) if len(versions) > 1 else None
 
 
 def num_tree_tokens(tree: Tree) -> int:
     """Returns the unique tokens of a tree."""
-    return sum(len(step.token_ids) for step in tree.steps)
+    return sum(step.num_tokens for step in tree.steps)
 
 
 def num_imitated_tokens(tree: Tree) -> int:
     """Returns the tokens that learning from grafts adds to a tree."""
-    return sum(len(step.token_ids) for step in imitated_steps(tree).values())
+    return sum(step.num_tokens for step in imitated_steps(tree).values())
 
 
 def without_branches(tree: Tree) -> Tree:
@@ -500,7 +496,7 @@ def split_tree(tree: Tree, max_tokens: int, *, with_imitated: bool = False) -> l
     if size <= max_tokens or len(tree.leaves) < 2:
         return [tree]
     costs = {
-        step.id: len(step.token_ids) + (len(step.lesson_ids) if with_imitated else 0)
+        step.id: step.num_tokens + (len(step.lesson_ids) if with_imitated else 0)
         for step in tree.steps
     }
     # The loss is a sum over contributions, whose weights and denominators do not depend on packs:

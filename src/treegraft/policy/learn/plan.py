@@ -108,7 +108,7 @@ def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
     places = [0] * len(columns)
     found = []
     for pack, rank in zip(plan.packs, plan.ranks, strict=True):
-        count = sum(sum(step.sampled_mask) for part in pack for step in part.tree.steps)
+        count = sum(step.num_sampled for part in pack for step in part.tree.steps)
         found.append(columns[rank][places[rank] : places[rank] + count])
         places[rank] += count
     return found
@@ -120,14 +120,14 @@ def by_step(plan: Plan, columns: Sequence[Tensor]) -> Iterator[tuple[int, Step, 
         values, place = column.tolist(), 0
         for owner, tree in pack:
             for step in tree.steps:
-                count = sum(step.sampled_mask)
+                count = step.num_sampled
                 yield owner, step, values[place : place + count]
                 place += count
 
 
 def spread(step: Step, values: Sequence[float], filler: float) -> tuple[float, ...]:
     """Returns one value per token of the step, `filler` where it was not sampled."""
-    if len(values) == len(step.token_ids):
+    if len(values) == step.num_tokens:
         return tuple(values)
     rest = iter(values)
     return tuple(next(rest) if is_sampled else filler for is_sampled in step.sampled_mask)

@@ -218,7 +218,7 @@ class Ranks:
         """Tells the other ranks to do what this one, rank 0, does in the block.
 
         Args:
-            columns: numbers that go beside the arguments, [values] int64.
+            columns: numbers that go beside the arguments, [bytes] uint8.
 
         Raises:
             RankError: a rank has ended or does not answer.
@@ -266,7 +266,7 @@ class Ranks:
         dist.broadcast(text, 0)
         order: dict[str, Any] = json.loads(text.numpy().tobytes())
         if "columns" in order:
-            order["columns"] = torch.empty(order["columns"], dtype=torch.int64)
+            order["columns"] = torch.empty(order["columns"], dtype=torch.uint8)
             dist.broadcast(order["columns"], 0)
         self._tell(order["do"])
         return order

@@ -118,5 +118,5 @@ def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
         is_correct=leaf.is_correct,
         group_id=group_id,
         leaf_id=leaf.step_id,
-        policy_version=max((s.policy_version for s in steps if any(s.sampled_mask)), default=0),
+        policy_version=max((s.policy_version for s in steps if s.num_sampled), default=0),
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import Config, DataError, SettingError, TraceBuffer, load_config, sft, train
+from treegraft.extras.lab.pruning.work import BufferPruning
 from treegraft.extras.lab.study.calibration import calibrate
 from treegraft.extras.lab.study.controls import CONTROLS
 from treegraft.extras.lab.study.diversity import distances
@@ -18,7 +19,6 @@ from treegraft.extras.lab.study.plan import BufferPlan, RunPlan, WarmupPlan
 from treegraft.extras.lab.study.results import Line, by_update, curve
 from treegraft.parts import (
     BufferBuild,
-    BufferPruning,
     NoDisplay,
     RunReader,
     errors,

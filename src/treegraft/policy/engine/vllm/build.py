@@ -60,13 +60,21 @@ def build_engine(
         model_path: where model and tokenizer come from.
 
     Raises:
-        SettingError: an address that is none, no Python with vLLM, no place for weights.
+        SettingError: an address that is none, no Python with vLLM, no place for weights, servers
+            that cannot sleep.
     """
     is_external = config.publish.kind == "external"
     if draws_by_vllm(config.engine.vllm):
         # What contradicts it is refused there.
         config = load_config(config, ["engine.vllm.entropies=top_k"])
     settings, draws_here = config.engine.vllm, config.engine.vllm.entropies != "top_k"
+    if settings.sleep and (settings.servers or not torch.cuda.is_available()):
+        why = "engine.vllm.servers are not ours" if settings.servers else "there is no GPU"
+        raise SettingError(
+            f"engine.vllm.sleep: got true, but {why}; expected servers of this run's own that share"
+            " a GPU with the learner. Leave it out.",
+            code="nothing-to-leave",
+        )
     runs = Path(config.run.dir).expanduser().absolute()
     urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
     python = None if urls else find_python(settings)
@@ -182,20 +190,13 @@ def find_python(settings: VllmSettings) -> str:
             f" environment with vLLM. {how}.",
             code="vllm-python-broken",
         ) from error
-    version = done.stdout.strip()
-    if done.returncode or not version:
-        raise SettingError(
-            f"engine.vllm.python: the environment of '{python}' has no vLLM; expected"
-            f" {TESTED} or later. {how}.",
-            code="vllm-missing",
-        )
+    version = "" if done.returncode else done.stdout.strip()
     numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()]
     if numbers < [int(part) for part in TESTED.split(".")]:
         raise SettingError(
-            f"engine.vllm.python: the environment of '{python}' has vLLM {version}; expected"
-            f" {TESTED} or later, which takes token ids and reports the version of weights."
-            f" {how}.",
-            code="vllm-too-old",
+            f"engine.vllm.python: the environment of '{python}' has vLLM {version or '(none)'};"
+            f" expected {TESTED} or later. {how}.",
+            code="vllm-missing",
         )
     return str(python)
 
@@ -312,6 +313,8 @@ def options(config: Config, path: Path) -> list[str]:
         rank = min(one for one in _RANKS if one >= config.model.lora.rank)
         # Two: the former one stays until the new one has been read.
         found += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
+    if settings.sleep:
+        found += ["--enable-sleep-mode"]
     if config.model.trust_remote_code:
         found += ["--trust-remote-code"]
     if not torch.cuda.is_available():
@@ -367,9 +370,8 @@ def gpus_of(settings: VllmSettings, number: int) -> str:
     own, taken = each[number % len(each)], settings.gpus_each
     if settings.gpus and own.count(",") + 1 != taken:
         raise SettingError(
-            f"engine.vllm.gpus: '{own}' are {own.count(',') + 1} GPUs for one server, whose options"
-            f" take {taken}; expected as many. Give each server one, or set"
-            ' engine.vllm.server_args=["--tensor-parallel-size","N"].',
+            f"engine.vllm.gpus: '{own}' is for one server, whose options take {taken} GPUs;"
+            ' expected as many. Set engine.vllm.server_args=["--tensor-parallel-size","N"].',
             code="server-gpus-idle",
         )
     has_share = (
@@ -378,9 +380,9 @@ def gpus_of(settings: VllmSettings, number: int) -> str:
     )
     if own and settings.num_servers > len(each) and not has_share:
         raise SettingError(
-            f"engine.vllm.num_servers: got {settings.num_servers} for {len(each)} GPUs, where each"
-            " server would take nearly all of a GPU's memory; expected one on each. Lower it, or"
-            ' set engine.vllm.server_args=["--gpu-memory-utilization","SHARE"].',
+            f"engine.vllm.num_servers: got {settings.num_servers} for {len(each)} GPUs, each of"
+            " which one server nearly fills; expected one on each. Lower it, or set"
+            ' engine.vllm.server_args=["--gpu-memory-utilization","SHARE"].',
             code="servers-share-gpu",
         )
     return own

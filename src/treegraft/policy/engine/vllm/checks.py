@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,10 @@ from treegraft.policy.engine.vllm.protocol import (
     TESTED,
     check_size,
 )
-from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
+from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable, runs
 
+LEASE_S = 300.0
+"""A server whose run has died without giving it up is free after so many seconds."""
 _MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 _HOW = "start it with the options that docs/serving.md names"
 
@@ -49,10 +52,9 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
     name = f"engine.vllm: {server}"
     if found["plugin"] != PLUGIN_VERSION or found["draws"] != draws_of_sampling():
         raise SettingError(
-            f"{name} has another version of Treegraft's plugin (version {found['plugin']}, draws"
-            f" {found['draws'][:3]}...; expected version {PLUGIN_VERSION}, draws"
-            f" {draws_of_sampling()[:3]}...), so it would draw other tokens. Start it with the"
-            " Treegraft of this run on its PYTHONPATH.",
+            f"{name} has another version of Treegraft's plugin ({found['plugin']}, which draws"
+            f" {found['draws'][:3]}...; expected {PLUGIN_VERSION}, {draws_of_sampling()[:3]}...)."
+            " Start it with the Treegraft of this run on its PYTHONPATH.",
             code="server-plugin-version",
         )
     for field in _MODEL:
@@ -66,9 +68,8 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
     draws = bool(expected["draws_here"])
     if draws and not found["draws_here"]:
         raise SettingError(
-            f"{name} runs without Treegraft's logits processor, so its draws would not follow the"
-            f" keys; expected --logits-processors {DRAW_CLASS}. Restart it with that option, or set"
-            ' engine.vllm.entropies = "top_k".',
+            f"{name} draws without the keys; expected --logits-processors {DRAW_CLASS}. Restart it"
+            ' with that option, or set engine.vllm.entropies = "top_k".',
             code="server-without-draws",
         )
     least = MIN_LOGPROBS if draws else NUM_ASKED
@@ -98,18 +99,35 @@ async def _identity(server: Server) -> dict[str, Any]:
         if not await server.is_healthy():
             raise
         fault = str(error)
-    version = await _version(server)
     raise SettingError(
-        f"engine.vllm: {server} ({version}) does not know Treegraft's plugin ({fault}); expected"
+        f"engine.vllm: {server} does not know Treegraft's plugin ({fault}); expected"
         f" vLLM {TESTED} or later with VLLM_SERVER_DEV_MODE=1, --enable-scale-out,"
         f" --worker-extension-cls {PLUGIN}.Extension and --middleware {COLUMNS}: {_HOW}.",
         code="server-without-plugin",
     )
 
 
-async def _version(server: Server) -> str:
-    try:
-        response = await server.request("GET", "/version", timeout_s=CONTROL_TIMEOUT_S)
-        return f"vLLM {response.json()['version']}"
-    except (Unreachable, EngineError, ValueError, KeyError, TypeError):
-        return "not a vLLM server, by its answers"
+async def claim(server: Server, owner: str, instead_of: str = "") -> None:
+    """Makes `owner` the one run that publishes to a server.
+
+    Args:
+        instead_of: an owner that is known to have ended; "" for none.
+
+    Raises:
+        EngineError: another run holds it; Unreachable: it does not answer.
+    """
+    results = await server.call(
+        *("treegraft_claim", owner, LEASE_S, instead_of), timeout_s=CONTROL_TIMEOUT_S
+    )
+    for held in results:
+        if held["owner"] == owner:
+            continue
+        host, pid, _ = held["owner"].split(":")
+        if not instead_of and host == socket.gethostname() and not runs(int(pid)):
+            return await claim(server, owner, held["owner"])
+        raise EngineError(
+            f"engine.vllm.servers: {server} belongs to another run (host {host}, process {pid});"
+            " expected one that no other run publishes to. End that run (the server is then free"
+            f" after {held['for_s']:.0f} s at most), or use another server.",
+            code="server-of-other-run",
+        )

@@ -5,7 +5,6 @@ and token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 from treegraft.core.interfaces import NoiseKey
 from treegraft.core.types import NO_FILTERS, Filters
 from treegraft.policy.engine.filters import filtered
-from treegraft.policy.engine.sampling import Columns, sample_tokens
+from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.vllm.protocol import DRAW, marked_rows
 
 
@@ -78,14 +77,6 @@ class Draw(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed here
 
         process_dict_updates(self._orders, batch_update, order_of)
 
-    def _drawn(self, logits: Tensor, orders: Sequence[Order]) -> Columns:
-        return sample_tokens(
-            logits,
-            [one.temperature for one in orders],
-            [one.noise_key for one in orders],
-            [one.position for one in orders],
-        )
-
     def apply(self, logits: Tensor) -> Tensor:
         """Returns the logits with the rows of our requests replaced."""
         if not self._orders:
@@ -93,7 +84,10 @@ class Draw(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed here
         rows = sorted(self._orders)
         orders = [self._orders[row] for row in rows]
         own = logits if len(rows) == logits.shape[0] else logits[rows]
-        tokens, logprobs, entropies = self._drawn(own, orders)
+        temperatures, keys, positions = zip(
+            *((one.temperature, one.noise_key, one.position) for one in orders), strict=True
+        )
+        tokens, logprobs, entropies = sample_tokens(own, temperatures, keys, positions)
         for row, order in enumerate(orders):
             if order.filters != NO_FILTERS:
                 path = [*order.prompt, *order.output]

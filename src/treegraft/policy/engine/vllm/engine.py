@@ -150,7 +150,8 @@ class VllmEngine(ServerEngine):
         if not self._draws_here:
             # vLLM's V2 runner draws by seed, position on the path and token: the same token however
             # often the path is cut into requests. The former one begins anew with each request.
-            seed = keyed_int("seed", *request.noise_key) >> 1 if self._is_v2() else asked.seed
+            is_v2 = all(one.identity.get("runner") == 2 for one in self._fleet.members)
+            seed = keyed_int("seed", *request.noise_key) >> 1 if is_v2 else asked.seed
             return {"temperature": asked.temperature, "seed": seed, "logprobs": NUM_ASKED}
         draw: dict[str, Any] = {
             "key": list(request.noise_key),
@@ -176,9 +177,6 @@ class VllmEngine(ServerEngine):
                 " expected both. See docs/serving.md.",
                 code="reply-lacks-tokens",
             ) from error
-
-    def _is_v2(self) -> bool:
-        return all(member.identity.get("runner") == 2 for member in self._fleet.members)
 
     # ------------------------------------------------------------------ weights
 
@@ -231,6 +229,11 @@ class VllmEngine(ServerEngine):
         # Servers report no checksum of an adapter: the canary is the proof.
         fingerprint = "" if is_adapter else source.fingerprint
         return Due(label, folder, fingerprint, is_adapter)
+
+    async def rest(self) -> None:
+        """Has the servers leave their GPUs until the next publish, with engine.vllm.sleep."""
+        if self.settings.vllm.sleep:
+            await self._fleet.rest(1 if self._publishing == "adapter" else 2)
 
     async def canaries(self) -> Mapping[str, Sequence[Completion]]:
         """Returns the completion of each canary prompt by each live server, by its address."""

@@ -19,17 +19,15 @@ from enum import StrEnum
 from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
-from treegraft.policy.engine.vllm.checks import check_identity
+from treegraft.policy.engine.vllm.checks import check_identity, claim
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.loading import CHANGED, Due, Held, give_weights
 from treegraft.policy.engine.vllm.protocol import PLAIN_ROUTE, ROUTE
-from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable, runs
+from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 from treegraft.settings.policy import EngineSettings
 
 _log = logging.getLogger(__name__)
 
-LEASE_S = 300.0
-"""A server whose run has died without giving it up is free after so many seconds."""
 WATCH_S = 5.0
 """Time between two looks at the servers, in seconds."""
 MAX_FAULTS = 8
@@ -71,7 +69,7 @@ class Member:
         self.num_revivals = 0
         self.fault = ""
         """Why it is not live, in words."""
-        self.hangs = False
+        self.hangs = self.sleeps = False
         self.loading = asyncio.Lock()
         self.num_tokens, self.progress_at = -1.0, 0.0
         self.speed: tuple[float, float] | None = None
@@ -225,10 +223,6 @@ class Fleet:
         finally:
             member.rows.release()
 
-    def forget_homes(self) -> None:
-        """Lets every tree find its server anew."""
-        self._homes.clear()
-
     # ------------------------------------------------------------------ life and death
 
     async def open(self) -> None:
@@ -362,7 +356,7 @@ class Fleet:
             # Not asked for its health first: a process that hangs may still say that it is well.
             is_well = not is_first and process.exit_status is None and await server.is_healthy()
             if not is_well or member.hangs:
-                member.held.adapter = ""
+                member.held.adapter, member.sleeps = "", False
                 await asyncio.to_thread(process.stop, for_good=False)
                 process.start()
         while not await server.is_healthy():
@@ -378,7 +372,7 @@ class Fleet:
             await asyncio.sleep(1.0)
         if not self.is_external:
             member.identity = await check_identity(server, self._expected)
-        await self._claim(server)
+            await claim(server, self.owner)
         if process is None:
             # Somebody may have started it anew.
             member.held = Held()
@@ -387,40 +381,23 @@ class Fleet:
             for fault in (await self.load(member)).values():
                 raise fault
 
-    async def _claim(self, server: Server, instead_of: str = "") -> None:
-        if self.is_external:
-            return
-        results = await server.call(
-            *("treegraft_claim", self.owner, LEASE_S, instead_of), timeout_s=CONTROL_TIMEOUT_S
-        )
-        for held in results:
-            if held["owner"] == self.owner:
-                continue
-            host, pid, _ = held["owner"].split(":")
-            if not instead_of and host == socket.gethostname() and not runs(int(pid)):
-                return await self._claim(server, held["owner"])
-            raise EngineError(
-                f"engine.vllm.servers: {server} belongs to another run (host {host}, process"
-                f" {pid}); expected a server that no other run publishes to, since both would"
-                f" sample from each other's weights. End that run (the server is then free after"
-                f" {held['for_s']:.0f} s at most), or use another server.",
-                code="server-of-other-run",
-            )
-
     async def _watch(self) -> None:
         """Finds servers that have died or hang, and renews the claims."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(WATCH_S)
             for member in self.live:
+                if member.sleeps:
+                    # One that dies now is started when the learner has left it room again.
+                    continue
                 process = member.server.process
                 if process is not None and process.exit_status is not None:
                     self.lost(member, f"it ended with status {process.exit_status}")
                     continue
                 try:
                     num_tokens = await member.server.num_tokens()
-                    if process is None:
-                        await self._claim(member.server)
+                    if process is None and not self.is_external:
+                        await claim(member.server, self.owner)
                 except (Unreachable, EngineError, *_UNREADABLE) as error:
                     self.lost(member, str(error))
                     continue
@@ -458,8 +435,26 @@ class Fleet:
     def begin_anew(self, version: int) -> None:
         """Asks servers that somebody else has given new weights."""
         self.due = Due(f"{self.owner}-{version}", None, "")
-        self.forget_homes()
+        self._homes.clear()
         self._take_back()
+
+    async def rest(self, level: int) -> None:
+        """Has servers leave their GPUs until they are given weights; no request may be under way.
+
+        Args:
+            level: 1 keeps the weights in the hosts' memory, 2 keeps none.
+        """
+
+        async def each(member: Member) -> None:
+            try:
+                await member.server.set_version(_LOADING)
+                path = f"/sleep?level={level}&mode=wait"
+                await member.server.request("POST", path, timeout_s=self._wait_s)
+                member.sleeps = True
+            except (Unreachable, EngineError) as fault:
+                _log.warning("%s stays on its GPU while the run learns: %s", member.server, fault)
+
+        await asyncio.gather(*(each(one) for one in self.live if not one.sleeps))
 
     async def publish(self, due: Due, deadline_s: float) -> None:
         """Gives every live server new weights. No request may be under way.
@@ -468,7 +463,7 @@ class Fleet:
             EngineError: no server took them within `deadline_s`.
         """
         self.due = due
-        self.forget_homes()
+        self._homes.clear()
         self._take_back()
 
         for member, fault in (await self.load(*self.live)).items():
@@ -517,14 +512,20 @@ class Fleet:
         server = member.server
         if server.process is None:
             # The claim may have run out while the learner was busy.
-            await self._claim(server)
+            await claim(server, self.owner)
         # Drained first: a running request would get the label of weights that it does not have.
         await server.request("POST", "/pause?mode=wait", timeout_s=self._wait_s)
         await server.set_version(_LOADING)
+        if member.sleeps:
+            await server.request("POST", "/wake_up?tags=weights", timeout_s=self._wait_s)
 
     async def _resume(self, member: Member, due: Due) -> None:
         """Only here do the weights become those that a server answers by: all of them are there."""
         server = member.server
+        if member.sleeps:
+            # Last: the weights on their way take room too. The server itself resumes with this.
+            await server.request("POST", "/wake_up?tags=kv_cache", timeout_s=self._wait_s)
+            member.sleeps = False
         response = await server.request("POST", "/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S)
         if not response.json()["success"]:
             raise Unreachable(f"{server} did not drop the cached keys of its old weights")

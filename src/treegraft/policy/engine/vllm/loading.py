@@ -3,7 +3,6 @@ hold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from treegraft.core.interfaces import WeightSource
@@ -68,17 +67,11 @@ async def give_weights(
 
 
 async def _give_folder(
-    server: Server, folder: WeightsFolder | None, fingerprint: str, timeout_s: float
+    server: Server, folder: WeightsFolder | None, expected: str, timeout_s: float
 ) -> None:
-    if folder is not None:
-        found = await server.call("treegraft_load", str(folder.path), timeout_s=timeout_s)
-        check_sums(server, found, fingerprint)
-
-
-def check_sums(server: Server, found: Sequence[Mapping[str, str]], expected: str) -> None:
-    """Raises Unreachable where one of a server's workers read other weights than expected, ""
-    for any."""
-    for one in found:
+    if folder is None:
+        return
+    for one in await server.call("treegraft_load", str(folder.path), timeout_s=timeout_s):
         if expected and one["fingerprint"] != expected:
             raise Unreachable(
                 f"{server} read weights with checksum {one['fingerprint']}, expected {expected}"

@@ -5,35 +5,36 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from treegraft.cli.buffer import BufferOrRun, Recipe, print_rows
-from treegraft.cli.commands import AsJson, Overrides, say, table
-from treegraft.core.errors import DataError, SettingError
-from treegraft.core.interrupt import Ended
-from treegraft.core.text import plain
-
-if TYPE_CHECKING:
-    from treegraft.core.types import Trace
-    from treegraft.traces.prune_buffer import PruneReport
-
+from treegraft import DataError, SettingError, Trace, TraceBuffer, load_config
+from treegraft.extras.lab.pruning.work import BufferPruning, PruneChoice, PruneReport
+from treegraft.parts import commands, interrupt, judging, plain
 
 PRUNED_BEFORE = {
     "--in": "treegraft buffer prune RECIPE {} OUT",
     "--out": "treegraft buffer prune RECIPE BUFFER {}",
 }
 """Options of 0.7, with what is written in place of each."""
+prune_app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
+@prune_app.command(cls=commands.command_without(PRUNED_BEFORE))
 def prune(
-    recipe: Recipe,
+    recipe: commands.BufferRecipe,
     source: Annotated[Path, typer.Argument(metavar="BUFFER", help="The buffer to prune.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File of the new buffer.")],
-    overrides: Overrides = None,
+    overrides: commands.Overrides = None,
     *,
     model: Annotated[
         str,
@@ -57,7 +58,7 @@ def prune(
         list[str] | None,
         typer.Option(help="Never cut a step with a call of this tool; may be repeated."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: commands.AsJson = False,
 ) -> None:
     """Write a buffer without the steps that did not help the steps after them.
 
@@ -65,10 +66,6 @@ def prune(
     lower. Nothing is sampled, and no tool is called but an environment's. The same command
     continues an interrupted one.
     """
-    from treegraft.runs.display import display_on
-    from treegraft.settings.load import load_config
-    from treegraft.traces.prune_buffer import BufferPruning, PruneChoice
-
     if task_best not in ("1", "all"):
         raise SettingError(
             f"command line: --task-best: got '{task_best}', expected 1 or all.",
@@ -84,18 +81,18 @@ def prune(
         kept_tools=tuple(keep_tool or ()),
     )
     work = BufferPruning(config, choice)
-    with display_on(sys.stderr if as_json else None) as display:
+    with judging.display_on(sys.stderr if as_json else None) as display:
         work.run(display=display)
     if work.packing_problem:
-        say(f"note: one path after another, since {work.packing_problem}", to_stderr=True)
+        commands.say(f"note: one path after another, since {work.packing_problem}", to_stderr=True)
     report = work.report
     if as_json:
         print(json.dumps(_numbers(report) | {"buffer": str(out), "is_stopped": work.is_stopped}))
     else:
-        print_rows(str(out), _rows(report))
+        commands.print_rows(str(out), _rows(report))
     if work.stopped_by is not None:
-        say("stopped; the same command goes on.", to_stderr=True)
-        raise Ended(work.stopped_by)
+        commands.say("stopped; the same command goes on.", to_stderr=True)
+        raise interrupt.Ended(work.stopped_by)
 
 
 def _numbers(report: PruneReport) -> dict[str, Any]:
@@ -134,20 +131,14 @@ def _rows(report: PruneReport) -> dict[str, str]:
 
 
 def show(
-    buffer: BufferOrRun,
+    buffer: commands.BufferOrRun,
     task: Annotated[str | None, typer.Option(help="Only trajectories of this task.")] = None,
     num: Annotated[int, typer.Option("-n", min=1, help="Most trajectories to print.")] = 5,
-    as_json: AsJson = False,
+    as_json: commands.AsJson = False,
 ) -> None:
     """Print stored trajectories, and a pruned buffer's cut steps and weights of steps."""
-    from contextlib import closing
-
-    from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.run_buffer import buffer_file
-    from treegraft.traces.store import TraceFile
-
-    path = buffer_file(buffer)
-    with closing(TraceFile(path, create=False)) as file:
+    path = judging.buffer_file(buffer)
+    with closing(judging.TraceFile(path, create=False)) as file:
         notes = file.prunings()
     with TraceBuffer.open_as_built(path) as opened:
         found = [one for one in opened.trajectories() if task in (None, one[0].task_id)]
@@ -164,12 +155,10 @@ def show(
         else:
             _print_trajectory(traces, note)
     if not as_json and len(found) > num:
-        say(f"{len(found) - num} more; -n shows more, --json all fields.", "dim")
+        commands.say(f"{len(found) - num} more; -n shows more, --json all fields.", "dim")
 
 
 def _as_json(traces: tuple[Trace, ...]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     first, last = traces[0], traces[-1]
     return {
         "source": first.source,
@@ -187,23 +176,24 @@ def _print_trajectory(traces: tuple[Trace, ...], note: Mapping[str, Any]) -> Non
     from rich.console import Console
     from rich.text import Text
 
-    from treegraft.traces.keys import value_text
-    from treegraft.traces.store import content_from_json
-
-    first, kept = traces[0], [value_text(trace.value) for trace in traces]
+    first, kept = traces[0], [judging.value_text(trace.value) for trace in traces]
     title = f"{first.source}, {first.task_id or 'no task'}, {first.trajectory}"
-    say(plain(f"{title}, reward {traces[-1].reward:g}"), "bold")
+    commands.say(plain(f"{title}, reward {traces[-1].reward:g}"), "bold")
     if note and note["state"] != "pruned":
-        say(f"as it was: a trajectory {note['state']}", "dim")
-    shown = table("D, nats", "", "step", num_left=3)
+        commands.say(f"as it was: a trajectory {note['state']}", "dim")
+    shown = commands.table("D, nats", "", "step", num_left=3)
     shown.columns[-1].overflow = "fold"
     left = iter(kept)
     # The cut steps stand where they stood.
     for step in note.get("steps") or [{"gain": None, "is_cut": False}] * len(kept):
         gain = "" if step["gain"] is None else f"{step['gain']:+.1f}"
-        text = value_text(content_from_json(step["value"])) if step["is_cut"] else next(left)
+        text = (
+            judging.value_text(judging.content_from_json(step["value"]))
+            if step["is_cut"]
+            else next(left)
+        )
         why = "cut, a circle" if step["gain"] is None else "cut"
         mark = Text(why if step["is_cut"] else "", "dim")
         shown.add_row(Text(gain), mark, Text(plain(text), "dim" if step["is_cut"] else ""))
-    say(plain(first.key), "italic")
+    commands.say(plain(first.key), "italic")
     Console().print(shown)

@@ -20,15 +20,8 @@ from tests.tiny import tiny, write_recipe
 from treegraft.cli import main as cli
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall, Tree
-from treegraft.policy.learn.likelihood import Likelihood
-from treegraft.settings.load import load_config
-from treegraft.settings.policy import LearnSettings
-from treegraft.settings.tasks import SearchWorldSettings
-from treegraft.tasks.search_world import SearchWorld
-from treegraft.traces import prune_buffer
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.keys import OTHER_TASKS, split_steps
-from treegraft.traces.prune import (
+from treegraft.extras.lab.pruning import work as prune_buffer
+from treegraft.extras.lab.pruning.steps import (
     Trajectory,
     Weighed,
     circling,
@@ -36,6 +29,13 @@ from treegraft.traces.prune import (
     deletions_tree,
     gains_of,
 )
+from treegraft.policy.learn.likelihood import Likelihood
+from treegraft.settings.load import load_config
+from treegraft.settings.policy import LearnSettings
+from treegraft.settings.tasks import SearchWorldSettings
+from treegraft.tasks.search_world import SearchWorld
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import OTHER_TASKS, split_steps
 from treegraft.traces.store import TraceFile
 from treegraft.train import sft
 from treegraft.view.buffer import BufferView

