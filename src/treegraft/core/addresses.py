@@ -1,5 +1,5 @@
-"""Addresses in settings: secrets stay in environment variables, whose names stand in a recipe as
-${NAME}, so that no run folder, checkpoint, tracker or message holds one."""
+"""Addresses in settings. A recipe names secrets as ${NAME} and environment variables hold them, so
+that no run folder, checkpoint, tracker or message has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, read with limits, and the system's reasons against either."""
+"""Files: written whole or not at all, read with limits, and reasons why the system refuses."""
 
 from __future__ import annotations
 

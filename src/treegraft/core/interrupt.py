@@ -1,5 +1,5 @@
-"""Interrupts: signals that ask for an end, stops requested by code, and waits that report their
-owner."""
+"""Interrupts: signals and code that ask a run to stop, and waits that report what they wait
+for."""
 
 from __future__ import annotations
 

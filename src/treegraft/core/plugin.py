@@ -54,7 +54,7 @@ def _unmade(explore: Any, facts: ExplorerFacts) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerFacts:
-    """Facts, beside its settings, that an explorer is made with."""
+    """Facts that an explorer gets beside its settings."""
 
     vocab_size: int
     """The tokenizer's."""

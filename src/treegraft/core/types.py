@@ -348,8 +348,8 @@ class GraftCause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCause:
-    """A step of a stored trajectory of the same task: history for the rollouts that begin below
-    it, in no loss, length or entropy."""
+    """A step of a stored trajectory of the same task. It is the history of the rollouts that begin
+    below it, and counts in no loss, length or entropy."""
 
     source: str
     """The agent that wrote it."""
@@ -371,8 +371,8 @@ class RestartCause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryCause:
-    """The first step of a rollout that begins with the thought of a finished step and the opening
-    of a tool call or an answer, as forced tokens; the policy samples the rest."""
+    """The first step of a rollout that a `Retry` opened. It begins with forced tokens, a thought
+    and the opening of a tool call or an answer; the policy samples the rest."""
 
     rule: str
     """The rule's name."""
@@ -589,8 +589,8 @@ class Expand:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Opens siblings of a finished step that keep its thought and begin a tool call or an answer,
-    or begin with other tokens, in a tree whose leaves have all ended."""
+    """Opens siblings of a finished step, in a tree whose leaves have all ended. They keep its
+    thought and begin a tool call or an answer, or they begin with other tokens."""
 
     step_id: str
     """A step that the agent sampled, below the prompt or a tool's result."""

@@ -33,8 +33,8 @@ def rewards_vary(tree: Tree, *, penalty: float = 0.0) -> bool:
 
 
 class Independent:
-    """Opens all leaves at the root, never branches and never retrieves; the other explorers
-    override the decisions that they make otherwise.
+    """Opens all leaves at the root, never branches and never retrieves. The other explorers
+    derive from it and override its decisions.
 
     Source: the group sampling of GRPO (Shao et al., arXiv 2402.03300, sec. 4.1). In two stages it
     is our own departure: the first n leaves are scored, and the others follow only where these

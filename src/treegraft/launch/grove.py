@@ -54,7 +54,7 @@ def grove(
     retriever: Retriever | None = None,
     **objects: Unpack[Objects],
 ) -> Grove:
-    """Returns what grows trees by a recipe, for `with` or `async with`.
+    """Returns a `Grove`, which grows trees by a recipe, for `with` or `async with`.
 
         with grove("demo") as my_grove:
             for number in range(1, 11):

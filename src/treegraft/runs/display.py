@@ -415,7 +415,7 @@ class RichDisplay(_Lines):
 
 
 class NoDisplay:
-    """Shows nothing; base of displays that want a few events only."""
+    """Shows nothing. Displays that want a few events derive from it."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Returns a method that does nothing; every method of a display returns nothing."""

@@ -1,4 +1,4 @@
-"""Every metric key with its meaning and unit; the docs are made from this table.
+"""Every metric key with its meaning and unit. The docs are made from this table.
 
 A key is "group/name". Units: `num_` counts, `_frac` 0..1, `_s` seconds; others name their own.
 {name} depends on the recipe: a reward function, a tool, a category, a number. `time/*` is not

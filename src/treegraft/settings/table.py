@@ -44,7 +44,7 @@ def with_value(settings: _Settings, name: str, value: Any) -> _Settings:
 
 
 class Contradiction(NamedTuple):
-    """One fault of settings that are each right by type and range."""
+    """Settings that contradict each other, though each is right by type and range."""
 
     settings: tuple[str, ...]
     """Dotted names of those it is about."""
@@ -83,7 +83,7 @@ def when(other: str, *values: str) -> Condition:
 
 
 def has(other: str, name: str, *, or_own: bool = False) -> Condition:
-    """Returns the condition that a list holds a name or, with `or_own`, any import path."""
+    """Returns the condition that a list has a name in it or, with `or_own`, an import path."""
     return Condition(
         other,
         lambda names: name in names or (or_own and any(":" in own for own in names)),

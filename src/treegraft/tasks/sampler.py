@@ -70,7 +70,7 @@ def draw_tasks(
 
 class Epochs:
     """Deals every task once an epoch, each epoch in an order of its own. It needs no state; other
-    samplers override what they do otherwise."""
+    samplers override its methods."""
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         self._tasks, self._seed = tasks, seed

@@ -263,8 +263,8 @@ def _pages() -> dict[str, bytes]:
 
 
 def standalone_page(title: str, script: str, data: Any) -> str:
-    """Returns a page of one file that needs neither a server nor the network: the viewer's styles,
-    a script that may import the viewer's modules, and data as JSON, in the element "data"."""
+    """Returns a page of one file that needs neither a server nor the network. It has the viewer's
+    styles, a script that may import its modules, and data as JSON in the element "data"."""
     files = {name: body.decode() for name, (body, _) in static_files().items()}
     modules = {name: text for name, text in files.items() if re.fullmatch(r"[a-z]+\.js", name)}
     joined, style = (

@@ -1,4 +1,4 @@
-"""An engine over a server of tokens, whoever runs it and moves its weights."""
+"""An engine over a server of tokens that somebody else runs and gives its weights."""
 
 from __future__ import annotations
 

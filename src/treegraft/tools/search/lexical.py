@@ -87,8 +87,8 @@ class LexicalIndex:
 
 
 def best_texts(texts: Iterable[str], query: str, num: int) -> list[int]:
-    """Returns the numbers of the texts that match a query best, best first, `num` at most; only
-    those that share a word with it."""
+    """Returns the positions of at most `num` texts that match a query, best first. A text matches
+    if it shares a word with the query."""
     bm25 = _index(texts)
     return [] if bm25 is None else _best(_scores(bm25, query), num)[0].tolist()
 
