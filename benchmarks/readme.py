@@ -1,4 +1,4 @@
-"""The table of README's results, from the recorded lines of two studies.
+"""The table of README's results, from the recorded lines of three studies.
 
 python -m benchmarks.readme
 """
@@ -12,73 +12,90 @@ from typing import NamedTuple
 
 from treegraft.extras.lab.study.file import read_study
 from treegraft.extras.lab.study.plan import make_plan
-from treegraft.extras.lab.study.results import known_runs
+from treegraft.extras.lab.study.results import CALLS, known_runs
+from treegraft.extras.lab.study.statistics import accuracy_at
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
-CALLS = "rollout/num_tool_calls"
-WORLDS = {"stops early": ("decisive.toml", "imperfect"), "unsure": ("arpo-fair.toml", "unsure")}
-"""Heading -> study and world."""
+BUDGET = 4000
 
 
-class End(NamedTuple):
-    """What an arm has after the last update: means over pairs."""
+class World(NamedTuple):
+    """A column: a world of a study."""
 
-    accuracy: float
-    calls: float
-    experts: float
-    """Tool calls that the expert's trajectories took."""
+    study: str
+    name: str
+    budget: float | None = BUDGET
+    """Executed calls at which arms are read; None for the end."""
+
+
+WORLDS = {
+    "a thought decides": World("thoughts-tuned.toml", "done"),
+    "unsure": World("arpo-fair.toml", "unsure"),
+    "a flawed expert": World("decisive.toml", "imperfect", None),
+}
 
 
 class Row(NamedTuple):
-    """One method, and the name of its arm in the studies."""
+    """One method, and the names of its arm in the studies."""
 
     title: str
-    arm: str
+    arms: tuple[str, ...]
 
 
 ROWS = (
-    Row("GRPO", "GRPO"),
-    Row("[ARPO](docs/arpo.md)", "ARPO"),
-    Row("Tree-GRPO", "Tree-GRPO"),
-    Row("[RAPO](docs/rapo.md)", "RAPO"),
-    Row("imitation of the expert as it is", "SFT, raw"),
-    Row("imitation of the [pruned](docs/buffer.md#pruning) expert", "SFT, pruned"),
-    Row("[commit branching](docs/methods.md#commit-branching), ours", "commit"),
+    Row("GRPO", ("GRPO",)),
+    Row("[ARPO](docs/arpo.md)", ("ARPO",)),
+    Row("Tree-GRPO", ("Tree-GRPO",)),
+    Row("[RAPO](docs/rapo.md)", ("RAPO",)),
+    Row("imitation of the expert as it is", ("SFT, raw",)),
+    Row("imitation of the [pruned](docs/buffer.md#pruning) expert", ("SFT, pruned",)),
+    Row("own lessons and a bonus for calls", ("own lessons, call bonus",)),
+    Row(
+        "[commit branching](docs/methods.md#commit-branching), ours",
+        ("commit, begun anew", "commit"),
+    ),
 )
 
 
-def measured(study: str, world: str) -> dict[str, End]:
-    """Returns where each arm ends, by its name."""
-    path = STUDIES / study
-    arms = [row.arm for row in ROWS if row.arm in read_study(path).arms]
-    plan = make_plan(path, only=[world, *arms])
+def measured(world: World) -> dict[str, str]:
+    """Returns the cell of each arm: its mean accuracy at the budget, or at its end with its mean
+    calls if a run ended before."""
+    path = STUDIES / world.study
+    arms = [arm for row in ROWS for arm in row.arms if arm in read_study(path).arms]
+    plan = make_plan(path, only=[world.name, *arms])
     results = STUDIES / (plan.study.results or f"{path.stem}.jsonl")
     lines = known_runs(results, plan.runs)[0]
     found = {}
     for arm in arms:
-        own = [line for (_, one, _), line in lines.items() if one == arm]
-        if own:
-            found[arm] = End(
-                statistics.fmean(line["curve"][-1]["accuracy"] for line in own),
-                statistics.fmean(line["curve"][-1][CALLS] for line in own),
-                statistics.fmean((line.get("buffer") or {}).get("calls", 0) for line in own),
+        curves = [line["curve"] for (_, one, _), line in lines.items() if one == arm]
+        if not curves:
+            continue
+        end = statistics.fmean(curve[-1]["accuracy"] for curve in curves)
+        found[arm] = f"{end:.2f}"
+        if world.budget is None:
+            continue
+        at = [
+            accuracy_at(
+                [one[CALLS] for one in curve], [one["accuracy"] for one in curve], world.budget
             )
+            for curve in curves
+        ]
+        if None in at:
+            calls = statistics.fmean(curve[-1][CALLS] for curve in curves)
+            found[arm] += f" at {calls:,.0f}"
+        else:
+            found[arm] = f"{statistics.fmean(one for one in at if one is not None):.2f}"
     return found
 
 
 def table() -> Iterator[str]:
     """Yields the lines of the table."""
-    worlds = [measured(*place) for place in WORLDS.values()]
-    heads = [cell for name in WORLDS for cell in (name, "its calls")]
-    yield f"| method | {' | '.join(heads)} | expert's calls |"
-    yield "|---" * (2 + len(heads)) + "|"
+    worlds = [measured(world) for world in WORLDS.values()]
+    yield f"| method | {' | '.join(WORLDS)} |"
+    yield "|---" * (1 + len(WORLDS)) + "|"
     for row in ROWS:
-        cells, experts = [row.title], 0.0
-        for world in worlds:
-            end = world.get(row.arm)
-            cells += [f"{end.accuracy:.2f}", f"{end.calls:,.0f}"] if end else ["", ""]
-            experts = max(experts, end.experts if end else 0)
-        yield f"| {' | '.join(cells)} | {experts:,.0f} |"
+        cells = [next((one[arm] for arm in row.arms if arm in one), "") for one in worlds]
+        yield f"| {row.title} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
