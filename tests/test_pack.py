@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -64,6 +65,15 @@ def test_a_shared_token_contributes_once_for_each_trajectory() -> None:
     ]  # at temperature 0 scores are those of 1
     values = batch.per_trajectory(torch.tensor([10.0, 20.0, 30.0, 40.0]))
     assert [part.tolist() for part in values] == [[10.0, 20.0, 30.0], [10.0, 20.0, 40.0]]
+
+
+def test_the_gap_to_the_engine_is_a_distance_of_the_version_that_sampled() -> None:
+    tree = build_tree(Part.of("p", Part.of("s", Part("s"), Part("s"))))
+    later = (*tree.steps[:-1], replace(tree.steps[-1], policy_version=5))
+    batch = pack_trees([replace(tree, steps=later)])
+    moved = batch.sampling_logprobs + torch.tensor([0.25, -0.5, 0.75])
+    for version, gaps in ((None, [0.25, 0.5, 0.75]), (5, [0.75])):
+        assert batch.engine_gaps(moved, version).tolist() == pytest.approx(gaps, abs=1e-6)
 
 
 def test_a_window_counts_positions_and_not_places_in_the_pack() -> None:
