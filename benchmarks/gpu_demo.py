@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         code = 1
     folder = asked.out / "demo"
     metrics = _metrics(folder)
-    last = int(metrics[-1]["update"]) if metrics else 0
-    note = {"piece_s": round(time.monotonic() - begun, 1), "updates": last, "note": said}
+    done = int(metrics[-1]["update"]) if metrics else 0
+    note = {"piece_s": round(time.monotonic() - begun, 1), "updates": done, "note": said}
     with rows.open("a", encoding="utf-8") as file:
         file.write(json.dumps(note) + "\n")
     text = curve(metrics)
