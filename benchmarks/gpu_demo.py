@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = Path(__file__).with_suffix(".toml")
-GRACE_S = 60.0
-"""Time of a piece that is kept for saving."""
+GRACE_FRAC = 0.1
+"""Share of a piece that is kept for saving."""
 _BARS = " ▁▂▃▄▅▆▇█"
 SHOWN = (
     "reward/mean",
@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         code = 1
     folder = asked.out / "demo"
     metrics = _metrics(folder)
-    note = {"piece_s": round(time.monotonic() - begun, 1), "updates": len(metrics), "note": said}
+    done = int(metrics[-1]["update"]) if metrics else 0
+    note = {"piece_s": round(time.monotonic() - begun, 1), "updates": done, "note": said}
     with rows.open("a", encoding="utf-8") as file:
         file.write(json.dumps(note) + "\n")
     text = curve(metrics)
@@ -93,15 +94,17 @@ def _piece(asked: argparse.Namespace, begun: float) -> str:
     def took(update: int, metrics: Mapping[str, float]) -> bool:
         """Writes the update's row; False ends the piece."""
         now = time.monotonic()
-        last = now - updates[-1]
+        # Before update 0 come the model and the warm-up, which are not repeated.
+        last = now - updates[-1] if update else 0.0
         updates.append(now)
-        found = {key: metrics[key] for key in SHOWN if key in metrics}
-        found |= {f"time/{one}_s": metrics[f"time/{one}_s"] for one in PHASES}
+        keys = (*SHOWN, *(f"time/{one}_s" for one in PHASES))
+        found = {key: metrics[key] for key in keys if key in metrics}
         with rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"update": update} | found) + "\n")
-        return now + last + min(GRACE_S, 6 * asked.minutes) < until
+        return bool(now + last + GRACE_FRAC * 60 * asked.minutes < until)
 
-    # For an update that takes longer than the one before.
+    # For an update that takes longer than the one before. Before the run listens, nothing is lost.
+    signal.signal(signal.SIGUSR1, _interrupt)
     alarm = threading.Timer(until - time.monotonic(), os.kill, (os.getpid(), signal.SIGUSR1))
     alarm.daemon = True
     alarm.start()
@@ -121,6 +124,10 @@ def _piece(asked: argparse.Namespace, begun: float) -> str:
         return "begun"
     finally:
         alarm.cancel()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _changed(folder: Path, changes: Sequence[str]) -> Any:

@@ -44,7 +44,7 @@ def test_whatever_a_work_does_the_next_one_has_its_turn(tmp_path: Path) -> None:
     """One raises, one does not fit, one hangs, one is killed, one spoils the card: each is one row
     that says so, and each of the last three ends its process alone."""
     said: list[str] = []
-    code = gpu.supervise("tests.faulty_part", 1, tmp_path, "cpu", 120.0, said.append)
+    code = gpu.supervise("tests.faulty_part", 1, tmp_path, "cpu", 300.0, said.append)
     rows = [json.loads(line) for line in (tmp_path / "part-1.jsonl").open()]
     found = [(row["what"], row["value"], row["note"]) for row in rows]
     assert code == 1
@@ -70,10 +70,10 @@ def test_no_work_begins_when_the_time_is_over(tmp_path: Path) -> None:
 
 
 WITHOUT = """
-import sys
+import sys, time
 sys.modules["pydantic"] = None
 from benchmarks.card import child
-code = child.main("benchmarks.card.whole", "4", sys.argv[1], "cpu", "0", "100", "100")
+code = child.main("benchmarks.card.whole", "4", sys.argv[1], "cpu", "0", str(time.time()), "300")
 assert "treegraft.settings.config" not in sys.modules
 sys.exit(code)
 """

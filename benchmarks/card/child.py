@@ -1,6 +1,6 @@
 """The process in which the works of a part run, one after the other.
 
-python -m benchmarks.card.child MODULE PART OUT DEVICE FIRST SECONDS OF
+python -m benchmarks.card.child MODULE PART OUT DEVICE FIRST BEGUN SECONDS
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import json
 import platform
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.card import bare
@@ -19,9 +20,15 @@ LEAST_S = 5.0
 """With less time left no work is begun."""
 
 
-def main(module: str, part: str, out: str, device: str, first: str, left: str, of: str) -> int:
+def main(
+    module: str, part: str, out: str, device: str, first: str, begun: str, limit_s: str
+) -> int:
     """Runs the works from number `first` on; returns `gpu.SPOILED` where one has spoiled the card
-    for this process."""
+    for this process.
+
+    Args:
+        begun: when the part began, by `time.time`.
+    """
     has_pydantic = bare.import_settings()
 
     import torch
@@ -36,10 +43,10 @@ def main(module: str, part: str, out: str, device: str, first: str, left: str, o
     stem = Path(out) / f"part-{part}"
     bench = Bench(
         part=int(part),
-        limit_s=float(of),
+        limit_s=float(limit_s),
         file=stem.with_suffix(".jsonl"),
         is_tiny=device == "cpu",
-        spent_s=float(of) - float(left),
+        spent_s=time.time() - float(begun),
     )
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     head = {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}

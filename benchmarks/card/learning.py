@@ -68,12 +68,7 @@ def _tiles(bench: Bench) -> None:
         output = flex(*inputs, block_mask=mask, enable_gqa=True, kernel_options=options)
         torch.autograd.grad(output, inputs, output)
 
-    small = {
-        "bwd_BLOCK_M1": 16,
-        "bwd_BLOCK_N1": 128,
-        "bwd_BLOCK_M2": 128,
-        "bwd_BLOCK_N2": 16,
-    }
+    small = WIDE | {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N2": 16}
     tiles = {"torch's own": None, "those of policy/learn/flex.py": WIDE, "16 x 128": small}
     for name, options in tiles.items():
         what = f"attention of 7B, 16k, forward and backward, tiles: {name}"

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from treegraft.policy.learn.learner import Learner
 from treegraft.settings.policy import EngineSettings, LearnSettings, LossSettings, NativeSettings
 
 NAME = "qwen2.5-1.5b"
+LATE_S = 195.0
+"""After so many seconds of a run its servers' logs are copied: its work ends after 210."""
 RECIPE = Path(__file__).parents[2] / "recipes/demo.toml"
 
 
@@ -131,9 +134,14 @@ def _served(bench: Bench, name: str, more: Mapping[str, Any]) -> None:
     with tempfile.TemporaryDirectory(dir=bench.file.parent) as folder:
         config = load_config(RECIPE, served_settings(bench, folder, python, more))
         begun = time.perf_counter()
+        # Where this process is ended, nothing of the servers' folder is left.
+        late = threading.Timer(LATE_S, _keep_logs, (Path(folder), bench.file.parent))
+        late.daemon = True
+        late.start()
         try:
             run = train(config, display=False)
         finally:
+            late.cancel()
             _keep_logs(Path(folder), bench.file.parent)
         seconds = time.perf_counter() - begun
         updates = [

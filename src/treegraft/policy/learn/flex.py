@@ -37,8 +37,9 @@ _PAIRS = 1 << 22
 """Pairs of stretches that are compared at once."""
 
 WIDE = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32}
-"""Tiles of the backward program for heads of 128 in 16 bits. By torch's own (64 x 128) it spills
-1,528 bytes a thread (docs/gpu.md). Not timed on a card: `make gpu PART=2` does."""
+WIDE |= {"bwd_num_warps": 8}
+"""Tiles of the backward program for heads of 128 in 16 bits, from H100 on. By torch's own (64 x
+128) it spills 1,528 bytes a thread (docs/gpu.md). Not timed on a card: `make gpu PART=2` does."""
 
 Flex = Callable[..., Tensor]
 PROOF_TOKENS = 4097
@@ -159,9 +160,15 @@ def flex_attend(
         block_mask=mask,
         scale=options.scaling,
         enable_gqa=True,
-        kernel_options=WIDE if query.shape[-1] == 128 and query.dtype.itemsize == 2 else None,
+        kernel_options=_tiles(query),
     )
     return output[0]
+
+
+def _tiles(query: Tensor) -> dict[str, int] | None:
+    """Tiles in place of torch's own, which are otherwise right."""
+    is_wide = query.is_cuda and query.shape[-1] == 128 and query.dtype.itemsize == 2
+    return WIDE if is_wide and torch.cuda.get_device_capability()[0] >= 9 else None
 
 
 # One function for each cap: to the compiler another function is another program.

@@ -374,10 +374,7 @@ def gpus_of(settings: VllmSettings, number: int) -> str:
             ' expected as many. Set engine.vllm.server_args=["--tensor-parallel-size","N"].',
             code="server-gpus-idle",
         )
-    has_share = (
-        "--gpu-memory-utilization" in " ".join(settings.server_args)
-        or settings.cache_gb is not None
-    )
+    has_share = settings.cache_gb or "--gpu-memory-utilization" in " ".join(settings.server_args)
     if own and settings.num_servers > len(each) and not has_share:
         raise SettingError(
             f"engine.vllm.num_servers: got {settings.num_servers} for {len(each)} GPUs, each of"
