@@ -410,7 +410,7 @@ def _mean(row: Row) -> float:
 def _objects(others: dict[str, Any]) -> Any:
     """Takes what a user's script gives in place of settings, by the names of `grove`."""
     found = {OBJECTS[name]: others.pop(name, None) for name in OBJECTS}
-    if hasattr(data := found["tasks"], "__getitem__") and not isinstance(data, str):
+    if hasattr(data := found["tasks"], "__getitem__") and not isinstance(data, str | Mapping):
         # Nothing is held out of it, since nothing is evaluated here.
         found["tasks"] = {"train": data, "eval": data}
     return found
