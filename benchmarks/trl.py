@@ -120,7 +120,7 @@ def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "
     """Seconds and tokens of an update, in turns; medians, and the range of ratios."""
     torch.set_num_threads(1)
     base = warmed_up(folder, "base", *SMALL, *BRIEF)
-    config = config_of(method, base, *SMALL, "run.num_updates=1000", "loss.graft_coef=0.0")
+    config = config_of(method, base, *SMALL, "run.num_updates=1000")
     alone_tokens, tree_tokens, our_tokens = (list[tuple[int, int]]() for _ in range(3))
     turns = Turns(), Turns()
     own = {**QUIET, "output_dir": str(folder / "out")}

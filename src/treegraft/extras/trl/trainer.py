@@ -94,13 +94,10 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         Raises:
             SettingError: what the recipe says already, or what cannot mean anything beside trees.
         """
-        self._objects = {OBJECTS[name]: others.pop(name, None) for name in OBJECTS}
-        if hasattr(data := self._objects["tasks"], "__getitem__") and not isinstance(data, str):
-            # Nothing is held out of it, since nothing is evaluated here.
-            self._objects["tasks"] = {"train": data, "eval": data}
+        self._objects = _objects(others)
         _refuse_others(others)
-        has_tasks = self._objects["tasks"] is not None
-        self.recipe = config = _read_recipe(recipe, model, has_tasks=has_tasks)
+        self.recipe = config = with_model(_recipe(recipe, self._objects), model)
+        check_recipe(config)
         args = grpo_config(config) if args is None else args
         check_arguments(config, args)
         if model is None or isinstance(model, str):
@@ -410,20 +407,26 @@ def _mean(row: Row) -> float:
     return sum(own) / len(own)
 
 
-def _read_recipe(
-    recipe: Config | Mapping[str, Any] | str | Path, model: Any, *, has_tasks: bool
-) -> Config:
-    """The recipe with the model, checked; `has_tasks` says whether the caller brings tasks."""
+def _objects(others: dict[str, Any]) -> Any:
+    """Takes what a user's script gives in place of settings, by the names of `grove`."""
+    found = {OBJECTS[name]: others.pop(name, None) for name in OBJECTS}
+    if hasattr(data := found["tasks"], "__getitem__") and not isinstance(data, str | Mapping):
+        # Nothing is held out of it, since nothing is evaluated here.
+        found["tasks"] = {"train": data, "eval": data}
+    return found
+
+
+def _recipe(recipe: Any, objects: Mapping[str, Any]) -> Config:
+    """Reads the recipe."""
     if isinstance(recipe, GRPOConfig):
         raise SettingError(
             "recipe: got TRL's arguments, expected a recipe: its path, tables or a Config. Pass"
             " args=grpo_config(recipe, ...) beside it.",
             code="trl-recipe-missing",
         )
-    config = with_model(load_config(recipe), model)
-    check_recipe(config)
+    config = load_config(recipe)
     # The settings' default is a toy.
-    if not has_tasks and "kind" not in config.tasks.model_fields_set:
+    if objects["tasks"] is None and "kind" not in config.tasks.model_fields_set:
         raise SettingError(
             "train_dataset: got none, and the recipe has no tasks.kind. Pass one, or name the"
             " recipe's tasks.",
