@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import exact_match
 from treegraft.train import train
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def said(folder: Path, *words: str) -> str:
@@ -93,3 +97,22 @@ def test_references_are_right() -> None:
         assert exact_match(calculate(task.columns["expression"]), task.reference) == 1.0
     assert not {task.question for task in learned} & {task.question for task in held_out}
     assert {"+", "-", "Ann"} < set(source.vocabulary())
+
+
+@pytest.mark.usefixtures("project")
+def test_the_rows_hold_all_words_of_the_demonstrations() -> None:
+    """The tiny model knows the words of the rows alone, and would read others as <unk>."""
+    rows, traces = (
+        [json.loads(line) for line in Path("data", name).read_text().splitlines()]
+        for name in ("train.jsonl", "traces.jsonl")
+    )
+    known = {word for row in rows for value in row.values() for word in str(value).split()}
+    steps = [step for trace in traces for step in trace["steps"]]
+    texts = [step["answer"] for step in steps if "answer" in step]
+    texts += [call["body"] for step in steps for call in step.get("calls", ())]
+    assert {word for text in texts for word in text.split()} <= known
+
+
+def test_the_page_of_a_project_names_what_the_wheel_does_not_bring() -> None:
+    page = (ROOT / "examples" / "project" / "README.md").read_text(encoding="utf-8")
+    assert not re.search(r"(?m)^pytest", page) and "pip install pytest && pytest" in page
