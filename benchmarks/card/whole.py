@@ -38,7 +38,13 @@ def works(bench: Bench) -> list[Work]:
     return [
         Work("1.5B, native engine", _update, 100.0),
         *(
-            Work(f"1.5B, {name}", functools.partial(_served, name=name, more=more), 100.0, 110.0)
+            Work(
+                f"1.5B, {name}",
+                functools.partial(_served, name=name, more=more),
+                # A server starts slowly on a CPU that others use too.
+                bench.pick(100.0, 500.0),
+                110.0,
+            )
             for name, more in SERVED.items()
         ),
     ]
@@ -178,7 +184,7 @@ def served_settings(
         "explore.explorers": ["entropy"],
         "rollout.max_completion_tokens": bench.pick(1024, 60),
         "engine.kind": "vllm",
-        "engine.vllm.start_timeout_s": 300,
+        "engine.vllm.start_timeout_s": bench.pick(180, 500),
         "eval.every": 0,
         "eval.at_start": False,
         "eval.at_end": False,
