@@ -183,6 +183,8 @@ def served_settings(
         "run.tasks_per_update": bench.pick(16, 2),
         "explore.explorers": ["entropy"],
         "rollout.max_completion_tokens": bench.pick(1024, 60),
+        # Random weights earn the same everywhere: without it no group would be learned from.
+        "loss.entropy_coef": 1e-4,
         "engine.kind": "vllm",
         "engine.vllm.start_timeout_s": bench.pick(180, 500),
         "eval.every": 0,
