@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.card.bench import Bench, Work, first_line
+from benchmarks.card.bench import Bench, Work, check, first_line
 from benchmarks.card.trees import Workload
 from benchmarks.speed.plans import arpo_tree, grow_plan
 from treegraft.core.interfaces import Request
@@ -157,14 +157,14 @@ def _served(bench: Bench, name: str, more: Mapping[str, Any]) -> None:
     for key in ("rollout", "learn", "publish", "update"):
         bench.add(f"{what}: {key}", last[f"time/{key}_s"], "s")
     bench.add(f"{what}: start, two updates and end", seconds, "s")
+    gap, limit = (last.get(f"learn/engine_gap{end}", float("nan")) for end in ("", "_limit"))
+    check(bench, f"{what}: learn/engine_gap", gap, limit, "nats")
     for key, unit in NUMBERS.items():
         bench.add(f"{what}: {key}", last.get(key), unit)
 
 
 NUMBERS = {
     "time/publish_bytes": "bytes",
-    "learn/engine_gap": "nats",
-    "learn/engine_gap_limit": "nats",
     "learn/canary_gap": "nats",
     "time/engine_restarts": "times",
     "rollout/num_sampled_tokens": "tokens",
