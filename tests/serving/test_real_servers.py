@@ -351,7 +351,8 @@ def test_the_whole_part_of_the_gpu_benchmark(
     """`make gpu PART=4 DEVICE=cpu`: an update with a server, weights by files and by memory."""
     if PYTHON is not None:
         monkeypatch.setenv("TREEGRAFT_VLLM_PYTHON", PYTHON)
-    assert gpu.main(["4", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    arguments = ["4", "--device", "cpu", "--out", str(tmp_path), "--limit", "1500"]
+    assert gpu.main(arguments) == 0
     rows = [json.loads(line) for line in (tmp_path / "part-4.jsonl").open()]
     found = {row["what"]: row["value"] for row in rows}
     for name in whole.SERVED:
