@@ -93,9 +93,9 @@ TORCH = (
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
 """Exceptions from the above: what must answer without torch."""
 
-MOST_CORE_LINES = 35_000
+MOST_CORE_LINES = 34_500
 """Lines of code outside `extras`."""
-MOST_LINES_BELOW_TRAIN = 41_000
+MOST_LINES_BELOW_TRAIN = 40_200
 """Lines of `train.py` and all that it imports, directly or not."""
 LONGEST_CHAIN = 18
 """Files of the core that import one another in a row."""

@@ -180,8 +180,7 @@ def test_the_slow_engine_is_drained() -> None:
     """100, 100 and 20 tokens in 10 s of requests: a fifth of the median of the others."""
 
     async def watch() -> tuple[list[State], list[int]]:
-        config = Config()
-        keeper = Keeper(config, ClusterEngine(config, max_context=None))
+        keeper = Keeper(Config())
         keeper.engines = [_member(number) for number in range(3)]
         for look in range(1, SLOW_LOOKS + 1):
             for member, tokens in zip(keeper.engines, (100, 100, 20), strict=True):
@@ -240,14 +239,13 @@ def test_each_publish_reaches_an_engine_however_long_it_takes(
     handle = Taking()
 
     async def publish() -> tuple[State, int, int]:
-        config = Config()
-        keeper = Keeper(config, ClusterEngine(config, max_context=None))
+        keeper = Keeper(Config())
         member = _member(0, handle)
         member.opened = {"fingerprint": "at the beginning"}
         keeper.engines = [member]
         for fingerprint in ("first", "second"):
             await asyncio.gather(keeper.publish(Weighing(fingerprint), 0), keeper._attend(member))
-        return member.state, keeper.engine.edition, keeper.engine.policy_version
+        return member.state, keeper.edition, keeper.policy_version
 
     assert asyncio.run(publish()) == (State.LIVE, 2, 0)
     assert handle.taken == [(1, 0, "first"), (2, 0, "second")] and killed == []

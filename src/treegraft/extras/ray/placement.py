@@ -16,7 +16,7 @@ from treegraft.extras.ray.actors import Place, start, value_of
 from treegraft.extras.ray.engines import EngineActor, completion_of
 from treegraft.extras.ray.growers import GrowerActor
 from treegraft.extras.ray.ray import connected
-from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
+from treegraft.extras.ray.remote_engine import Lost
 from treegraft.extras.ray.settings import cluster_settings, num_engines
 from treegraft.extras.ray.supervisor import Keeper, Member
 from treegraft.parts import Completion, files, interfaces, remote
@@ -85,8 +85,8 @@ class RayPlacement:
     ) -> AsyncIterator[interfaces.Engine]:
         place, settings = place_of(config, model_path), cluster_settings(config)
         count = num_engines(config)
-        engine = KeptVllm(config) if config.engine.kind == "vllm" else KeptEngine(config)
-        keeper = self._keeper = engine.keeper
+        keeper = VllmKeeper(config) if config.engine.kind == "vllm" else Keeper(config)
+        self._keeper = keeper
         trees = self._trees = remote.RemoteTrees(config, keeper.grown)
         gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
         engines = [
@@ -103,10 +103,10 @@ class RayPlacement:
         ]
         try:
             await keeper.open(engines, growers)
-            yield engine
+            yield keeper
         finally:
             self._keeper = self._trees = None
-            await keeper.close()
+            await keeper.end()
             trees.close()
 
     def grower(self, *parts: Any, **more: Any) -> Any:
@@ -122,46 +122,14 @@ class RayPlacement:
             self._keeper.show_in(folder)
 
 
-class KeptEngine(ClusterEngine):
-    """Rank 0's engine: it publishes to those that stand on the cluster."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, max_context=None)
-        self.keeper = Keeper(config, self)
-
-    @property
-    def death(self) -> BaseException | None:
-        """Why no completion can come any more; None while an engine is there or may come back."""
-        return self.keeper.death
-
-    async def publish(self, source: interfaces.WeightSource, version: int) -> None:
-        """Gives all engines new weights; see `interfaces.Engine`."""
-        await self.keeper.publish(source, version)
-        due = self.keeper.due
-        assert due is not None
-        self.fingerprint = due.fingerprint
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns how often engines were asked, and how many answer and have died."""
-        keeper = self.keeper
-        metrics = super().take_metrics() | {
-            "time/engine_servers": float(len(self._route)),
-            "time/engine_restarts": float(keeper.num_restarts),
-            "time/engine_drained": float(keeper.num_drained),
-            "time/publish_bytes": float(keeper.num_bytes),
-        }
-        keeper.num_restarts = keeper.num_drained = keeper.num_bytes = 0
-        return metrics
-
-
-class KeptVllm(KeptEngine):
+class VllmKeeper(Keeper):
     """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
     compared after each publish."""
 
     async def canaries(self) -> Mapping[str, Sequence[Completion]]:
         """Returns the completion of each canary prompt by each server of each engine that answers,
         by the engine's name and the server's."""
-        found = await self.keeper.each(self._canaries)
+        found = await self.each(self._canaries)
         return {
             f"{engine} {name}": [completion_of(one) for one in completions]
             for engine, servers in found.items()
@@ -181,9 +149,9 @@ class KeptVllm(KeptEngine):
 
     def set_aside(self, name: str, why: str) -> None:
         """Samples by other engines until the next publish, as long as one is left."""
-        for member in self.keeper.engines:
+        for member in self.engines:
             if name.startswith(f"{member} "):
-                self.keeper.drain(member, why)
+                self.drain(member, why)
 
 
 def place_of(config: Config, model_path: Path | str | None) -> Place:

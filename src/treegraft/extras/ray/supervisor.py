@@ -1,5 +1,5 @@
-"""Rank 0's view of the actors: it opens them, gives them what they should hold, deals out trees,
-and notices who has died."""
+"""Rank 0's engine on a cluster, which looks after the actors: it opens them, gives them what they
+should hold, deals out trees, and notices who has died."""
 
 from __future__ import annotations
 
@@ -81,20 +81,19 @@ class Member:
         )
 
 
-class Keeper:
-    """The actors of a run, engines and growers."""
+class Keeper(ClusterEngine):
+    """The engines of a run as one, to which rank 0 publishes, and the growers beside them."""
 
-    def __init__(self, config: Config, engine: ClusterEngine) -> None:
-        """Args:
-        engine: rank 0's own way to the engines; the keeper tells it which there are.
-        """
-        self.config, self.engine = config, engine
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, max_context=None)
+        self.config = config
         self.engines: list[Member] = []
         self.growers: list[Member] = []
-        self.due: Weights | None = None
-        self._route = 0
+        self.due = Weights(0, 0, "", (), ())
+        """What engines should hold; at first what they begin with."""
+        self._num_told = 0
+        """How often it was told who answers: what a grower knows, by its number."""
         self._told: tuple[Any, ...] = ()
-        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_live = time.monotonic()
         self._folder: Path | None = None
@@ -112,7 +111,7 @@ class Keeper:
         await asyncio.gather(*map(self._first, self.engines))
         limits = [one.opened["max_context"] for one in self.engines]
         known = [limit for limit in limits if limit is not None]
-        self.engine.max_context = min(known, default=None)
+        self.max_context = min(known, default=None)
         await asyncio.gather(*map(self._first, self.growers))
         for member in self._all:
             self._spawn(self._keep(member))
@@ -136,7 +135,7 @@ class Keeper:
             ) from error
         self._go_live(member)
 
-    async def close(self) -> None:
+    async def end(self) -> None:
         """Ends all actors."""
         import ray
 
@@ -202,33 +201,30 @@ class Keeper:
     async def _look(self, member: Member) -> None:
         """Asks an actor how it is, and gives it what it lacks."""
         async with member.looking:
-            await self._served(member)
-
-    async def _served(self, member: Member) -> None:
-        # What is not there yet, or not again, waits for a machine with room.
-        is_there = member.state in (State.LIVE, State.DRAINED)
-        async with _within(STATE_S if is_there else None, "it said nothing"):
-            seen = json.loads(await member.handle.state.remote())
-        for text in seen.pop("said"):
-            _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
-        member.seen = seen
-        if seen.get("is_broken"):
-            raise errors.EngineError("its engine has died", code="engine-died")
-        if not seen["is_open"]:
-            self._lose(member, "it has been started anew")
-            limit = (self.engine.max_context,) if member in self.growers else ()
-            async with _within(START_S, "it was not ready"):
-                member.opened = value_of(await member.handle.open.remote(*limit)) or {}
-        if member in self.engines:
-            while self.due is not None and member.edition != self.due.edition:
-                await self._give(member, self.due)
-        elif member in self.growers and member.route != self._route:
-            route, engines = self._route, self._answering()
-            weights = (self.engine.edition, self.engine.policy_version)
-            numbers, handles = [one.number for one in engines], [one.handle for one in engines]
-            async with _within(STATE_S, "it did not take notice of the engines"):
-                value_of(await member.handle.take.remote(route, *weights, numbers, handles))
-            member.route = route
+            # What is not there yet, or not again, waits for a machine with room.
+            is_there = member.state in (State.LIVE, State.DRAINED)
+            async with _within(STATE_S if is_there else None, "it said nothing"):
+                seen = json.loads(await member.handle.state.remote())
+            for text in seen.pop("said"):
+                _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
+            member.seen = seen
+            if seen.get("is_broken"):
+                raise errors.EngineError("its engine has died", code="engine-died")
+            if not seen["is_open"]:
+                self._lose(member, "it has been started anew")
+                limit = (self.max_context,) if member in self.growers else ()
+                async with _within(START_S, "it was not ready"):
+                    member.opened = value_of(await member.handle.open.remote(*limit)) or {}
+            if member in self.engines:
+                while member.edition != self.due.edition:
+                    await self._give(member, self.due)
+            elif member in self.growers and member.route != self._num_told:
+                told, engines = self._num_told, self._answering()
+                numbers, handles = [one.number for one in engines], [one.handle for one in engines]
+                known = (told, self.edition, self.policy_version, numbers, handles)
+                async with _within(STATE_S, "it did not take notice of the engines"):
+                    value_of(await member.handle.take.remote(*known))
+                member.route = told
 
     async def _give(self, member: Member, due: Weights) -> None:
         """Gives an engine the weights that are due."""
@@ -262,20 +258,18 @@ class Keeper:
         member.lost.set()
         self._tell()
 
-    @property
-    def _edition(self) -> int:
-        """Of the weights that are due; 0 before the first publish."""
-        return 0 if self.due is None else self.due.edition
+    def _has_due(self, member: Member) -> bool:
+        return member in self.engines and member.edition == self.due.edition
 
     def _answering(self) -> list[Member]:
         """The engines that hold the weights which are due, drained ones only for want of others."""
-        ready = [one for one in self.engines if one.edition == self._edition]
+        ready = [one for one in self.engines if self._has_due(one)]
         live = [one for one in ready if one.state is State.LIVE]
         return live or [one for one in ready if one.state is State.DRAINED]
 
     def _standing(self) -> tuple[Any, ...]:
         """What growers have to know: the weights, and who answers by them."""
-        return (self._edition, *((one.number, one.num_starts) for one in self._answering()))
+        return (self.due.edition, *((one.number, one.num_starts) for one in self._answering()))
 
     def drain(self, member: Member, why: str) -> None:
         """Moves an engine's requests to the others until the next publish."""
@@ -310,11 +304,9 @@ class Keeper:
         answering = self._answering()
         if answering:
             self._last_live = time.monotonic()
-        self._route, self._told = self._route + 1, self._standing()
-        version = 0 if self.due is None else self.due.version
-        self.engine.take(self._edition, version, {one.number: one.handle for one in answering})
-        self._changed.set()
-        self._changed.clear()
+        self._num_told, self._told = self._num_told + 1, self._standing()
+        handles = {one.number: one.handle for one in answering}
+        self.take(self.due.edition, self.due.version, handles)
         for member in self.growers:
             if member.state is State.LIVE:
                 self._spawn(self._tell_one(member))
@@ -345,15 +337,14 @@ class Keeper:
             EngineError: no engine took them within engine.deadline_s.
         """
         former, fingerprint = self.due, source.fingerprint
-        if former is not None and fingerprint and former.fingerprint == fingerprint:
+        held = set() if former.edition else {one.opened["fingerprint"] for one in self.engines}
+        if fingerprint and former.fingerprint == fingerprint:
             pieces = former.pieces
-        elif former is None and all(
-            one.opened["fingerprint"] == fingerprint for one in self.engines
-        ):
+        elif held == {fingerprint}:
             pieces = ()
         else:
             pieces = await asyncio.to_thread(self._stored, source)
-        self.due = Weights(self._edition + 1, version, fingerprint, tuple(source.names), pieces)
+        self.due = Weights(former.edition + 1, version, fingerprint, tuple(source.names), pieces)
         self._last_live = time.monotonic()
         for member in self.engines:
             if member.state is State.DRAINED:
@@ -367,6 +358,7 @@ class Keeper:
                     f"publish: no engine took version {version}. {death}", code="publish-refused"
                 )
             await asyncio.sleep(WATCH_S)
+        self.fingerprint = fingerprint
 
     async def each(self, ask: Callable[[int], Awaitable[T]]) -> dict[str, T]:
         """Returns what each engine answers to a question, by its name; without those that do not
@@ -397,8 +389,8 @@ class Keeper:
 
     async def grown(self, order: dict[str, Any], name: str) -> Mapping[str, Any]:
         """Returns what a grower has made of an order for a tree; see `RemoteTrees`."""
-        found = await self.grow(json.dumps({**order, "edition": self.engine.edition}), name)
-        self.engine.counts.update(found["engine"])
+        found = await self.grow(json.dumps({**order, "edition": self.edition}), name)
+        self.counts.update(found["engine"])
         return found
 
     async def grow(self, order: str, name: str) -> dict[str, Any]:
@@ -418,7 +410,7 @@ class Keeper:
             member = await self._free_grower()
             member.num_trees += 1
             answer = member.handle.grow.remote(order)
-            asking = asyncio.ensure_future(_awaited(answer))
+            asking = asyncio.ensure_future(answer)
             lost = asyncio.ensure_future(member.lost.wait())
             try:
                 await asyncio.wait((asking, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -470,6 +462,17 @@ class Keeper:
 
     # ------------------------------------------------------------------ what others see
 
+    def take_metrics(self) -> dict[str, float]:
+        """Returns how often engines were asked, and how many answer and have died."""
+        metrics = super().take_metrics() | {
+            "time/engine_servers": float(len(self._route)),
+            "time/engine_restarts": float(self.num_restarts),
+            "time/engine_drained": float(self.num_drained),
+            "time/publish_bytes": float(self.num_bytes),
+        }
+        self.num_restarts = self.num_drained = self.num_bytes = 0
+        return metrics
+
     def show_in(self, folder: Path) -> None:
         """Writes the state of all roles into this run folder from now on."""
         self._folder = folder
@@ -485,13 +488,9 @@ class Keeper:
                     partial.replace(self._folder / "roles.json")
             await asyncio.sleep(SHOW_S)
 
-    def _version_of(self, member: Member) -> int | None:
-        """The version that an engine holds; None for one without the weights that are due."""
-        has_due = member in self.engines and member.edition == self._edition
-        return self.due.version if self.due is not None and has_due else None
-
     def roles(self) -> dict[str, Any]:
         """Returns what each actor is, where, and what it waits for."""
+        version = self.due.version if self.due.edition else None
         return {
             "written": time.time(),
             "roles": [
@@ -506,7 +505,7 @@ class Keeper:
                     "starts": one.num_starts,
                     "queue": one.num_trees if one in self.growers else None,
                     "waits": one.seen.get("waits", {}),
-                    "version": self._version_of(one),
+                    "version": version if self._has_due(one) else None,
                     "cpu_s": one.seen.get("cpu_s"),
                     "memory_bytes": one.seen.get("memory_bytes"),
                 }
@@ -523,10 +522,6 @@ async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise errors.DeadlineExceeded(f"{fault} within {limit_s:g} s", code="actor-late") from error
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer
 
 
 def _words(error: BaseException) -> str:
