@@ -28,8 +28,6 @@ def raised() -> list[Any]:
 
 
 READ = """
-extras/test_trl test_models_and_tokenizers_that_do_not_fit
-extras/test_verl test_an_entropy_bonus_is_refused_in_a_recipe
 distributed/test_plan test_a_rank_whose_leader_is_gone_ends
 extras/test_verl test_no_recipe_and_other_versions_are_refused
 extras/test_verl test_refused_among_verls_arguments
