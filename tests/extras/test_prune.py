@@ -438,7 +438,7 @@ def test_a_cut_that_lowers_the_recipe_s_reward_is_undone(
     """Everything is cut where it may be. An answer alone has half of a reward that wants a search,
     and all of one that wants the answer."""
     fill(tmp_path / "a", num_samples=1)
-    for funcs, expected in ((["tests.test_prune:by_searches"], 0), (["exact_match"], 12)):
+    for funcs, expected in ((["tests.extras.test_prune:by_searches"], 0), (["exact_match"], 12)):
         config = tiny(reward={"funcs": funcs})
         config["reward"].pop("accuracy", None)
         recipe = write_recipe(tmp_path / "recipe.json", config)
@@ -479,10 +479,10 @@ def test_in_an_environment_a_cut_that_it_needs_is_undone(
     """Every step is cut where it may be. Without a look the lamp burns all the same; without the
     light it does not, and a later look shows something else."""
     config = tiny(
-        environment={"kind": "tests.test_prune:Lamp"},
+        environment={"kind": "tests.extras.test_prune:Lamp"},
         reward={"funcs": ["environment"]},
         warmup={"num_steps": 2, "decision_frac": 0.0},
-        tasks={"kind": "tests.test_prune:LampWorld"},
+        tasks={"kind": "tests.extras.test_prune:LampWorld"},
     )
     del config["reward"]["accuracy"], config["tasks"]["search_world"]
     recipe = write_recipe(tmp_path / "recipe.json", config)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Protocol
 
-from treegraft.core.demonstration import Written, plain_step
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import LearnerLike, NoiseKey
 from treegraft.core.types import (
@@ -19,7 +18,6 @@ from treegraft.core.types import (
     Sampling,
     Status,
     Step,
-    StepContent,
     Task,
     Tree,
 )
@@ -137,8 +135,17 @@ def canary_gaps(
 def _tree(number: int, completion: Completion) -> Tree:
     """The completion of a canary prompt as a tree of one step."""
     prompt = PROMPTS[number]
-    count = len(completion.token_ids)
-    root = plain_step(ROOT_ID, None, Written(StepContent(), [(prompt, Origin.PROMPT)]))
+    count, zeros = len(completion.token_ids), (0.0,) * len(prompt)
+    root = Step(
+        id=ROOT_ID,
+        parent=None,
+        depth=0,
+        token_ids=prompt,
+        origins=(Origin.PROMPT,) * len(prompt),
+        loss_mask=(False,) * len(prompt),
+        sampling_logprobs=zeros,
+        entropies=zeros,
+    )
     step = Step(
         id=f"{ROOT_ID}.0",
         parent=ROOT_ID,

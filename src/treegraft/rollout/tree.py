@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treegraft.core.demonstration import Written, plain_step
 from treegraft.core.sessions import Point, Session
 from treegraft.core.types import (
     ROOT_ID,
@@ -94,10 +93,18 @@ class OpenTree:
     """Ids of stored steps, by the step above and their tokens."""
 
     def __post_init__(self) -> None:
-        prompt = Written(
-            StepContent(thought=self.task.question), [(self.prompt_ids, Origin.PROMPT)]
+        count = len(self.prompt_ids)
+        self._steps[ROOT_ID] = Step(
+            id=ROOT_ID,
+            parent=None,
+            depth=0,
+            token_ids=self.prompt_ids,
+            origins=(Origin.PROMPT,) * count,
+            loss_mask=(False,) * count,
+            sampling_logprobs=(0.0,) * count,
+            entropies=(0.0,) * count,
+            content=StepContent(thought=self.task.question),
         )
-        self._steps[ROOT_ID] = plain_step(ROOT_ID, None, prompt)
 
     def steps_to(self, step_id: str) -> tuple[Step, ...]:
         """Returns the steps from the root to `step_id`."""

@@ -29,17 +29,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.columns import kept, loss_of_sampled, numbers, sampled_scores
-from treegraft.core.demonstration import Written, plain_step
-from treegraft.core.types import (
-    Leaf,
-    Origin,
-    RetryCause,
-    Step,
-    StepContent,
-    Trajectory,
-    Tree,
-    ids_to,
-)
+from treegraft.core.types import Leaf, Origin, RetryCause, Step, Trajectory, Tree, ids_to
 
 
 class Node(NamedTuple):
@@ -375,13 +365,19 @@ def imitated_steps(tree: Tree) -> dict[str, Step]:
     """
     worth = {step.id for path in tree.trajectories() for step in path.steps if imitates(path, step)}
     return {
-        # A step of its own beside the graft, not part of it: on the path below, the next step
-        # follows the graft's text, never the imitated one.
-        step.id: plain_step(
-            f"{step.parent}.{-1 - step.ordinals[-1]}",
-            step.parent,
-            Written(StepContent(), [(step.lesson_ids, Origin.FORCED)]),
-        ).changed(temperature=step.temperature, cause=None)
+        step.id: Step(
+            # A step of its own beside the graft, not part of it: on the path below, the next step
+            # follows the graft's text, never the imitated one.
+            id=f"{step.parent}.{-1 - step.ordinals[-1]}",
+            parent=step.parent,
+            depth=step.depth,
+            token_ids=step.lesson_ids,
+            origins=(Origin.FORCED,) * (count := len(step.lesson_ids)),
+            loss_mask=(False,) * count,
+            sampling_logprobs=(0.0,) * count,
+            entropies=(0.0,) * count,
+            temperature=step.temperature,
+        )
         for step in tree.steps
         if step.id in worth
     }
