@@ -31,6 +31,7 @@ STAND_INS = {
     r"\bSTUDY\b": "studies/sokoban.toml",
     r"TRAIN \[EVAL\]\.\.\.|\bFILE\b": "train.jsonl",
     r"\bFOLDER\b": "folder",
+    r"\bPAGE\b": "CONTRIBUTING.md",
     r"\bCOMMIT\b": "HEAD",
     r"\bOUT\b": "copy",
     r"\bPYTHON\b": "python",
@@ -144,7 +145,7 @@ def lay_out(folder: Path, one: Printed) -> None:
         (folder / name).symlink_to(ROOT / name)
     for name in ("docs", "studies"):
         shutil.copytree(ROOT / name, folder / name)
-    for name in ("pyproject.toml", "Makefile"):
+    for name in ("pyproject.toml", "Makefile", "LOG.md"):
         shutil.copy(ROOT / name, folder / name)
     if one.words[0] in ("python", "make"):
         (folder / "benchmarks").symlink_to(ROOT / "benchmarks")

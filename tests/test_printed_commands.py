@@ -68,6 +68,7 @@ ELSEWHERE = {
     "tests/serving and tests/test_own_problem.py train it",
     r"treegraft profile .*model\.path=shape": "1.5B weights: for a GPU; `profile demo` is run",
     r"treegraft train (moved|my_recipe)\.toml": "tests/test_readme.py trains it",
+    r"treegraft view out$": "the folder of a run in TRL; tests/extras/test_trl.py makes one",
     r"treegraft train mine\.toml": "tests/test_own_problem.py trains a step of it",
 }
 """Commands that are not run here, by their beginnings, and the reason."""
@@ -83,6 +84,7 @@ SMALL = {
     r"num_updates=\d+": "num_updates=1",
     r"--at 10 --at 40": "--at 0 --at 1",
     r"--update 4": "--update 1",
+    r"--eval 10": "--eval 1",
     r"--tasks 48 --rollouts 16 --paths 2": "--tasks 1 --rollouts 2 --paths 1 --out sign.jsonl",
     r"--steps 50 100 300 --margins 0 -5": "--steps 2 --margins 0 --tasks 2",
     r"--num 1000000 --texts 20000": "--num 400 --texts 50 --queries 8 --encoder hashing --runs 1",
