@@ -198,7 +198,7 @@ def learning(
     """Accuracy after some updates in TRL and by our learner, from the same weights."""
     torch.set_num_threads(1)
     results = files.LineFile(RESULTS)
-    known: dict[Key, dict[str, Any]] = {}
+    known: dict[Any, dict[str, Any]] = {}
     for _, text in results.lines() if RESULTS.exists() else ():
         line = json.loads(text)
         known[tuple(line["run"])] = line
