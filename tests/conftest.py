@@ -78,6 +78,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    # A failure is told by parsing its file. A finalizer that runs meanwhile ends Python's parser
+    # with "recursion depth mismatch" (CPython gh-106905), and with it all tests.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
