@@ -85,6 +85,7 @@ gpu:
 	$(HERE) benchmarks.gpu $(PART) --device $(DEVICE)
 
 # ARPO with the python tool on a real model, one piece of eight minutes; again, and it goes on: MODEL=folder of weights or hub id.
+MODEL ?=
 gpu-demo:
 	$(HERE) benchmarks.gpu_demo $(MODEL) --device $(DEVICE)
 

@@ -137,7 +137,7 @@ def test_a_server_that_sleeps_and_a_pass_share_their_room() -> None:
     whose 45.6 GB all but 2 go: 16.5 GB of room. By that the server may take 73 % of the card."""
     config = load_config(SEVEN, SERVED)
     asleep = load_config(config, ["engine.vllm.sleep=true"])
-    plan = Plan.of(8, "H100", 80.0)
+    plan = Plan.of(8, "H100:80")
     awake, parts = (gpu_parts(one, shaped(one), plan) for one in (config, asleep))
     passing = sum(awake[name] for name in ("gathered layers", "activations", "logits"))
     assert parts["never there at once"] == -passing

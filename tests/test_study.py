@@ -620,7 +620,7 @@ def test_both_tables_say_when_and_where_runs_were_made() -> None:
     ]
     for table in (markdown, brief):
         text = table(Runs(lines), Question(baseline="A"))
-        assert text.startswith("2026-01-02 to 2026-01-03; EPYC; commit abcdefg.\nThe calibration")
+        assert text.startswith("2026-01-02 to 2026-01-03, EPYC, commit abcdefg.\nThe calibration")
 
 
 def test_the_study_of_the_docs_is_right(tmp_path: Path) -> None:
