@@ -142,12 +142,12 @@ def test_a_server_that_sleeps_and_a_pass_share_their_room() -> None:
     passing = sum(awake[name] for name in ("gathered layers", "activations", "logits"))
     assert parts["never there at once"] == -passing
     assert passing == pytest.approx(16.5e9, rel=0.02)
-    found = found_for(asleep, 8, 80.0)
+    found = found_for(asleep, 8, 80)
     assert found["never there at once"].value == f"-{passing / 1e9:.1f} GB"
     more = load_config(asleep, ['engine.vllm.server_args=["--gpu-memory-utilization","0.73"]'])
-    assert found_for(more, 8, 80.0)["left"].is_good
+    assert found_for(more, 8, 80)["left"].is_good
     too_much = load_config(more, ["engine.vllm.sleep=false"])
-    verdict = found_for(too_much, 8, 80.0)["left"]
+    verdict = found_for(too_much, 8, 80)["left"]
     assert not verdict.is_good and "engine.vllm.sleep=true" in verdict.note
 
 
