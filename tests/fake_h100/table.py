@@ -71,10 +71,12 @@ def compiled(
         "TRITON_CACHE_DIR": str(folder / "triton"),
     }
     command = [sys.executable, "-m", program, str(capability), LENGTHS, *cases]
-    with tempfile.TemporaryFile("w+") as errors:
-        running = subprocess.Popen(
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        ) as running,
+    ):
         assert running.stdout is not None
         yield from (json.loads(line) for line in running.stdout if line.startswith("{"))
         if status := running.wait():
