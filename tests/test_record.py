@@ -187,6 +187,13 @@ def test_a_run_is_cut_to_its_checkpoint(tmp_path: Path) -> None:
         "update-000002",
         "eval-000002-greedy",
     ]
+    # A checkpoint that was written before its evaluation: the evaluation comes again.
+    folder.cut_to(2, sizes[1], is_closed=False)
+    assert [part.name for part in parts_in(folder.trees_dir)] == [
+        "update-000001",
+        "eval-000001-greedy",
+        "update-000002",
+    ]
     folder.cut_to(-1, 0)
     assert not [*folder.trees_dir.iterdir()]
 

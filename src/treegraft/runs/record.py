@@ -261,12 +261,13 @@ class RunFolder:
             size = sum(len(text) + 1 for text in texts)
         self.cut_to(update - 1, size)
 
-    def cut_to(self, update: int, metrics_size: int) -> None:
-        """Removes all metrics and trees written after the checkpoint of `update`."""
+    def cut_to(self, update: int, metrics_size: int, *, is_closed: bool = True) -> None:
+        """Removes all metrics and trees written after the checkpoint of `update`, which was written
+        before its evaluation unless it is closed."""
         if self.metrics_path.exists():
             with open_own(self.metrics_path, "ab") as metrics:
                 metrics.truncate(metrics_size)
-        cut_parts(self.trees_dir, update)
+        cut_parts(self.trees_dir, update, is_closed=is_closed)
 
 
 def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[str, float]]:

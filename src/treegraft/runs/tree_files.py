@@ -280,10 +280,14 @@ def find_part(path: Path) -> TreePart | None:
     return None
 
 
-def cut_parts(folder: Path, update: int) -> None:
-    """Removes what was written after an update."""
+def cut_parts(folder: Path, update: int, *, is_closed: bool = True) -> None:
+    """Removes what was written after an update, which is evaluated unless it is not closed."""
     for path in files_in(folder):
-        kept = [part.end for part in parts_of(path) if part.update <= update]
+        kept = [
+            part.end
+            for part in parts_of(path)
+            if part.update < update + (is_closed or part.kind == "update")
+        ]
         if not kept:
             path.unlink()
         elif kept[-1] < path.stat().st_size:
