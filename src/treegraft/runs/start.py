@@ -72,8 +72,7 @@ class Start:
             return folder
         # -1: without a checkpoint even the evaluation before the first update is repeated.
         update = -1 if self.checkpoint is None else self.state.update
-        closed = self.state.is_closed
-        self.folder.cut_to(update, self.state.metrics_size, is_closed=closed)
+        self.folder.cut_to(update, self.state.metrics_size, is_closed=self.state.is_closed)
         self.folder.cut_warmup(self.state.warmup_steps)
         for checkpoint in self.passed:
             leave_out(checkpoint)

@@ -283,11 +283,8 @@ def find_part(path: Path) -> TreePart | None:
 def cut_parts(folder: Path, update: int, *, is_closed: bool = True) -> None:
     """Removes what was written after an update, which is evaluated unless it is not closed."""
     for path in files_in(folder):
-        kept = [
-            part.end
-            for part in parts_of(path)
-            if part.update < update + (is_closed or part.kind == "update")
-        ]
+        parts = [(one, is_closed or one.kind == "update") for one in parts_of(path)]
+        kept = [one.end for one, stays in parts if one.update < update + stays]
         if not kept:
             path.unlink()
         elif kept[-1] < path.stat().st_size:
