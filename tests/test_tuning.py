@@ -1,0 +1,59 @@
+"""What the development runs chose, and the pages' numbers of studies that no marked table holds."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+
+from benchmarks.tuning import STUDY, TIE, chosen_of, tuned
+
+from treegraft.extras.lab.study.file import read_study
+from treegraft.extras.lab.study.plan import make_plan
+from treegraft.extras.lab.study.results import CALLS, known_runs
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = {
+    "default": {},
+    "lr 1e-4": {"learn": {"lr": 1e-4}},
+    "lr 1e-3": {"learn": {"lr": 1e-3}},
+    "temperature 1.3": {"rollout": {"temperature": 1.3}},
+}
+
+
+def test_the_first_setting_stays_unless_another_is_better_by_more_than_a_tie() -> None:
+    assert chosen_of({"first": 0.50, "other": 0.505}) == "first"
+    assert chosen_of({"first": 0.50, "other": 0.50 + 2 * TIE, "worse": 0.1}) == "other"
+
+
+def test_the_comparison_has_the_settings_that_were_chosen_and_what_they_cost() -> None:
+    compared = read_study(STUDY.with_name("thoughts-tuned.toml"))
+    for name, found in tuned().items():
+        arm, plain = compared.arms[name], read_study(STUDY.with_name("thoughts.toml")).arms[name]
+        own = {
+            table: values
+            for table, values in arm.settings.items()
+            if table in ("learn", "rollout") and values != plain.settings.get(table)
+        }
+        chosen = SETTINGS[found.chosen]
+        assert {table: {**own.get(table, {}), **values} for table, values in chosen.items()} == own
+        assert arm.tuning_runs == found.num_runs == 8
+        assert (arm.tuning_calls, arm.tuning_cpu_s) == (round(found.calls), round(found.cpu_s))
+    page = (ROOT / "docs" / "results-exploring.md").read_text(encoding="utf-8")
+    cost = sum(round(one.cpu_s) for one in tuned().values())
+    assert f"`python -m benchmarks.tuning`; {cost:,} CPU" in page
+
+
+def test_the_page_has_the_reach_of_its_study() -> None:
+    plan = make_plan(ROOT / "studies" / "reach.toml")
+    lines = known_runs(ROOT / "studies" / "reach.jsonl", plan.runs)[0]
+    page = (ROOT / "docs" / "results-exploring.md").read_text(encoding="utf-8")
+    section = page.split("## What an agent can reach")[1].split("\n## ")[0]
+    shown = re.findall(r"^\| ([^|]+) \| (0\.\d\d) \| ([01]\.\d\d) \| ([\d,]+) \|$", section, re.M)
+    assert len(shown) == 6
+    for arm, accuracy, reach, calls in shown:
+        ends = [line["curve"][-1] for (_, one, _), line in lines.items() if one == arm]
+        assert len(ends) == 5
+        means = [statistics.fmean(e[key] for e in ends) for key in ("accuracy", "eval/pass_at_8")]
+        assert [f"{mean:.2f}" for mean in means] == [accuracy, reach]
+        assert f"{statistics.fmean(end[CALLS] for end in ends):,.0f}" == calls
