@@ -33,7 +33,7 @@ def calc(expression: str) -> str:
 def near(completions, answer, **columns):
     """1 where the last number is the answer, less the farther it is from it, 0 without one."""
     rewards = []
-    for text, expected in zip(completions, answer):
+    for text, expected in zip(completions, answer, strict=True):
         numbers = re.findall(r"-?\d+", text)
         error = abs(int(numbers[-1]) - expected) if numbers else None
         rewards.append(0.0 if error is None else 1.0 if error == 0 else 0.5 / (1 + error))
