@@ -59,7 +59,7 @@ def file_name(block: str) -> str | None:
 
 
 def messages() -> list[tuple[str, str]]:
-    """Returns the error messages that pages quote, in blocks and in first cells of marked tables, with
+    """Returns the error messages that pages quote in blocks and first cells of marked tables, with
     the page's name."""
     found = [(name, text) for name, page in PAGES.items() for text in _MESSAGE.findall(page)]
     for name, page in PAGES.items():
