@@ -436,11 +436,11 @@ def with_names(page: str) -> str:
 def names_of_parts() -> Iterator[tuple[str, str]]:
     """Yields each name of `treegraft.parts` with the first sentence of its docstring, as a cell."""
     package = ROOT / "src" / "treegraft"
-    for node in ast.walk(ast.parse((package / "parts.py").read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse((package / "parts.pyi").read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("treegraft."):
             continue
         home = package.joinpath(*(node.module or "").split(".")[1:])
-        for name in (one.name for one in node.names if one.name not in ("homes", "loader")):
+        for name in (one.name for one in node.names):
             if home.is_dir() and (home / f"{name}.py").exists():
                 described: ast.AST = ast.parse((home / f"{name}.py").read_text(encoding="utf-8"))
             else:
