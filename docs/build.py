@@ -46,9 +46,9 @@ the resolved settings of a recipe. On the command line, write a setting with its
 that would have no effect is an error."""
 METRICS_HEAD = """# Metrics
 
-The keys of `metrics.jsonl`, generated from `src/treegraft/runs/metrics.toml`. Each update is one line
-with flat keys: `num_` is a count, `_frac` a share from 0 to 1, `_s` seconds; names in braces depend
-on the recipe. `time/*` is not reproducible."""
+The keys of `metrics.jsonl`, generated from `src/treegraft/runs/metrics.toml`. Each update is one
+line with flat keys: `num_` is a count, `_frac` a share from 0 to 1, `_s` seconds; names in braces
+depend on the recipe. `time/*` is not reproducible."""
 NAMES_HEAD = """# Names of other frameworks
 
 Every setting of {versions} with what it is in Treegraft, generated from

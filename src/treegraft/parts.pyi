@@ -1,4 +1,4 @@
-"""The names for extensions, and the modules from which `treegraft.parts` loads them on first use."""
+"""The names for extensions, and the modules that `treegraft.parts` loads them from on first use."""
 
 from treegraft.algo import losses as losses
 from treegraft.algo import objectives as objectives
