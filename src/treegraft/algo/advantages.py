@@ -195,10 +195,7 @@ def group_members(tree: Tree) -> list[Trajectory]:
 
 
 def batch_outcomes(
-    trees: Sequence[Tree],
-    *,
-    has_baseline: bool,
-    restarts: Literal["apart", "together"] = "apart",
+    trees: Sequence[Tree], *, has_baseline: bool, restarts: Literal["apart", "together"] = "apart"
 ) -> list[Floats]:
     """Returns, for each tree, [leaves in the group] the outcome's advantages by REINFORCE++
     (arXiv 2501.03262), see `whitened`.

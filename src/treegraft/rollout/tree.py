@@ -16,7 +16,6 @@ from treegraft.core.types import (
     Cause,
     Completion,
     ContinuationCause,
-    GraftCause,
     Leaf,
     Origin,
     StartCause,
