@@ -549,17 +549,11 @@ def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
     from treegraft.tasks.rewards import REWARDS
     from treegraft.tools.build import TOOLS
 
-    tables = {
-        "explore.explorers": MAKERS,
-        "tasks.kind": TASKS,
-        "reward.funcs": REWARDS,
-        "tools.use": TOOLS,
-    }
-    for name, table in tables.items():
-        assert known_settings()[name].facts.built_in == tuple(table)
-    for name, found in known_settings().items():
-        if kind := found.facts.plugins:
-            assert CORE_NAMES.get(kind, ()) == found.facts.built_in, name
+    tables = {"explorers": MAKERS, "tasks": TASKS, "rewards": REWARDS, "tools": TOOLS}
+    for kind, table in tables.items():
+        assert CORE_NAMES[kind] == tuple(table)
+    asked = {found.facts.plugins for found in known_settings().values()}
+    assert set(CORE_NAMES) - asked == {"commands"}
 
 
 def test_an_unknown_fact_is_refused_where_it_is_declared() -> None:

@@ -21,7 +21,6 @@ from treegraft.algo.groups import (
     whitened,
 )
 from treegraft.algo.rapo import (
-    RetrievalVariant,
     combined_advantages,
     path_retrieval_reward,
     path_retrieved_frac,
@@ -31,6 +30,7 @@ from treegraft.core.types import (
     ROOT_ID,
     Leaf,
     Origin,
+    RetrievalVariant,
     RetryCause,
     Status,
     StoredCause,

@@ -166,9 +166,7 @@ def _has_stages(config: Settings) -> str:
 
 
 class ExploreSettings(Settings):
-    explorers: list[str] = setting(
-        ["independent"], min_length=1, built_in=tuple(CORE_EXPLORERS), plugins="explorers"
-    )
+    explorers: list[str] = setting(["independent"], min_length=1, plugins="explorers")
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), names that plugins bring, or import paths "package.module:Explorer". Starts come
     from the first, grafts from the first that wants one, branches from all. "grpo", "arpo" and

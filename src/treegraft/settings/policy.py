@@ -231,12 +231,7 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: str = setting(
-        "auto",
-        built_in=("auto", "shared", "disk", "adapter", "external"),
-        plugins="senders",
-        same_answers=True,
-    )
+    kind: str = setting("auto", plugins="senders", same_answers=True)
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same
     path; "auto" takes "shared" where it has room for two copies. "memory" sends them in buckets to
@@ -250,7 +245,7 @@ class PublishSettings(Settings):
 
 
 class EngineSettings(Settings):
-    kind: str = setting("native", built_in=("native", "vllm", "auto"), plugins="engines")
+    kind: str = setting("native", plugins="engines")
     """"native" (in this process), "vllm" (servers), "auto" ("vllm" on a machine with a GPU and an
     environment of vLLM, else "native") or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
@@ -266,11 +261,7 @@ class EngineSettings(Settings):
 
 
 class CreditSettings(Settings):
-    advantage: str = setting(
-        "grpo",
-        built_in=("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"),
-        plugins="outcomes",
-    )
+    advantage: str = setting("grpo", plugins="outcomes")
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
     reward - mean of the others; "reinforce++": rewards whitened over all tokens of the update;
     "reinforce++-baseline": the same after the group's mean is taken off; names that plugins bring;
@@ -282,9 +273,7 @@ class CreditSettings(Settings):
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: str = setting(
-        "soft", built_in=("soft", "hard"), plugins="attributions", idle_unless=(_shares_steps,)
-    )
+    attribution: str = setting("soft", plugins="attributions", idle_unless=(_shares_steps,))
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
     their mean; a name that a plugin brings, or an import path."""
     retrieval_reward: RetrievalVariant = setting(
@@ -312,9 +301,7 @@ class CreditSettings(Settings):
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting("sequence-mean")
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
-    objective: str = setting(
-        "clip", built_in=("clip", "gspo", "cispo", "gppo"), plugins="objectives"
-    )
+    objective: str = setting("clip", plugins="objectives")
     """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
     detached weight, so no token loses its gradient; "gppo": gradients kept past the clip;
     a name that a plugin brings, or an import path."""

@@ -151,7 +151,7 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
             f"{where}: an advantage is not a number: {error}", code="advantage-no-number"
         ) from error
     # A NaN would reach every weight of the model with the next optimiser step.
-    given = [
+    given: list[tuple[str, float | None]] = [
         (f"step '{one.id}'", one.advantage) for one in found.steps if one.advantage is not None
     ]
     for leaf in found.leaves:
