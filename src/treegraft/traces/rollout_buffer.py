@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import compress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
-from treegraft.assemble import Setup
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, about
-from treegraft.core.interfaces import TaskSource
+from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.spans import span
 from treegraft.core.types import Origin, Status, Trace, Tree
@@ -38,6 +37,16 @@ OWN = "self"
 """Source of the agent's own traces."""
 NUM_CHECKED = 8
 """Tasks whose expert is tried in their environments before the run."""
+
+
+class TraceParts(Protocol):
+    """What writes and scores an expert's traces, of the parts of a run."""
+
+    format: Format
+    scorer: TreeScorer
+
+    @property
+    def environments(self) -> SessionOpener | None: ...
 
 
 def may_retrieve(config: Config) -> bool:
@@ -168,12 +177,12 @@ class RolloutBuffer:
         await show(environments, solved)
 
     @asynccontextmanager
-    async def opened(self, update: int, parts: Setup) -> AsyncIterator[None]:
+    async def opened(self, update: int, parts: TraceParts) -> AsyncIterator[None]:
         """Holds the buffer as it was after `update` (0: at the beginning), built first where there
         is none yet.
 
         Args:
-            parts: score and write an expert's traces, in environments where the tasks have any.
+            parts: those of the run.
 
         Raises:
             CheckpointError: somebody has changed the buffer since the run began.
@@ -193,7 +202,7 @@ class RolloutBuffer:
                 self.buffer = None
                 self.retriever.close()
 
-    async def _taken(self, update: int, parts: Setup) -> TraceBuffer:
+    async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
         """The buffer, open; arguments as of `opened`."""
         if not self._is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
@@ -215,7 +224,7 @@ class RolloutBuffer:
     def _end(self) -> None:
         """Takes note of the buffer before it is closed."""
 
-    async def _fill(self, buffer: TraceBuffer, parts: Setup) -> None:
+    async def _fill(self, buffer: TraceBuffer, parts: TraceParts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
         alone begins empty."""
         seed, of = self._config.run.seed, self._config.buffer.build

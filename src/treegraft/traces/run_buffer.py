@@ -12,7 +12,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from treegraft.assemble import Setup
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import TaskSource
@@ -21,7 +20,7 @@ from treegraft.runs.start import Start
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.rollout_buffer import RolloutBuffer, named_file
+from treegraft.traces.rollout_buffer import RolloutBuffer, TraceParts, named_file
 
 OWN_FILE = Path("buffer") / "traces.sqlite"
 """Where a run keeps its copy."""
@@ -89,7 +88,7 @@ class RunBuffer(RolloutBuffer):
             return self._encoder_of(self._own, is_only_read)
         return super()._checked_encoder(is_only_read)
 
-    async def build(self, parts: Setup) -> None:
+    async def build(self, parts: TraceParts) -> None:
         """Makes the buffer of the expert's steps or of a .jsonl file, where that is still to do;
         arguments as in `opened`. Raises `DataError` for one without any."""
         if self._encoder is not None and self._is_to_make:
@@ -139,7 +138,7 @@ class RunBuffer(RolloutBuffer):
             self._checksum = self.buffer.checksum()
         return {BESIDE: self._checksum} if self._checksum else {}
 
-    async def _taken(self, update: int, parts: Setup) -> TraceBuffer:
+    async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
         if not self._is_own:
             return await super()._taken(update, parts)
         is_new = not self._own.exists()
@@ -162,7 +161,7 @@ class RunBuffer(RolloutBuffer):
         with suppress(DataError):
             self.checksums()
 
-    async def _make_copy(self, parts: Setup) -> None:
+    async def _make_copy(self, parts: TraceParts) -> None:
         """Makes the run's buffer, complete under its name or not there at all."""
         if self._is_made:
             taken = await super()._taken(0, parts)
