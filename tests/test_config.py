@@ -580,15 +580,7 @@ def test_settings_of_0_7_that_are_gone_pass_where_they_changed_nothing(tmp_path:
     assert not {*REMOVED} & {*known_settings()}
 
 
-def test_settings_of_0_6_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    saved = json.loads(config_json(Config()))
-    saved["engine"] |= saved["engine"].pop("native")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(saved), encoding="utf-8")
-    assert refused(path) == (
-        f"{path}: it was written by Treegraft 0.6 or older, and this version reads what 0.7 wrote;"
-        " go on with that run in Treegraft 0.7."
-    )
+def test_a_setting_in_the_table_above_leads_to_its_own() -> None:
     assert "Did you mean 'engine.native.pack_weights'?" in refused({}, "engine.pack_weights=true")
 
 
