@@ -93,7 +93,7 @@ TORCH = (
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
 """Exceptions from the above: what must answer without torch."""
 
-MOST_CORE_LINES = 34_500
+MOST_CORE_LINES = 34_000
 """Lines of code outside `extras`."""
 MOST_LINES_BELOW_TRAIN = 40_200
 """Lines of `train.py` and all that it imports, directly or not."""
