@@ -151,25 +151,27 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
             f"{where}: an advantage is not a number: {error}", code="advantage-no-number"
         ) from error
     # A NaN would reach every weight of the model with the next optimiser step.
-    given: list[tuple[str, float | None]] = [
-        (f"step '{one.id}'", one.advantage) for one in found.steps if one.advantage is not None
-    ]
     for leaf in found.leaves:
-        if leaf.status.rule.in_group:
-            given.append((f"leaf '{leaf.step_id}'", leaf.advantage))
-        elif leaf.advantage is not None:
+        counts = leaf.status.rule.in_group
+        if counts and (leaf.advantage is None or not math.isfinite(leaf.advantage)):
+            raise SettingError(
+                f"{where}: leaf '{leaf.step_id}' has advantage {leaf.advantage}; expected a finite"
+                " number.",
+                code="advantage-not-finite",
+            )
+        if not counts and leaf.advantage is not None:
             raise SettingError(
                 f"{where}: leaf '{leaf.step_id}' has failed and left the group; expected advantage"
                 " None.",
                 code="advantage-of-failed",
             )
-    for owner, advantage in given:
-        if advantage is None or not math.isfinite(advantage):
+    for step in found.steps:
+        if step.advantage is not None and not math.isfinite(step.advantage):
             raise SettingError(
-                f"{where}: {owner} has advantage {advantage}; expected a finite number.",
+                f"{where}: step '{step.id}' has advantage {step.advantage}; expected a finite"
+                " number or None.",
                 code="advantage-not-finite",
             )
-    for step in found.steps:
         if not all(map(math.isfinite, step.credit_factors or ())):
             raise SettingError(
                 f"{where}: step '{step.id}' has credit_factors {step.credit_factors}; expected"
