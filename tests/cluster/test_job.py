@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cluster.nodes import three_nodes
-from tests.cluster.parts import needs_ray, place_of
+from tests.cluster.parts import needs_ray
 from tests.cluster.test_services import trees_of
 
 from treegraft import train
-from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.job import environments
+from treegraft.extras.ray.placement import place_of
 from treegraft.extras.ray.rank import RankActor
 from treegraft.runs.tree_files import parts_in
 from treegraft.settings.config import Config
@@ -57,32 +58,43 @@ def test_ranks_get_what_torchrun_would_set() -> None:
     }
 
 
-HOLDING = "import subprocess as s; print(s.Popen(['sleep', '60']).pid)"
+HOLDING = "import subprocess as s; print(s.Popen(['sleep', '60']).pid, 'of two words', end='')"
 
 
 def test_a_rank_has_ended_though_a_child_of_its_own_holds_its_output(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A process that tells of another one, which it leaves behind with the pipe, and ends."""
+    """A process that tells of another one, which it leaves behind with its output, and ends without
+    ending its last line."""
     monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
 
-    async def watched() -> int | None:
-        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config()))))
-        value_of(await actor.begin(json.dumps([["-c", HOLDING], {}])))
-        lines, code = list[str](), None
-        while code is None:
-            seen = value_of(await actor.look())
-            lines, code = lines + seen["lines"], seen["code"]
-            # Nothing but the rank's output is waited for between two looks.
-            assert len(asyncio.all_tasks()) <= 3
-        (left,) = map(int, lines)
-        # It is there still: the end was not noticed by the end of the output.
-        os.kill(left, signal.SIGKILL)
-        # The loop closes the pipe.
-        await asyncio.sleep(0.3)
-        return code
+    async def watched() -> list[Any]:
+        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config(), tmp_path))))
+        return [json.loads(one) async for one in actor.run(["-c", HOLDING], {})]
 
-    assert asyncio.run(watched()) == 0
+    text, code = asyncio.run(watched())
+    left, rest = text.split(maxsplit=1)
+    # It is there still: the end was not noticed by the end of the output.
+    os.kill(int(left), signal.SIGKILL)
+    assert (rest, code) == ("of two words", 0)
+
+
+def test_a_rank_tells_of_the_signal_that_ended_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
+
+    async def ended() -> list[Any]:
+        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config(), tmp_path))))
+        code = "import time; print('begun'); print('half', end=''); time.sleep(60)"
+        found = []
+        async for one in actor.run(["-c", code], {}):
+            found.append(json.loads(one))
+            if found == ["begun\n"]:
+                await actor.send(signal.SIGTERM)
+        return found
+
+    assert asyncio.run(ended()) == ["begun\n", "half", -signal.SIGTERM]
 
 
 @contextmanager

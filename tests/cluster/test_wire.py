@@ -23,7 +23,13 @@ from treegraft.core.interfaces import Request
 from treegraft.core.sessions import COUNTS
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason, Task, ToolCall
 from treegraft.extras.ray.actors import error_reply, replying, value_of
-from treegraft.extras.ray.engines import PIECE_BYTES, completion_of, pieces_of, request_to_json
+from treegraft.extras.ray.engines import (
+    PIECE_BYTES,
+    Weights,
+    completion_of,
+    pieces_of,
+    request_to_json,
+)
 from treegraft.extras.ray.placement import lasting
 from treegraft.extras.ray.remote_engine import ClusterEngine
 from treegraft.extras.ray.supervisor import SLOW_LOOKS, Keeper, Member, State
@@ -196,7 +202,7 @@ def test_the_slow_engine_is_drained() -> None:
 
 def _member(number: int, handle: Any = None) -> Any:
     member = Member("engine", number, lambda: handle)
-    member.state, member.edition = State.LIVE, 0
+    member.state, member.opened = State.LIVE, {"fingerprint": "at the beginning"}
     return member
 
 
@@ -217,13 +223,13 @@ class Taking:
         self.publish = SimpleNamespace(remote=self._publish)
 
     async def _state(self) -> str:
-        return json.dumps({"host": "here", "pid": 1, "said": [], "is_open": True})
+        return json.dumps({"host": "here", "pid": 1, "said": []})
 
-    async def _publish(self, header: str, pieces: list[Any]) -> str:
-        found = json.loads(header)
+    async def _publish(self, *weights: Any) -> str:
+        due = Weights(*weights)
         await asyncio.sleep(0.3)
-        self.taken.append((found["edition"], found["version"], found["fingerprint"]))
-        return json.dumps({"value": found["fingerprint"]})
+        self.taken.append((due.edition, due.version, due.fingerprint))
+        return json.dumps({"value": due.fingerprint})
 
 
 def test_each_publish_reaches_an_engine_however_long_it_takes(
@@ -241,7 +247,6 @@ def test_each_publish_reaches_an_engine_however_long_it_takes(
     async def publish() -> tuple[State, int, int]:
         keeper = Keeper(Config())
         member = _member(0, handle)
-        member.opened = {"fingerprint": "at the beginning"}
         keeper.engines = [member]
         for fingerprint in ("first", "second"):
             await asyncio.gather(keeper.publish(Weighing(fingerprint), 0), keeper._attend(member))

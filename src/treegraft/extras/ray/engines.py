@@ -8,8 +8,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import asdict
+from typing import Any, NamedTuple, cast
 
 from pydantic import TypeAdapter
 
@@ -19,8 +19,6 @@ from treegraft.parts import Completion, Sampling, assemble_engine, errors, inter
 
 PIECE_BYTES = 1 << 26
 """Size from which a piece of published weights is complete, in bytes."""
-PATIENCE_S = 5.0
-"""How long a request waits for weights that have not come yet before it is sent back."""
 
 
 # ------------------------------------------------------------------ what travels
@@ -48,8 +46,7 @@ def completion_of(found: Mapping[str, Any]) -> Completion:
     return _COMPLETION.validate_python(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """Published weights: what they are, and where Ray keeps their pieces."""
 
     edition: int
@@ -57,21 +54,10 @@ class Weights:
     weights each time."""
     version: int
     fingerprint: str
-    names: tuple[str, ...]
-    pieces: Sequence[Any]
+    names: Sequence[str]
+    pieces: list[Any]
     """Handles of bytes, each a safetensors file; none where every engine has these weights from its
     beginning."""
-
-    def header(self) -> str:
-        """Returns what they are, in JSON."""
-        return json.dumps(
-            {
-                "edition": self.edition,
-                "version": self.version,
-                "fingerprint": self.fingerprint,
-                "names": self.names,
-            }
-        )
 
 
 def pieces_of(source: interfaces.WeightSource) -> Iterator[bytes]:
@@ -95,10 +81,9 @@ class _Pieces:
     """Weights on their way as a `WeightSource`; each piece is fetched when its turn comes, so that
     a machine never holds them twice."""
 
-    def __init__(self, header: Mapping[str, Any], pieces: Sequence[Any]) -> None:
-        self.names: Sequence[str] = header["names"]
-        self.fingerprint: str = header["fingerprint"]
-        self._pieces = pieces
+    def __init__(self, weights: Weights) -> None:
+        self.names, self.fingerprint = weights.names, weights.fingerprint
+        self._pieces = weights.pieces
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         import ray
@@ -129,48 +114,35 @@ class EngineActor(Actor):
         """False while weights are taken over, and after a publish that broke off."""
         self._num_tokens, self._busy_s = 0, 0.0
         self._publishing = asyncio.Lock()
-        self._published = asyncio.Event()
 
     def more(self) -> dict[str, Any]:
-        """Returns the edition that it answers by, the tokens that it has sampled and the seconds
-        of the requests for them, and whether another actor has to take its place."""
+        """Returns the tokens that it has sampled and the seconds of the requests for them, and
+        whether another actor has to take its place."""
         is_broken = not self._is_whole and not self._publishing.locked()
         return {
-            "is_open": self._engine is not None,
-            "edition": self._edition,
             "sampled": [self._num_tokens, self._busy_s],
             "is_broken": is_broken or (self._engine is not None and self._engine.death is not None),
         }
 
-    @replying
-    async def open(self) -> dict[str, Any]:
-        """Reads the weights, and returns the engine's limits and checksum."""
-        if self._engine is None:
-            config = Config.model_validate_json(self.place.config)
-            opening = assemble_engine(_alone(config), model_path=self.place.model_path)
-            self._engine = await self._stack.enter_async_context(opening)
-        engine = self._engine
-        return {
-            "capacity": engine.capacity,
-            "max_context": engine.max_context,
-            "fingerprint": engine.fingerprint,
-        }
+    async def begin(self) -> dict[str, Any]:
+        """Reads the weights, and returns the engine's limit and checksum."""
+        config = Config.model_validate_json(self.place.config)
+        opening = assemble_engine(_alone(config), model_path=self.place.model_path)
+        engine = self._engine = await self._stack.enter_async_context(opening)
+        return {"max_context": engine.max_context, "fingerprint": engine.fingerprint}
 
     @replying
-    async def publish(self, header: str, pieces: list[Any]) -> str:
-        """Takes over weights once running completions are done; returns the checksum of what it
+    async def publish(self, *weights: Any) -> str:
+        """Takes over `Weights` once running completions are done; returns the checksum of what it
         holds then."""
-        found = json.loads(header)
+        due = Weights(*weights)
         async with self._publishing:
             engine = self._opened()
-            if self._edition != found["edition"]:
+            if self._edition != due.edition:
                 # What it holds until the end may be half of each.
                 self._edition, self._is_whole = 0, False
-                await engine.publish(_Pieces(found, pieces), found["version"])
-                self._is_whole = True
-                self._edition = found["edition"]
-                self._published.set()
-                self._published.clear()
+                await engine.publish(_Pieces(due), due.version)
+                self._edition, self._is_whole = due.edition, True
             return engine.fingerprint
 
     @replying
@@ -191,11 +163,13 @@ class EngineActor(Actor):
 
     async def complete(self, request: str) -> AsyncIterator[str]:
         """Yields the entropies of the first tokens, where they are asked for, and the completion;
-        {"stale": edition} where it has not got the weights in time."""
+        {"stale": edition} where it has not got the weights."""
         asked = json.loads(request)
         probes: asyncio.Queue[Sequence[float]] = asyncio.Queue()
         try:
-            await self._reached(asked["edition"])
+            # What it takes over at the moment may be the weights that are asked for.
+            async with self._publishing:
+                pass
             if self._edition < asked["edition"]:
                 yield json.dumps({"value": {"stale": self._edition}})
                 return
@@ -230,16 +204,6 @@ class EngineActor(Actor):
                 asked["prefix"], sampling, tuple(asked["key"]), asked["probe"], on_probe
             )
             return await self._opened().complete(request)
-
-    async def _reached(self, edition: int) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + PATIENCE_S
-        while self._edition < edition and loop.time() < until:
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._published.wait()
-            except TimeoutError:
-                return
 
     async def forget(self, prefix_ids: str) -> None:
         """Drops what is cached below a prompt."""

@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from treegraft import Config
-from treegraft.extras.ray.actors import Place, start, value_of
-from treegraft.extras.ray.engines import EngineActor, completion_of
+from treegraft.extras.ray.actors import Actor, Place, look, start
+from treegraft.extras.ray.engines import EngineActor
 from treegraft.extras.ray.growers import GrowerActor
 from treegraft.extras.ray.ray import connected
-from treegraft.extras.ray.remote_engine import Lost
 from treegraft.extras.ray.settings import cluster_settings, num_engines
-from treegraft.extras.ray.supervisor import Keeper, Member
-from treegraft.parts import Completion, files, interfaces, remote
+from treegraft.extras.ray.supervisor import Keeper, Member, VllmKeeper
+from treegraft.parts import interfaces, remote
 
 
 def needs_of(config: Config) -> Mapping[str, float]:
@@ -36,8 +35,8 @@ def ray_placement(config: Config) -> Iterator[RayPlacement]:
     Raises:
         SettingError: no cluster that the run could use.
     """
-    with connected(config, needs_of(config)):
-        yield RayPlacement()
+    with connected(config, needs_of(config)) as token:
+        yield RayPlacement(token)
 
 
 @contextmanager
@@ -66,7 +65,9 @@ def _linked(source: str, target: str) -> None:
 class RayPlacement:
     """A `Placement` on the cluster that this process is connected to."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: Path) -> None:
+        """Args: token: see `connected`."""
+        self._token = token
         self._keeper: Keeper | None = None
         self._trees: remote.RemoteTrees | None = None
 
@@ -83,24 +84,19 @@ class RayPlacement:
     async def _actors(
         self, config: Config, model_path: Path | None
     ) -> AsyncIterator[interfaces.Engine]:
-        place, settings = place_of(config, model_path), cluster_settings(config)
+        place, settings = place_of(config, self._token, model_path), cluster_settings(config)
         count = num_engines(config)
         keeper = VllmKeeper(config) if config.engine.kind == "vllm" else Keeper(config)
         self._keeper = keeper
         trees = self._trees = remote.RemoteTrees(config, keeper.grown)
         gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
-        engines = [
-            Member("engine", one, partial(start, EngineActor, "engine", one, place, gpus))
-            for one in range(count)
-        ]
-        growers = [
-            Member(
-                "grower",
-                one,
-                partial(start, GrowerActor, "grower", one, place, {"num_cpus": 1, "num_gpus": 0}),
-            )
-            for one in range(settings.growers)
-        ]
+
+        def member(kind: type[Actor], role: str, number: int, takes: Mapping[str, float]) -> Member:
+            return Member(role, number, partial(start, kind, role, number, place, takes))
+
+        engines = [member(EngineActor, "engine", one, gpus) for one in range(count)]
+        no_gpu = {"num_cpus": 1, "num_gpus": 0}
+        growers = [member(GrowerActor, "grower", one, no_gpu) for one in range(settings.growers)]
         try:
             await keeper.open(engines, growers)
             yield keeper
@@ -122,48 +118,18 @@ class RayPlacement:
             self._keeper.show_in(folder)
 
 
-class VllmKeeper(Keeper):
-    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
-    compared after each publish."""
-
-    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
-        """Returns the completion of each canary prompt by each server of each engine that answers,
-        by the engine's name and the server's."""
-        found = await self.each(self._canaries)
-        return {
-            f"{engine} {name}": [completion_of(one) for one in completions]
-            for engine, servers in found.items()
-            for name, completions in servers.items()
-        }
-
-    async def _canaries(self, number: int) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        from ray.exceptions import RayError
-
-        if number not in self._route:
-            raise Lost(f"engine {number} does not answer now")
-        try:
-            found: Any = value_of(await self._route[number].canaries.remote(self.edition))
-        except RayError as error:
-            raise Lost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        return dict(found)
-
-    def set_aside(self, name: str, why: str) -> None:
-        """Samples by other engines until the next publish, as long as one is left."""
-        for member in self.engines:
-            if name.startswith(f"{member} "):
-                self.drain(member, why)
-
-
-def place_of(config: Config, model_path: Path | str | None) -> Place:
+def place_of(config: Config, token: Path, model_path: Path | None = None) -> Place:
     """Returns what an actor needs to be like this process.
 
     Args:
+        token: see `connected`.
         model_path: where weights and tokenizer are read; None for model.path.
     """
     return Place(
         cwd=os.getcwd(),
         path=tuple(sys.path),
-        code=files.code_checksum(),
+        token=str(token),
+        alike=look(str(token)),
         config=config.model_dump_json(),
         model_path=None if model_path is None else str(model_path),
     )

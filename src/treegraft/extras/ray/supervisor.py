@@ -8,19 +8,18 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from treegraft import Config, TreegraftError
 from treegraft.extras.ray.actors import value_of
-from treegraft.extras.ray.engines import Weights, pieces_of
-from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
-from treegraft.parts import errors, interfaces, plain
+from treegraft.extras.ray.engines import Weights, completion_of, pieces_of
+from treegraft.extras.ray.remote_engine import ClusterEngine
+from treegraft.parts import Completion, errors, interfaces, plain
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
@@ -63,10 +62,10 @@ class Member:
         self.since = time.time()
         self.seen: dict[str, Any] = {}
         """Its own last words on its state."""
-        self.opened: dict[str, Any] = {}
-        """What it said when it was opened."""
-        self.edition, self.route = 0, -1
-        """Of an engine: which weights it holds, see `Weights`. Of a grower: what it knows."""
+        self.opened: dict[str, Any] | None = None
+        """What it said when it was opened; None before."""
+        self.edition = 0
+        """Of an engine: which weights it holds, see `Weights`."""
         self.num_starts = 0
         self.num_trees = 0
         self.sampled = (0.0, 0.0)
@@ -89,11 +88,10 @@ class Keeper(ClusterEngine):
         self.config = config
         self.engines: list[Member] = []
         self.growers: list[Member] = []
-        self.due = Weights(0, 0, "", (), ())
+        self.due = Weights(0, 0, "", [], [])
         """What engines should hold; at first what they begin with."""
         self._num_told = 0
-        """How often it was told who answers: what a grower knows, by its number."""
-        self._told: tuple[Any, ...] = ()
+        """How often it was told who answers."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_live = time.monotonic()
         self._folder: Path | None = None
@@ -109,9 +107,8 @@ class Keeper(ClusterEngine):
         """
         self.engines, self.growers = list(engines), list(growers)
         await asyncio.gather(*map(self._first, self.engines))
-        limits = [one.opened["max_context"] for one in self.engines]
-        known = [limit for limit in limits if limit is not None]
-        self.max_context = min(known, default=None)
+        limits = [found["max_context"] for found in self._opened]
+        self.max_context = min((one for one in limits if one is not None), default=None)
         await asyncio.gather(*map(self._first, self.growers))
         for member in self._all:
             self._spawn(self._keep(member))
@@ -155,6 +152,11 @@ class Keeper(ClusterEngine):
             (self._folder / "roles.json").unlink(missing_ok=True)
 
     @property
+    def _opened(self) -> list[dict[str, Any]]:
+        """What each engine said when it was opened."""
+        return [one.opened for one in self.engines if one.opened is not None]
+
+    @property
     def _all(self) -> Sequence[Member]:
         return (*self.growers, *self.engines)
 
@@ -178,58 +180,41 @@ class Keeper(ClusterEngine):
             await self._attend(member)
 
     async def _attend(self, member: Member) -> None:
-        """Looks after one actor once: it is live then, or has to start anew."""
+        """Looks after one actor once: it is live then, or made anew."""
         import ray
 
-        try:
-            await self._look(member)
-        except ray.exceptions.ActorDiedError as error:
-            self._lose(member, _words(error))
-            # It could not be made where Ray put it; elsewhere it may.
-            await asyncio.sleep(SHOW_S)
-            member.handle = member.make()
-        except ray.exceptions.RayError as error:
-            self._lose(member, _words(error))
-        except TreegraftError as error:
-            self._lose(member, str(error))
-            ray.kill(member.handle, no_restart=False)
-        else:
-            self._go_live(member)
-            if self._told != self._standing():
-                self._tell()
+        async with member.looking:
+            try:
+                await self._look(member)
+            except (ray.exceptions.RayError, TreegraftError) as error:
+                self._lose(member, _words(error))
+                ray.kill(member.handle)
+                member.handle, member.opened = member.make(), None
+            else:
+                self._go_live(member)
 
     async def _look(self, member: Member) -> None:
         """Asks an actor how it is, and gives it what it lacks."""
-        async with member.looking:
-            # What is not there yet, or not again, waits for a machine with room.
-            is_there = member.state in (State.LIVE, State.DRAINED)
-            async with _within(STATE_S if is_there else None, "it said nothing"):
-                seen = json.loads(await member.handle.state.remote())
-            for text in seen.pop("said"):
-                _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
-            member.seen = seen
-            if seen.get("is_broken"):
-                raise errors.EngineError("its engine has died", code="engine-died")
-            if not seen["is_open"]:
-                self._lose(member, "it has been started anew")
-                limit = (self.max_context,) if member in self.growers else ()
-                async with _within(START_S, "it was not ready"):
-                    member.opened = value_of(await member.handle.open.remote(*limit)) or {}
-            if member in self.engines:
-                while member.edition != self.due.edition:
-                    await self._give(member, self.due)
-            elif member in self.growers and member.route != self._num_told:
-                told, engines = self._num_told, self._answering()
-                numbers, handles = [one.number for one in engines], [one.handle for one in engines]
-                known = (told, self.edition, self.policy_version, numbers, handles)
-                async with _within(STATE_S, "it did not take notice of the engines"):
-                    value_of(await member.handle.take.remote(*known))
-                member.route = told
+        is_new = member.opened is None
+        # One that is not there yet waits for a machine with room.
+        async with _within(None if is_new else STATE_S, "it said nothing"):
+            seen = json.loads(await member.handle.state.remote())
+        said, member.seen = seen.pop("said"), seen
+        for text in said:
+            _log.warning("%s: %s", member, text)
+        if seen.get("is_broken"):
+            raise errors.EngineError("its engine has died", code="engine-died")
+        if is_new:
+            limit = (self.max_context,) if member in self.growers else ()
+            async with _within(START_S, "it was not ready"):
+                member.opened = value_of(await member.handle.open.remote(*limit)) or {}
+        while member in self.engines and member.edition != self.due.edition:
+            await self._give(member, self.due)
 
     async def _give(self, member: Member, due: Weights) -> None:
         """Gives an engine the weights that are due."""
         async with _within(self.config.engine.deadline_s, "it did not take the weights"):
-            held = value_of(await member.handle.publish.remote(due.header(), list(due.pieces)))
+            held = value_of(await member.handle.publish.remote(*due))
         if held and due.fingerprint and held != due.fingerprint:
             raise errors.EngineError(
                 f"its weights have checksum {held}, expected {due.fingerprint}",
@@ -248,15 +233,17 @@ class Keeper(ClusterEngine):
         self._tell()
 
     def _lose(self, member: Member, fault: str) -> None:
-        member.edition, member.route = 0, -1
-        member.fault, member.sampled, member.num_slow = fault, (0.0, 0.0), 0
-        if member.state not in (State.LIVE, State.DRAINED):
-            return
-        _log.warning("%s: %s; others do its work", member, fault)
-        self.num_restarts += 1
-        member.state, member.since = State.DOWN, time.time()
-        member.lost.set()
-        self._tell()
+        """Leaves an actor out until it is found well, or made anew."""
+        is_told, member.fault = fault == member.fault, fault
+        member.edition, member.sampled, member.num_slow = 0, (0.0, 0.0), 0
+        if member.state in (State.LIVE, State.DRAINED):
+            _log.warning("%s: %s; others do its work", member, fault)
+            self.num_restarts += 1
+            member.state, member.since = State.DOWN, time.time()
+            member.lost.set()
+            self._tell()
+        elif not is_told:
+            _log.warning("%s does not start: %s", member, fault)
 
     def _has_due(self, member: Member) -> bool:
         return member in self.engines and member.edition == self.due.edition
@@ -266,10 +253,6 @@ class Keeper(ClusterEngine):
         ready = [one for one in self.engines if self._has_due(one)]
         live = [one for one in ready if one.state is State.LIVE]
         return live or [one for one in ready if one.state is State.DRAINED]
-
-    def _standing(self) -> tuple[Any, ...]:
-        """What growers have to know: the weights, and who answers by them."""
-        return (self.due.edition, *((one.number, one.num_starts) for one in self._answering()))
 
     def drain(self, member: Member, why: str) -> None:
         """Moves an engine's requests to the others until the next publish."""
@@ -302,20 +285,21 @@ class Keeper(ClusterEngine):
     def _tell(self) -> None:
         """Lets growers and this process know which engines answer."""
         answering = self._answering()
-        if answering:
+        if answering or self._route:
             self._last_live = time.monotonic()
-        self._num_told, self._told = self._num_told + 1, self._standing()
+        self._num_told += 1
         handles = {one.number: one.handle for one in answering}
         self.take(self.due.edition, self.due.version, handles)
         for member in self.growers:
             if member.state is State.LIVE:
-                self._spawn(self._tell_one(member))
+                member.handle.take.remote(*self._told)
 
-    async def _tell_one(self, member: Member) -> None:
-        import ray
-
-        with suppress(ray.exceptions.RayError, TreegraftError):
-            await self._look(member)
+    @property
+    def _told(self) -> tuple[Any, ...]:
+        """What growers have to know: which engines answer, and by which weights."""
+        # Lists: Ray replaces a handle that is an argument of its own by what it stands for.
+        numbers, handles = list(self._route), list(self._route.values())
+        return self._num_told, self.edition, self.policy_version, numbers, handles
 
     @property
     def death(self) -> errors.EngineError | None:
@@ -337,14 +321,14 @@ class Keeper(ClusterEngine):
             EngineError: no engine took them within engine.deadline_s.
         """
         former, fingerprint = self.due, source.fingerprint
-        held = set() if former.edition else {one.opened["fingerprint"] for one in self.engines}
+        held = set() if former.edition else {found["fingerprint"] for found in self._opened}
         if fingerprint and former.fingerprint == fingerprint:
             pieces = former.pieces
         elif held == {fingerprint}:
-            pieces = ()
+            pieces = []
         else:
             pieces = await asyncio.to_thread(self._stored, source)
-        self.due = Weights(former.edition + 1, version, fingerprint, tuple(source.names), pieces)
+        self.due = Weights(former.edition + 1, version, fingerprint, list(source.names), pieces)
         self._last_live = time.monotonic()
         for member in self.engines:
             if member.state is State.DRAINED:
@@ -360,21 +344,6 @@ class Keeper(ClusterEngine):
             await asyncio.sleep(WATCH_S)
         self.fingerprint = fingerprint
 
-    async def each(self, ask: Callable[[int], Awaitable[T]]) -> dict[str, T]:
-        """Returns what each engine answers to a question, by its name; without those that do not
-        answer within engine.deadline_s, whose requests move."""
-        found: dict[str, T] = {}
-
-        async def one(member: Member) -> None:
-            try:
-                async with asyncio.timeout(self.config.engine.deadline_s):
-                    found[str(member)] = await ask(member.number)
-            except (Lost, TimeoutError, TreegraftError) as error:
-                self._lose(member, str(error) or "it did not answer within engine.deadline_s")
-
-        await asyncio.gather(*map(one, self._answering()))
-        return found
-
     def _stored(self, source: interfaces.WeightSource) -> list[Any]:
         """Hands weights to Ray, which sends them once to each machine that asks for them."""
         import ray
@@ -388,13 +357,8 @@ class Keeper(ClusterEngine):
     # ------------------------------------------------------------------ trees
 
     async def grown(self, order: dict[str, Any], name: str) -> Mapping[str, Any]:
-        """Returns what a grower has made of an order for a tree; see `RemoteTrees`."""
-        found = await self.grow(json.dumps({**order, "edition": self.edition}), name)
-        self.counts.update(found["engine"])
-        return found
-
-    async def grow(self, order: str, name: str) -> dict[str, Any]:
-        """Returns the tree of an order, from whichever grower has the fewest.
+        """Returns what a grower has made of an order for a tree, see `RemoteTrees`: whichever has
+        the fewest trees.
 
         Args:
             name: of the tree, in errors.
@@ -405,11 +369,11 @@ class Keeper(ClusterEngine):
         """
         import ray
 
-        faults: list[str] = []
+        text, faults = json.dumps(order), list[str]()
         while len(faults) < MAX_DEATHS:
             member = await self._free_grower()
             member.num_trees += 1
-            answer = member.handle.grow.remote(order)
+            answer = member.handle.grow.remote(text, *self._told)
             asking = asyncio.ensure_future(answer)
             lost = asyncio.ensure_future(member.lost.wait())
             try:
@@ -420,6 +384,7 @@ class Keeper(ClusterEngine):
                     faults.append(f"{member}: {member.fault}")
                     continue
                 found: dict[str, Any] = value_of(asking.result())
+                self.counts.update(found["engine"])
                 return found
             except ray.exceptions.RayTaskError as error:
                 raise errors.EngineError(
@@ -514,6 +479,39 @@ class Keeper(ClusterEngine):
         }
 
 
+class VllmKeeper(Keeper):
+    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
+    compared after each publish."""
+
+    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
+        """Returns the completion of each canary prompt by each server of each engine, by the
+        engine's name and the server's; requests of an engine that does not answer move."""
+        import ray
+
+        found: dict[str, Sequence[Completion]] = {}
+
+        async def ask(member: Member) -> None:
+            try:
+                async with asyncio.timeout(self.config.engine.deadline_s):
+                    servers = value_of(await member.handle.canaries.remote(self.edition))
+            except TimeoutError:
+                self._lose(member, "it did not answer within engine.deadline_s")
+            except (ray.exceptions.RayError, TreegraftError) as error:
+                self._lose(member, _words(error))
+            else:
+                for name, completions in servers.items():
+                    found[f"{member} {name}"] = [completion_of(one) for one in completions]
+
+        await asyncio.gather(*map(ask, self._answering()))
+        return found
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Samples by other engines until the next publish, as long as one is left."""
+        for member in self.engines:
+            if name.startswith(f"{member} "):
+                self.drain(member, why)
+
+
 @asynccontextmanager
 async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
     """Raises DeadlineExceeded where the block takes longer; None for no limit."""
@@ -525,7 +523,9 @@ async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
 
 
 def _words(error: BaseException) -> str:
-    """An error in a line: the cause that Ray reports at its end, or its beginning."""
+    """An error in a line: of Ray's the cause that it reports at the end, or the beginning."""
+    if isinstance(error, TreegraftError):
+        return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     is_gone = type(error).__name__ in ("ActorUnavailableError", "ActorDiedError")
     if is_gone and "creation task" not in lines[0]:
