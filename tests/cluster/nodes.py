@@ -84,7 +84,7 @@ class Disturbed:
 
     def __init__(self, folder: Path, address: str, **tables: Mapping[str, Any]) -> None:
         self.run, self.folder = folder / "cluster", folder
-        table = {"address": address, "engines": 2, "growers": 2, **tables.pop("cluster", {})}
+        table = {"address": address, "engines": 3, **tables.pop("cluster", {})}
         run = {"dir": str(folder), "name": "cluster", **tables.pop("run", {})}
         recipe = tiny(run=run, cluster=table, **tables)
         path = write_recipe(folder / "cluster.json", recipe)
@@ -122,11 +122,11 @@ class Disturbed:
             time.sleep(0.5)
         return found
 
-    def roles(self, role: str = "") -> list[dict[str, Any]]:
-        """Returns what the run says of its actors; none before they stand."""
+    def roles(self) -> list[dict[str, Any]]:
+        """Returns what the run says of its engines; none before they stand."""
         with suppress(OSError, ValueError):
-            found = json.loads((self.run / "roles.json").read_text())["roles"]
-            return [one for one in found if role in ("", one["role"])]
+            found: list[dict[str, Any]] = json.loads((self.run / "roles.json").read_text())["roles"]
+            return found
         return []
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 180.0) -> Any:
@@ -147,17 +147,17 @@ class Disturbed:
 
     def growing(self) -> bool:
         """Returns whether trees grow at this moment."""
-        return any(one["queue"] for one in self.roles("grower"))
+        return any(one["queue"] for one in self.roles())
 
     def is_whole_again(self) -> bool:
-        """Returns whether all actors live, three or more of them not for the first time."""
+        """Returns whether all engines live, three or more times not for the first."""
         roles = self.roles()
         num_again = sum(one["starts"] - 1 for one in roles)
         return num_again >= 3 and all(one["state"] == "live" for one in roles)
 
-    def kill(self, role: str, number: int) -> int:
-        """Kills the process of an actor and returns its number."""
-        (pid,) = [one["pid"] for one in self.roles(role) if one["number"] == number]
+    def kill(self, number: int) -> int:
+        """Kills the process of an engine and returns that of the process."""
+        (pid,) = [one["pid"] for one in self.roles() if one["number"] == number]
         os.kill(pid, signal.SIGKILL)
         return pid
 

@@ -176,7 +176,7 @@ def test_lost_ranks_start_again_and_the_trees_are_those_of_one_process(tmp_path:
         next(line for line in lines if re.match("update [34]/", line))
         second = ranks_in(tmp_path)
         assert sorted(second) == [0, 1] and not {*first.values()} & {*second.values()}
-        # Rank 0 owns engines and growers; they end with it.
+        # Rank 0 owns the engines; they end with it.
         os.kill(second[0], signal.SIGKILL)
         said = next(line for line in lines if "starts again" in line)
         assert "rank 0 was ended by SIGKILL" in said and "restart 2 of at most 2" in said
@@ -218,7 +218,7 @@ def test_no_process_outlives_a_killed_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fewer_ranks_go_on_where_their_machine_is_gone(tmp_path: Path) -> None:
     """Two ranks fill a node of two CPUs; in its place comes one with one CPU."""
-    spread = (*RANKS, "cluster.engines=1", "cluster.growers=1")
+    spread = (*RANKS, "cluster.engines=2")
     with three_nodes() as nodes:
         address = f"cluster.address={nodes.cluster.address}"
         arguments = ("demo", "run.num_updates=500", *SMALL, *spread, address)

@@ -149,7 +149,7 @@ def test_a_node_that_is_gone_has_no_room() -> None:
     assert joining.reachable("GPU") == 0.0
 
 
-def test_the_defaults_need_one_engine_and_one_grower() -> None:
+def test_the_defaults_need_one_engine() -> None:
     def count(kind: str, **cluster: int) -> int:
         return num_engines(Config.model_validate({"engine": {"kind": kind}, "cluster": cluster}))
 
@@ -173,12 +173,12 @@ def test_an_engine_starts_a_server_on_each_of_its_gpus(monkeypatch: pytest.Monke
 def test_settings_of_a_cluster_elsewhere(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["treegraft", command, "demo", "growers=2"])
+    monkeypatch.setattr("sys.argv", ["treegraft", command, "demo", "cluster.engines=2"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "'cluster.growers' would have no effect" in error
+    assert "'cluster.engines' would have no effect" in error
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The work of `treegraft cluster`: a run whose engines and growers stand on a Ray cluster, and
+"""The work of `treegraft cluster`: a run whose engines stand on a Ray cluster, and
 where the recipe asks for them several ranks of the learner too."""
 
 from __future__ import annotations

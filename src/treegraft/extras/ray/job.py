@@ -1,7 +1,7 @@
 """The learner's ranks as a job: placed together, started as torchrun would, watched, and started
 again from the last checkpoint where one of them is lost.
 
-Rank 0 is the process that owns engines and growers, which end with it.
+Rank 0 is the process that owns the engines, which end with it.
 """
 
 from __future__ import annotations

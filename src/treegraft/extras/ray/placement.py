@@ -1,4 +1,4 @@
-"""The placement of a run: its engines and growers on a Ray cluster."""
+"""The placement of a run: its engines on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import Config
-from treegraft.extras.ray.actors import Actor, Place, look, start
+from treegraft.extras.ray.actors import Place, look, start
 from treegraft.extras.ray.engines import EngineActor
-from treegraft.extras.ray.growers import GrowerActor
 from treegraft.extras.ray.ray import connected
 from treegraft.extras.ray.settings import cluster_settings, num_engines
 from treegraft.extras.ray.supervisor import Keeper, Member, VllmKeeper
@@ -23,9 +22,10 @@ from treegraft.parts import interfaces, remote
 
 def needs_of(config: Config) -> Mapping[str, float]:
     """Returns what all actors of a run take up together, by Ray's names."""
-    settings = cluster_settings(config)
-    num_actors = num_engines(config) + settings.growers
-    return {"CPU": float(num_actors), "GPU": float(settings.server_gpus)}
+    return {
+        "CPU": float(num_engines(config)),
+        "GPU": float(cluster_settings(config).server_gpus),
+    }
 
 
 @contextmanager
@@ -75,43 +75,33 @@ class RayPlacement:
     async def engine(
         self, config: Config, model_path: Path | str | None
     ) -> AsyncIterator[interfaces.Engine]:
-        """Holds the engines, and the growers beside them; see `Placement`."""
+        """Holds the engines; see `Placement`."""
         with nullcontext() if model_path is None else lasting(Path(model_path)) as path:
-            async with self._actors(config, path) as engine:
-                yield engine
-
-    @asynccontextmanager
-    async def _actors(
-        self, config: Config, model_path: Path | None
-    ) -> AsyncIterator[interfaces.Engine]:
-        place, settings = place_of(config, self._token, model_path), cluster_settings(config)
-        count = num_engines(config)
-        keeper = VllmKeeper(config) if config.engine.kind == "vllm" else Keeper(config)
-        self._keeper = keeper
-        trees = self._trees = remote.RemoteTrees(config, keeper.grown)
-        gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
-
-        def member(kind: type[Actor], role: str, number: int, takes: Mapping[str, float]) -> Member:
-            return Member(role, number, partial(start, kind, role, number, place, takes))
-
-        engines = [member(EngineActor, "engine", one, gpus) for one in range(count)]
-        no_gpu = {"num_cpus": 1, "num_gpus": 0}
-        growers = [member(GrowerActor, "grower", one, no_gpu) for one in range(settings.growers)]
-        try:
-            await keeper.open(engines, growers)
-            yield keeper
-        finally:
-            self._keeper = self._trees = None
-            await keeper.end()
-            trees.close()
+            place, count = place_of(config, self._token, path), num_engines(config)
+            keeper = VllmKeeper(config) if config.engine.kind == "vllm" else Keeper(config)
+            self._keeper = keeper
+            trees = self._trees = remote.RemoteTrees(config, keeper.grown)
+            takes = {"num_cpus": 1, "num_gpus": cluster_settings(config).server_gpus / count}
+            try:
+                await keeper.open(
+                    [
+                        Member(one, partial(start, EngineActor, "engine", one, place, takes))
+                        for one in range(count)
+                    ]
+                )
+                yield keeper
+            finally:
+                self._keeper = self._trees = None
+                await keeper.close()
+                trees.close()
 
     def grower(self, *parts: Any, **more: Any) -> Any:
-        """Returns a grower whose trees grow in the growers of the cluster; see `Placement`."""
-        assert self._trees is not None, "growers are made while the engine is held"
+        """Returns a grower whose trees grow in the engines; see `Placement`."""
+        assert self._trees is not None, "growers are made while the engines are held"
         return self._trees.grower(*parts, **more)
 
     def show_in(self, folder: Path) -> None:
-        """Keeps the state of all roles in this run folder, and the states of its buffer."""
+        """Keeps the state of all engines in this run folder, and the states of its buffer."""
         if self._trees is not None:
             self._trees.show_in(folder)
         if self._keeper is not None:

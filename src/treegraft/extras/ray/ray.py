@@ -197,7 +197,7 @@ def _join(**options: Any) -> None:
         signal.signal(signal.SIGTERM, kept)
     # Of each process that dies Ray prints pages, log_to_driver or not; the keeper says one line.
     with contextlib.suppress(AttributeError):
-        ray._private.worker.print_to_stdstream = lambda *_, **__: None
+        ray._private.engine.print_to_stdstream = lambda *_, **__: None
 
 
 def is_there(node: Mapping[str, Any]) -> bool:
@@ -224,7 +224,7 @@ def _refuse_small(
 ) -> None:
     """Refuses a cluster with fewer CPUs or GPUs than the run takes up."""
     advice = {
-        "CPU": "Lower cluster.growers or cluster.engines, or add nodes",
+        "CPU": "Lower cluster.engines, or add nodes",
         "GPU": "Lower cluster.learner_gpus or cluster.server_gpus, or add nodes",
     }
     for name, least in needs.items():

@@ -1,5 +1,5 @@
-"""Rank 0's engine on a cluster, which looks after the actors: it opens them, gives them what they
-should hold, deals out trees, and notices who has died."""
+"""Rank 0's engine on a cluster, which looks after those of the actors: it opens them, gives them
+the weights that are due, deals out trees, and notices who has died."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from typing import Any
 from treegraft import Config, TreegraftError
 from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.engines import Weights, completion_of, pieces_of
-from treegraft.extras.ray.remote_engine import ClusterEngine
 from treegraft.parts import Completion, errors, interfaces, plain
 
 _log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
-"""Time between two looks at an actor, in seconds."""
+"""Time between two looks at an engine, in seconds."""
 STATE_S = 60.0
-"""An actor that says nothing for so long is ended, and started anew."""
+"""An engine that says nothing for so long is made anew."""
 START_S = 600.0
-"""Longest wait for an actor at the beginning, loading included."""
+"""Longest wait for an engine at the beginning, loading included."""
 CLOSE_S = 30.0
-"""Longest wait for an actor's own end."""
+"""Longest wait for an engine's own end."""
 SHOW_S = 3.0
 """Time between two writings of roles.json, in seconds."""
 SLOW_SHARE = 0.25
@@ -37,82 +36,86 @@ SLOW_SHARE = 0.25
 all and for each second of a request."""
 SLOW_LOOKS = 3
 """Looks in a row after which it is drained."""
+FREE_S = 0.1
+"""Time between two looks for an engine, in seconds, where none answers."""
 MAX_DEATHS = 3
-"""Growers that may die while a tree grows in them before the tree is blamed for it."""
+"""Engines that may die while a tree grows in them before the tree is blamed for it."""
 
 
 class State(StrEnum):
-    """What an actor can do."""
+    """What an engine can do."""
 
     STARTING = "starting"
     LIVE = "live"
     DRAINED = "drained"
-    """An engine that is slow or off the learner's policy: it is not asked until the next publish,
-    unless no other is left."""
+    """It is slow or off the learner's policy: it gets no tree until the next publish, unless no
+    other is left."""
     DOWN = "down"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether trees can grow there."""
+        return self in (State.LIVE, State.DRAINED)
 
 
 class Member:
-    """One actor, as rank 0 sees it."""
+    """One engine, as rank 0 sees it."""
 
-    def __init__(self, role: str, number: int, make: Callable[[], Any]) -> None:
-        self.role, self.number, self.make = role, number, make
+    def __init__(self, number: int, make: Callable[[], Any]) -> None:
+        self.number, self.make = number, make
         self.handle = make()
         self.state, self.fault = State.STARTING, ""
-        self.since = time.time()
         self.seen: dict[str, Any] = {}
         """Its own last words on its state."""
         self.opened: dict[str, Any] | None = None
         """What it said when it was opened; None before."""
         self.edition = 0
-        """Of an engine: which weights it holds, see `Weights`."""
+        """Which weights it holds, see `Weights`."""
         self.num_starts = 0
         self.num_trees = 0
         self.sampled = (0.0, 0.0)
-        """Of an engine: tokens, and seconds of requests, at the last look at its speed."""
+        """Tokens, and seconds of requests, at the last look at its speed."""
         self.num_slow = 0
-        self.lost = asyncio.Event()
+        self.left = asyncio.Event()
+        """Set, and replaced by another one, when its trees have to grow elsewhere."""
         self.looking = asyncio.Lock()
 
     def __str__(self) -> str:
-        return f"{self.role} {self.number}" + (
-            f" on {self.seen['host']}" if "host" in self.seen else ""
-        )
+        return f"engine {self.number}" + (f" on {self.seen['host']}" if "host" in self.seen else "")
 
 
-class Keeper(ClusterEngine):
-    """The engines of a run as one, to which rank 0 publishes, and the growers beside them."""
+class Keeper:
+    """The engines of a run as one engine, to which rank 0 publishes. Trees alone are sampled: whole
+    ones, in whichever engine."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, max_context=None)
         self.config = config
         self.engines: list[Member] = []
-        self.growers: list[Member] = []
+        self.max_context: int | None = None
+        self.fingerprint = ""
         self.due = Weights(0, 0, "", [], [])
         """What engines should hold; at first what they begin with."""
-        self._num_told = 0
-        """How often it was told who answers."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self._last_live = time.monotonic()
         self._folder: Path | None = None
-        self.num_restarts = self.num_drained = self.num_bytes = 0
+        self.num_requests = self.num_restarts = self.num_drained = self.num_bytes = 0
 
     # ------------------------------------------------------------------ the beginning and the end
 
-    async def open(self, engines: Sequence[Member], growers: Sequence[Member]) -> None:
-        """Waits until all actors can be used, and watches them from then on.
+    async def open(self, engines: Sequence[Member]) -> None:
+        """Waits until all engines can be used, and watches them from then on.
 
         Raises:
             TreegraftError: one that cannot be opened, or not within START_S.
         """
-        self.engines, self.growers = list(engines), list(growers)
+        self.engines = list(engines)
         await asyncio.gather(*map(self._first, self.engines))
         limits = [found["max_context"] for found in self._opened]
         self.max_context = min((one for one in limits if one is not None), default=None)
-        await asyncio.gather(*map(self._first, self.growers))
-        for member in self._all:
-            self._spawn(self._keep(member))
-        self._spawn(self._show())
+        watching = (self._show(), *map(self._keep, self.engines))
+        self._tasks = [asyncio.create_task(one) for one in watching]
+        for task in self._tasks:
+            task.add_done_callback(_tell_fault)
 
     async def _first(self, member: Member) -> None:
         import ray
@@ -132,8 +135,8 @@ class Keeper(ClusterEngine):
             ) from error
         self._go_live(member)
 
-    async def end(self) -> None:
-        """Ends all actors."""
+    async def close(self) -> None:
+        """Ends all engines."""
         import ray
 
         for task in self._tasks:
@@ -141,13 +144,13 @@ class Keeper(ClusterEngine):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
         async def end(member: Member) -> None:
-            if member.state in (State.LIVE, State.DRAINED):
+            if member.state.is_up:
                 with suppress(ray.exceptions.RayError, TimeoutError, TreegraftError):
                     async with asyncio.timeout(CLOSE_S):
                         value_of(await member.handle.close.remote())
             ray.kill(member.handle)
 
-        await asyncio.gather(*map(end, self._all))
+        await asyncio.gather(*map(end, self.engines))
         if self._folder is not None:
             (self._folder / "roles.json").unlink(missing_ok=True)
 
@@ -156,34 +159,23 @@ class Keeper(ClusterEngine):
         """What each engine said when it was opened."""
         return [one.opened for one in self.engines if one.opened is not None]
 
-    @property
-    def _all(self) -> Sequence[Member]:
-        return (*self.growers, *self.engines)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A fault of ours: what the task has watched is watched no more.
-            _log.error("cluster: the watch of an actor has ended", exc_info=error)
-
     # ------------------------------------------------------------------ life and death
 
     async def _keep(self, member: Member) -> None:
-        """Looks after one actor to the end of the run."""
+        """Looks after one engine to the end of the run."""
         while True:
             await asyncio.sleep(WATCH_S)
             await self._attend(member)
 
     async def _attend(self, member: Member) -> None:
-        """Looks after one actor once: it is live then, or made anew."""
+        """Looks after one engine once: it is live then, or made anew."""
         import ray
 
+        handle = member.handle
         async with member.looking:
+            if member.handle is not handle:
+                # Made anew meanwhile, which may take its time.
+                return
             try:
                 await self._look(member)
             except (ray.exceptions.RayError, TreegraftError) as error:
@@ -194,7 +186,7 @@ class Keeper(ClusterEngine):
                 self._go_live(member)
 
     async def _look(self, member: Member) -> None:
-        """Asks an actor how it is, and gives it what it lacks."""
+        """Asks an engine how it is, and gives it what it lacks."""
         is_new = member.opened is None
         # One that is not there yet waits for a machine with room.
         async with _within(None if is_new else STATE_S, "it said nothing"):
@@ -202,13 +194,12 @@ class Keeper(ClusterEngine):
         said, member.seen = seen.pop("said"), seen
         for text in said:
             _log.warning("%s: %s", member, text)
-        if seen.get("is_broken"):
+        if seen["is_broken"]:
             raise errors.EngineError("its engine has died", code="engine-died")
         if is_new:
-            limit = (self.max_context,) if member in self.growers else ()
             async with _within(START_S, "it was not ready"):
-                member.opened = value_of(await member.handle.open.remote(*limit)) or {}
-        while member in self.engines and member.edition != self.due.edition:
+                member.opened = value_of(await member.handle.open.remote())
+        while member.edition != self.due.edition:
             await self._give(member, self.due)
 
     async def _give(self, member: Member, due: Weights) -> None:
@@ -223,43 +214,42 @@ class Keeper(ClusterEngine):
         member.edition = due.edition
 
     def _go_live(self, member: Member) -> None:
-        if member.state in (State.LIVE, State.DRAINED):
+        if member.state.is_up:
             return
         if member.state is State.DOWN:
             _log.warning("%s is back", member)
         member.num_starts += 1
-        member.state, member.fault, member.since = State.LIVE, "", time.time()
-        member.lost.clear()
-        self._tell()
+        member.state, member.fault = State.LIVE, ""
 
     def _lose(self, member: Member, fault: str) -> None:
-        """Leaves an actor out until it is found well, or made anew."""
+        """Leaves an engine out until it is found well, or made anew; its trees grow elsewhere."""
         is_told, member.fault = fault == member.fault, fault
         member.edition, member.sampled, member.num_slow = 0, (0.0, 0.0), 0
-        if member.state in (State.LIVE, State.DRAINED):
+        if member.state.is_up:
             _log.warning("%s: %s; others do its work", member, fault)
             self.num_restarts += 1
-            member.state, member.since = State.DOWN, time.time()
-            member.lost.set()
-            self._tell()
+            self._last_live = time.monotonic()
+            member.state = State.DOWN
+            self._empty(member)
         elif not is_told:
             _log.warning("%s does not start: %s", member, fault)
 
-    def _has_due(self, member: Member) -> bool:
-        return member in self.engines and member.edition == self.due.edition
+    def _empty(self, member: Member) -> None:
+        member.left.set()
+        member.left = asyncio.Event()
 
     def _answering(self) -> list[Member]:
         """The engines that hold the weights which are due, drained ones only for want of others."""
-        ready = [one for one in self.engines if self._has_due(one)]
+        ready = [one for one in self.engines if one.edition == self.due.edition]
         live = [one for one in ready if one.state is State.LIVE]
         return live or [one for one in ready if one.state is State.DRAINED]
 
     def drain(self, member: Member, why: str) -> None:
-        """Moves an engine's requests to the others until the next publish."""
-        member.state, member.fault, member.since = State.DRAINED, why, time.time()
+        """Moves an engine's trees to the others until the next publish."""
+        member.state, member.fault = State.DRAINED, why
         self.num_drained += 1
-        _log.warning("%s; its requests go to other engines until the next publish", why)
-        self._tell()
+        _log.warning("%s; its trees grow in other engines until the next publish", why)
+        self._empty(member)
 
     def drain_slow(self) -> None:
         """Looks at how much each engine has sampled since the last look, and drains those that are
@@ -282,28 +272,9 @@ class Keeper(ClusterEngine):
             if one.num_slow >= SLOW_LOOKS:
                 self.drain(one, f"{one} samples {each:.3g} tokens a second of a request")
 
-    def _tell(self) -> None:
-        """Lets growers and this process know which engines answer."""
-        answering = self._answering()
-        if answering or self._route:
-            self._last_live = time.monotonic()
-        self._num_told += 1
-        handles = {one.number: one.handle for one in answering}
-        self.take(self.due.edition, self.due.version, handles)
-        for member in self.growers:
-            if member.state is State.LIVE:
-                member.handle.take.remote(*self._told)
-
-    @property
-    def _told(self) -> tuple[Any, ...]:
-        """What growers have to know: which engines answer, and by which weights."""
-        # Lists: Ray replaces a handle that is an argument of its own by what it stands for.
-        numbers, handles = list(self._route), list(self._route.values())
-        return self._num_told, self.edition, self.policy_version, numbers, handles
-
     @property
     def death(self) -> errors.EngineError | None:
-        """Why no completion will come any more; None while an engine answers or may come back."""
+        """Why no tree will come any more; None while an engine answers or may come back."""
         deadline_s = self.config.engine.deadline_s
         if self._answering() or time.monotonic() - self._last_live < deadline_s:
             return None
@@ -335,7 +306,6 @@ class Keeper(ClusterEngine):
                 member.state, member.num_slow = State.LIVE, 0
         live = [one for one in self.engines if one.state is State.LIVE]
         await asyncio.gather(*map(self._attend, live))
-        self._tell()
         while not self._answering():
             if (death := self.death) is not None:
                 raise errors.EngineError(
@@ -357,34 +327,36 @@ class Keeper(ClusterEngine):
     # ------------------------------------------------------------------ trees
 
     async def grown(self, order: dict[str, Any], name: str) -> Mapping[str, Any]:
-        """Returns what a grower has made of an order for a tree, see `RemoteTrees`: whichever has
-        the fewest trees.
+        """Returns what an engine has made of an order for a tree, see `RemoteTrees`: whichever has
+        the fewest.
 
         Args:
             name: of the tree, in errors.
 
         Raises:
-            TreegraftError: what its grower has raised, or the tree's growers have died MAX_DEATHS
+            TreegraftError: what its engine has raised, or the tree's engines have died MAX_DEATHS
                 times.
         """
         import ray
 
-        text, faults = json.dumps(order), list[str]()
+        faults = list[str]()
         while len(faults) < MAX_DEATHS:
-            member = await self._free_grower()
+            member = await self._free()
             member.num_trees += 1
-            answer = member.handle.grow.remote(text, *self._told)
+            now = {"edition": self.due.edition, "max_context": self.max_context}
+            answer = member.handle.grow.remote(json.dumps(order | now))
             asking = asyncio.ensure_future(answer)
-            lost = asyncio.ensure_future(member.lost.wait())
+            left = asyncio.ensure_future(member.left.wait())
             try:
-                await asyncio.wait((asking, lost), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((asking, left), return_when=asyncio.FIRST_COMPLETED)
                 if not asking.done():
                     # It may live on, but out of reach; the tree grows elsewhere.
                     ray.cancel(answer)
-                    faults.append(f"{member}: {member.fault}")
+                    if member.state is not State.DRAINED:
+                        faults.append(f"{member}: {member.fault}")
                     continue
                 found: dict[str, Any] = value_of(asking.result())
-                self.counts.update(found["engine"])
+                self.num_requests += found["requests"]
                 return found
             except ray.exceptions.RayTaskError as error:
                 raise errors.EngineError(
@@ -399,47 +371,59 @@ class Keeper(ClusterEngine):
                 raise
             finally:
                 asking.cancel()
-                lost.cancel()
+                left.cancel()
                 member.num_trees -= 1
         raise errors.EngineError(
-            f"rollout: {MAX_DEATHS} growers have died while tree {name} grew in them"
+            f"rollout: {MAX_DEATHS} engines have died while tree {name} grew in them"
             f" ({'; '.join(faults)}); expected none. A tool or reward of this task may take all"
             " memory; correct it, and resume.",
-            code="growers-died",
+            code="engines-died",
         )
 
-    async def _free_grower(self) -> Member:
-        deadline_s = self.config.engine.deadline_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                while True:
-                    live = [one for one in self.growers if one.state is State.LIVE]
-                    if live and self._answering():
-                        return min(live, key=lambda one: (one.num_trees, one.number))
-                    await self._changed.wait()
-        except TimeoutError as error:
-            reasons = [str(one) + ": " + one.fault for one in self.growers if one.fault]
-            raise errors.EngineError(
-                f"rollout: no grower and engine were there for engine.deadline_s ="
-                f" {deadline_s:g} s: {'; '.join(reasons) or 'no engine'}",
-                code="no-grower-left",
-            ) from error
+    async def _free(self) -> Member:
+        while not (answering := self._answering()):
+            if (death := self.death) is not None:
+                raise death
+            await asyncio.sleep(FREE_S)
+        return min(answering, key=lambda one: (one.num_trees, one.number))
+
+    async def complete(self, request: interfaces.Request) -> Completion:
+        """Raises EngineError: engines grow whole trees."""
+        raise errors.EngineError(
+            f"engine: got a request for {request.noise_key} on a cluster, whose engines grow whole"
+            " trees; expected an order for a tree.",
+            code="completed-elsewhere",
+        )
+
+    def forget(self, prefix_ids: Sequence[int]) -> None:
+        """Does nothing: each tree's engine has dropped what it cached for it."""
 
     # ------------------------------------------------------------------ what others see
 
+    @property
+    def policy_version(self) -> int:
+        """That of the latest publish."""
+        return self.due.version
+
+    @property
+    def capacity(self) -> int:
+        """Completions that run at the same time; more wait for a place."""
+        return self.config.engine.max_rows * max(1, len(self._answering()))
+
     def take_metrics(self) -> dict[str, float]:
-        """Returns how often engines were asked, and how many answer and have died."""
-        metrics = super().take_metrics() | {
-            "time/engine_servers": float(len(self._route)),
+        """Returns how often engines were asked, and how many engines answer and have died."""
+        metrics = {
+            "time/engine_requests": float(self.num_requests),
+            "time/engine_servers": float(len(self._answering())),
             "time/engine_restarts": float(self.num_restarts),
             "time/engine_drained": float(self.num_drained),
             "time/publish_bytes": float(self.num_bytes),
         }
-        self.num_restarts = self.num_drained = self.num_bytes = 0
+        self.num_requests = self.num_restarts = self.num_drained = self.num_bytes = 0
         return metrics
 
     def show_in(self, folder: Path) -> None:
-        """Writes the state of all roles into this run folder from now on."""
+        """Writes the state of all engines into this run folder from now on."""
         self._folder = folder
 
     async def _show(self) -> None:
@@ -454,27 +438,25 @@ class Keeper(ClusterEngine):
             await asyncio.sleep(SHOW_S)
 
     def roles(self) -> dict[str, Any]:
-        """Returns what each actor is, where, and what it waits for."""
-        version = self.due.version if self.due.edition else None
+        """Returns how each engine is, where, and what it waits for."""
         return {
             "written": time.time(),
             "roles": [
                 {
-                    "role": one.role,
+                    "role": "engine",
                     "number": one.number,
                     "host": one.seen.get("host", ""),
                     "pid": one.seen.get("pid"),
                     "state": one.state,
-                    "since": one.since,
                     "fault": one.fault,
                     "starts": one.num_starts,
-                    "queue": one.num_trees if one in self.growers else None,
+                    "queue": one.num_trees,
                     "waits": one.seen.get("waits", {}),
-                    "version": version if self._has_due(one) else None,
+                    "version": self.due.version if one.edition else None,
                     "cpu_s": one.seen.get("cpu_s"),
                     "memory_bytes": one.seen.get("memory_bytes"),
                 }
-                for one in self._all
+                for one in self.engines
             ],
         }
 
@@ -485,7 +467,7 @@ class VllmKeeper(Keeper):
 
     async def canaries(self) -> Mapping[str, Sequence[Completion]]:
         """Returns the completion of each canary prompt by each server of each engine, by the
-        engine's name and the server's; requests of an engine that does not answer move."""
+        engine's name and the server's."""
         import ray
 
         found: dict[str, Sequence[Completion]] = {}
@@ -493,7 +475,7 @@ class VllmKeeper(Keeper):
         async def ask(member: Member) -> None:
             try:
                 async with asyncio.timeout(self.config.engine.deadline_s):
-                    servers = value_of(await member.handle.canaries.remote(self.edition))
+                    servers = value_of(await member.handle.canaries.remote(self.due.edition))
             except TimeoutError:
                 self._lose(member, "it did not answer within engine.deadline_s")
             except (ray.exceptions.RayError, TreegraftError) as error:
@@ -510,6 +492,12 @@ class VllmKeeper(Keeper):
         for member in self.engines:
             if name.startswith(f"{member} "):
                 self.drain(member, why)
+
+
+def _tell_fault(task: asyncio.Task[None]) -> None:
+    """Shows a fault of ours: what the task has watched is watched no more."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("cluster: the watch of an engine has ended", exc_info=error)
 
 
 @asynccontextmanager
