@@ -20,6 +20,7 @@ _SECTION = re.compile(r"^##? (.+?)\n(.*?)(?=^##? |\Z)", re.M | re.S)
 _FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 _RUNNABLE = re.compile(r"<!-- runnable -->\n```(\w+)\n(.*?)```", re.S)
 _MESSAGE = re.compile(r"<!-- message -->\n```text\n(.*?)\n```", re.S)
+_MESSAGES = re.compile(r"<!-- messages -->\n((?:\|.*\n)+)")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 _INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _COMMENT = re.compile(r"(?:^|\s+)#\s.*$")
@@ -58,8 +59,13 @@ def file_name(block: str) -> str | None:
 
 
 def messages() -> list[tuple[str, str]]:
-    """Returns the error messages that pages quote, with the page's name."""
-    return [(name, text) for name, page in PAGES.items() for text in _MESSAGE.findall(page)]
+    """Returns the error messages that pages quote in blocks and first cells of marked tables, with
+    the page's name."""
+    found = [(name, text) for name, page in PAGES.items() for text in _MESSAGE.findall(page)]
+    for name, page in PAGES.items():
+        for table in _MESSAGES.findall(page):
+            found += [(name, text) for text in re.findall(r"^\| `([^`]+)` \|", table, re.M)]
+    return found
 
 
 class Printed(NamedTuple):

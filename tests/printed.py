@@ -132,10 +132,13 @@ def _environment() -> dict[str, str]:
 
 
 def pages_files(page: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the files that a page shows."""
-    for block in re.findall(r"^```(?:python|toml)\n(.*?)^```", PAGES.get(page, ""), re.M | re.S):
+    """Yields (name, text) of the files that a page shows, and of the examples that it includes."""
+    text = PAGES.get(page, "")
+    for block in re.findall(r"^```(?:python|toml)\n(.*?)^```", text, re.M | re.S):
         if name := file_name(block):
             yield name, block
+    for place in re.findall(r"^<!-- include: (examples/\S+) -->$", text, re.M):
+        yield Path(place).name, (ROOT / place).read_text(encoding="utf-8")
 
 
 def lay_out(folder: Path, one: Printed) -> None:

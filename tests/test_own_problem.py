@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from tests.families import byte_model
-from tests.pages import PAGES, file_name
+from tests.pages import PAGES, ROOT
 from tests.smollm2 import model_file
 
 from treegraft.cli import main as cli
@@ -19,6 +20,7 @@ from treegraft.settings.load import load_config
 from treegraft.tasks.rewards import answer_of
 
 PAGE = PAGES["own-problem.md"]
+EXAMPLE = ROOT / "examples" / "problem"
 QUICK = (
     *("run.num_updates=1", "run.tasks_per_update=2", "explore.num_leaves=2", "tasks.num_eval=2"),
     *("rollout.max_completion_tokens=240", "rollout.max_agent_steps=2", "eval.num_samples=0"),
@@ -27,17 +29,15 @@ QUICK = (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The page's files, in the working directory."""
+    """The files of the example, which the page shows, in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     # Another test's module of the same name.
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```", PAGE, re.M | re.S)
-    names = [file_name(block) for block in blocks]
-    assert names == ["make_data.py", "mine.py", "mine.toml"]
-    for name, block in zip(names, blocks, strict=True):
-        (tmp_path / str(name)).write_text(block)
-    exec(compile(blocks[0], "make_data.py", "exec"), {})
+    for path in EXAMPLE.glob("*.*"):
+        assert f"<!-- include: examples/problem/{path.name} -->" in PAGE
+        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    runpy.run_path("make_data.py")
     return tmp_path
 
 

@@ -96,7 +96,6 @@ SMALL = {
     r"track\.prometheus=127.0.0.1:9464": "track.prometheus=127.0.0.1:0",
     r"(tasks_per_update=4 tasks\.scienceworld).*": r"\1.num_warmup=2 num_eval=2",
     r"^(treegraft (?:train|sft) (?!--resume|recipe\.toml|my_t).*?)(?: --smoke)?$": r"\1 --smoke",
-    r"^(treegraft train my_targets\.toml.*)$": r"\1 warmup.num_steps=2 tasks_per_update=2",
     r"fake_h100\.table --write$": "fake_h100.table --cards 90 --shapes qwen2.5-1.5b",
     r"^(treegraft train recipe\.toml.*)$": r"\1 num_updates=1 tasks_per_update=2 num_eval=4"
     " warmup.num_steps=4 warmup.lr_warmup_steps=0",

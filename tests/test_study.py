@@ -624,9 +624,7 @@ def test_both_tables_say_when_and_where_runs_were_made() -> None:
 
 
 def test_the_study_of_the_docs_is_right(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
-    block = page.partition("<!-- study -->\n```toml\n")[2].partition("```")[0]
-    path = written(tmp_path, block)
+    path = written(tmp_path, (ROOT / "examples" / "study.toml").read_text(encoding="utf-8"))
     runs = {run.key: run for run in make_plan(path).runs}
     assert len(runs) == 10 * 4
     pruned = runs["short", "RAPO, pruned", 0]

@@ -717,12 +717,6 @@ def test_the_page_s_code_runs(base: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(read_trees("out")) == 2 and Path("agent", "model.safetensors").exists()
 
 
-def test_the_page_shows_the_example_s_recipe() -> None:
-    recipe_file = ROOT / "examples" / "trl" / "recipe.toml"
-    shown = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[0]
-    assert shown.splitlines()[1:] == recipe_file.read_text(encoding="utf-8").splitlines()[1:]
-
-
 def test_the_examples_differ_in_few_lines() -> None:
     rows, trees = (
         (ROOT / "examples" / "trl" / f"{name}.py").read_text().splitlines()
