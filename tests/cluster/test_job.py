@@ -69,7 +69,7 @@ def test_a_rank_has_ended_though_a_child_of_its_own_holds_its_output(
     monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
 
     async def watched() -> list[Any]:
-        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config(), tmp_path))))
+        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config(), tmp_path / "token"))))
         return [json.loads(one) async for one in actor.run(["-c", HOLDING], {})]
 
     text, code = asyncio.run(watched())
@@ -85,7 +85,7 @@ def test_a_rank_tells_of_the_signal_that_ended_it(
     monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
 
     async def ended() -> list[Any]:
-        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config(), tmp_path))))
+        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config(), tmp_path / "token"))))
         code = "import time; print('begun'); print('half', end=''); time.sleep(60)"
         found = []
         async for one in actor.run(["-c", code], {}):

@@ -134,7 +134,7 @@ class _RemoteGrower(Grower):
             "limits": asdict(self.limits),
             "state": _STATE.get(),
         }
-        with self.watch.waiting("growers"):
+        with self.watch.waiting("other processes"):
             found = await self._ask(order, group_id)
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + found["counts"][name])
