@@ -42,9 +42,18 @@ class Nodes:
         """Adds a node and returns it."""
         return self.cluster.add_node(**NODE)
 
-    def remove(self, number: int) -> None:
-        """Kills all processes of a node."""
-        self.cluster.remove_node(self.nodes[number], allow_graceful=False)
+    def remove(self, pid: int) -> None:
+        """Kills all processes of the node that this process belongs to."""
+        above = {*ancestors(pid)}
+        (lost,) = (one for one in self.nodes if one.all_processes["raylet"][0].process.pid in above)
+        self.cluster.remove_node(lost, allow_graceful=False)
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yields the process that has started this one, that which has started it, and so on."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
 
 
 def variables() -> dict[str, str]:
@@ -150,16 +159,18 @@ class Disturbed:
         return any(one["queue"] for one in self.roles())
 
     def is_whole_again(self) -> bool:
-        """Returns whether all engines live, three or more times not for the first."""
+        """Returns whether all engines live, none of them for the first time."""
         roles = self.roles()
-        num_again = sum(one["starts"] - 1 for one in roles)
-        return num_again >= 3 and all(one["state"] == "live" for one in roles)
+        return bool(roles) and all(one["state"] == "live" and one["starts"] > 1 for one in roles)
 
-    def kill(self, number: int) -> int:
-        """Kills the process of an engine and returns that of the process."""
+    def pid_of(self, number: int) -> int:
+        """Returns the process of an engine."""
         (pid,) = [one["pid"] for one in self.roles() if one["number"] == number]
-        os.kill(pid, signal.SIGKILL)
-        return pid
+        return int(pid)
+
+    def kill(self, number: int) -> None:
+        """Kills the process of an engine."""
+        os.kill(self.pid_of(number), signal.SIGKILL)
 
     def wait(self, timeout_s: float = 300.0) -> int:
         """Returns the exit code."""
