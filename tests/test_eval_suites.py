@@ -424,6 +424,11 @@ def test_numbers_of_a_report_by_hand(agent: tuple[Path, Path], tmp_path: Path) -
         assert one.pass_at[2] == pytest.approx(
             sum(any(leaf.is_correct for leaf in tree.leaves) for tree in trees) / len(trees)
         )
+        # All calls allowed, the same; without any, only those that are right at once.
+        assert list(one.pass_within)[-1] == max(path.num_tool_calls for path in paths)
+        assert list(one.pass_within.values())[-1] == one.pass_at
+        at_once = [path.num_tool_calls == 0 and bool(path.leaf.is_correct) for path in paths]
+        assert one.pass_within[0][1] == pytest.approx(sum(at_once) / len(paths))
         assert one.tool_calls_mean == pytest.approx(
             sum(tree.budget.num_tool_calls for tree in trees) / len(paths)
         )

@@ -13,7 +13,7 @@ from tests.answer_pairs import COMPUTATION, FROM_DATA, KNOWLEDGE, LIMITS, WEB, P
 from tests.corpus import DATA
 from tests.examples import at_most
 
-from treegraft.extras.suites.scores import bootstrap, pass_ks, stratified_bootstrap
+from treegraft.extras.suites.scores import bootstrap, call_limits, pass_ks, stratified_bootstrap
 from treegraft.extras.suites.sets import SETS, read_set
 from treegraft.rollout.measure import pass_at_k
 from treegraft.tasks.scoring import exact_match_squad, f1, f1_characters, is_correct
@@ -234,3 +234,10 @@ def test_which_k_are_reported() -> None:
         and pass_ks(5) == [1, 2, 3, 4, 5]
         and pass_ks(16) == [1, 2, 3, 4, 5, 8, 16]
     )
+
+
+def test_limits_of_calls_are_powers_of_two_up_to_the_most() -> None:
+    assert call_limits(0) == []
+    assert call_limits(1) == [0, 1]
+    assert call_limits(4) == [0, 1, 2, 4]
+    assert call_limits(6) == [0, 1, 2, 4, 6]

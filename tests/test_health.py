@@ -61,6 +61,8 @@ HEALTHY: dict[str, Any] = {
     "tools/search_found_frac": 0.4,
     "learn/success_logprob_change": 0.02,
     "learn/question_information": 0.8,
+    "learn/open_call_prob": 0.5,
+    "learn/open_prob": 0.9,
 }
 LONG = 8
 
@@ -114,6 +116,9 @@ CASES: dict[str, tuple[Any, str]] = {
     "success_falling": ({"learn/success_logprob_change": -0.03}, "likely: 0.03 nats a token"),
     # 0.04 is 5 % of the first update's 0.8.
     "question_ignored": (at_end(learn__question_information=0.04), "5% of the first"),
+    # 0.1 is 20 % of the first update's 0.5, and 0.2 of 0.9 is 22 %.
+    "openings_falling_calls": (at_end(learn__open_call_prob=0.1), "calls have 20% of the"),
+    "openings_falling_all": (at_end(learn__open_prob=0.2), "all have 22% of the"),
     "answer_not_found_search": ({"tools/search_found_frac": 0.01}, "answer: 1.0% of trajectories"),
     "truncated": (at_end(rollout__truncated_frac=0.25), "25%"),
     "violated": (at_end(rollout__violation_frac=0.5), "50%"),
@@ -145,6 +150,7 @@ CASES: dict[str, tuple[Any, str]] = {
 WIDER = {
     "success_falling": 0.04,
     "question_ignored": 0.01,
+    "openings_falling": 0.15,
     "answer_not_found": 0.001,
     "entropy_collapse": 0.01,
     "truncated": 0.3,

@@ -11,13 +11,21 @@ from typing import Any
 
 import pytest
 from tests.families import build_model
+from tests.test_format_chat import TOOLS, ends_of, tokenizer_of
 from tests.tiny import is_timing, tiny
 from tests.trees import Part, build_tree
 
+from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.symptoms import question_information, success_change, symptoms
+from treegraft.policy.learn.symptoms import (
+    opening_probs,
+    question_information,
+    success_change,
+    symptoms,
+)
 from treegraft.rollout.copied import found_metrics
+from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.policy import LearnSettings, LossSettings
 from treegraft.train import train
@@ -122,13 +130,71 @@ def test_the_change_of_successes_is_of_learned_trees_and_sampled_tokens() -> Non
         "learn/success_logprob_change": 0.5
     }
     # Against an engine's scores it would be the gap of two implementations.
-    both = symptoms(Later(), [tree, learned])  # type: ignore[arg-type]
-    own = symptoms(Later(), [tree, learned], has_own_scores=False)  # type: ignore[arg-type]
+    shut: Any = object()  # a format that can open nothing
+    both = symptoms(Later(), [tree, learned], shut)  # type: ignore[arg-type]
+    own = symptoms(Later(), [tree, learned], shut, has_own_scores=False)  # type: ignore[arg-type]
     assert "learn/success_logprob_change" in both and own == {}
     failed = replace(
         learned, leaves=tuple(replace(leaf, is_correct=False) for leaf in learned.leaves)
     )
     assert success_change(Later(), [failed]) == {}  # type: ignore[arg-type]
+
+
+class ByText:
+    """Scores each token by its text, 0 where it is not named."""
+
+    def __init__(self, tokenizer: Any, scores: Mapping[str, float]) -> None:
+        self.tokenizer, self.scores = tokenizer, scores
+
+    def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
+        def score(token: int) -> float:
+            return self.scores.get(self.tokenizer.decode([token]), 0.0)
+
+        return [
+            replace(
+                tree,
+                steps=tuple(
+                    replace(step, old_logprobs=tuple(map(score, step.token_ids)))
+                    for step in tree.steps
+                ),
+            )
+            for tree in trees
+        ]
+
+
+def wrote(form: Any, *steps: StepContent) -> Tree:
+    """A tree of one trajectory that the policy wrote."""
+    task = Task(id="t", question="q", reference=("4",))
+    path = [Written(content, form.render_step(content)) for content in steps]
+    return tree_of_paths(task, "g", form.prompt_ids(task), [path])
+
+
+def test_probabilities_of_openings_on_paper() -> None:
+    """Behind the thought, "<", "search" and ">" are tokens of their own in this tokenizer."""
+    words = tokenizer_of("qwen25")
+    form = TagsFormat(words, TOOLS, end_ids=ends_of("qwen25"))
+    call = StepContent(
+        thought="so I search",
+        calls=(ToolCall("search", "x"),),
+        observations=(Observation(text="y"),),
+    )
+    tree = wrote(form, call, StepContent(thought="an answer", answer="4"))
+    # The same words in a thought do not count, though they have the same scores.
+    learner = ByText(words, {"search": -1.0, "answer": -2.0, " search": -5.0, " answer": -5.0})
+    found = opening_probs(learner, [tree], form)  # type: ignore[arg-type]
+    assert found == {
+        "learn/open_call_prob": pytest.approx(math.exp(-1)),
+        "learn/open_answer_prob": pytest.approx(math.exp(-2)),
+        "learn/open_prob": pytest.approx(math.exp(-1) + math.exp(-2)),
+    }
+    # A second tool that was called counts beside the first one.
+    other = replace(call, calls=(ToolCall("add", "1"),))
+    mixed = opening_probs(learner, [wrote(form, call, other, call)], form)  # type: ignore[arg-type]
+    assert mixed["learn/open_call_prob"] == pytest.approx(math.exp(-1) + 1)
+    # Nobody decided anything on a trajectory that broke the format, or is another agent's.
+    broken = replace(tree, steps=(tree.root, *(replace(s, violation="x") for s in tree.steps[1:])))
+    assert opening_probs(learner, [broken], form) == {}  # type: ignore[arg-type]
+    assert opening_probs(learner, [tree], object()) == {}  # type: ignore[arg-type]
 
 
 def searched(reference: str, *results: str, name: str = "search") -> Any:
@@ -166,6 +232,7 @@ def test_runs_are_the_same_with_and_without_symptoms(tmp_path: Path) -> None:
 
     with_them, without = run("with", 1), run("without", 0)
     keys = {"learn/success_logprob_change", "learn/question_information"}
+    keys |= {"learn/open_call_prob", "learn/open_answer_prob", "learn/open_prob"}
     lines = [
         [
             {key: value for key, value in line.items() if not is_timing(key)}

@@ -192,7 +192,8 @@ def keep(training: Training, number: int, grown: Sampled, learned: Learned) -> N
     with training.clock("symptoms"):
         if every > 0 and number % every == 0:
             has_own = config.loss.old_logprobs == "learner"
-            shown_late = symptoms(parts.learner, learned.trees.kept, has_own_scores=has_own)
+            learnt = learned.trees.kept
+            shown_late = symptoms(parts.learner, learnt, parts.format, has_own_scores=has_own)
     num_drawn = run.state.num_drawn + grown.num_drawn
     # After learning, so that traces of this update are never retrieved within it.
     added = training.buffer.grow(trees, number)

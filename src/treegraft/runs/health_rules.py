@@ -17,6 +17,9 @@ Findings = Mapping[str, float]
 """The findings of a rule: a number by subject, such as a tool's name; "" for the whole run."""
 
 
+_OPENINGS: Mapping[str, str] = {"calls": "learn/open_call_prob", "all": "learn/open_prob"}
+
+
 class History:
     """The part of earlier lines that rules compare with: bounded, and a function of the lines."""
 
@@ -25,6 +28,8 @@ class History:
         self.first_entropy: float | None = None
         self.information: list[float] = []
         """The first measurement of learn/question_information and the latest."""
+        self.openings: dict[str, list[float]] = {}
+        """By what is opened: the first measurement of its learn/open_* and the latest."""
         self.changes: deque[float] = deque(maxlen=window)
         """The latest measurements of learn/success_logprob_change."""
         self.tools: dict[str, tuple[float, float, int]] = {}
@@ -38,6 +43,9 @@ class History:
             self.first_entropy = number(line, "learn/entropy")
         if (information := number(line, "learn/question_information")) is not None:
             self.information = [*self.information[:1], information]
+        for name, key in _OPENINGS.items():
+            if (prob := number(line, key)) is not None:
+                self.openings[name] = [*self.openings.get(name, ())[:1], prob]
         if (change := number(line, "learn/success_logprob_change")) is not None:
             self.changes.append(change)
         # The line of an evaluation before the first update holds no trajectories to judge.
@@ -147,6 +155,14 @@ def _question_ignored(history: History, line: MetricsLine, limit: float) -> Find
     return _whole(share, lambda value: value <= limit)
 
 
+def _openings_falling(history: History, line: MetricsLine, limit: float) -> Findings:
+    if "learn/grad_norm" not in line:
+        return {}
+    pairs = {name: kept for name, kept in history.openings.items() if len(kept) == 2 and kept[0]}
+    shares = {name: now / first for name, (first, now) in pairs.items()}
+    return {name: share for name, share in shares.items() if share <= limit}
+
+
 def _answer_not_found(history: History, line: MetricsLine, limit: float) -> Findings:
     found = {}
     for key in line:
@@ -252,6 +268,7 @@ _CHECKS: Mapping[str, Check] = {
     "entropy_collapse": _entropy_collapse,
     "success_falling": _success_falling,
     "question_ignored": _question_ignored,
+    "openings_falling": _openings_falling,
     "answer_not_found": _answer_not_found,
     "policy_still": _policy_still,
     "truncated": _from("rollout/truncated_frac"),

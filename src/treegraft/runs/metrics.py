@@ -117,6 +117,10 @@ METRICS: Mapping[str, str] = {
     " loss.old_logprobs = engine)",
     "learn/question_information": "share of the question's identity that first steps show: 0 where"
     " they are as likely for any other question, at most 1 (health.symptoms_every)",
+    "learn/open_call_prob": "mean probability that the policy opens a call where it called or"
+    " answered, behind its own thought, 0..1 (health.symptoms_every)",
+    "learn/open_answer_prob": "the same of an answer, where the format can open one",
+    "learn/open_prob": "sum of both: the rest breaks the format",
     "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",
     "eval/failed_frac": "share of held-out trajectories lost to failures of ours, counted as wrong",
     "eval/tool_calls_mean": "mean tool calls of a held-out trajectory",

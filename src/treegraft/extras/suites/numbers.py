@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from treegraft.extras.suites.judge import Verdict, verdict_key
 from treegraft.extras.suites.scores import (
     Interval,
     bootstrap,
+    call_limits,
     calls_by_tool,
     num_sampled_tokens,
     pass_ks,
@@ -86,6 +88,10 @@ class SetNumbers:
     """Ids of the items with one."""
     pass_at: dict[int, float] = field(default_factory=dict)
     """k -> unbiased pass@k, by the judge where `measure` is the judge's and by rule elsewhere."""
+    pass_within: dict[int, dict[int, float]] = field(default_factory=dict)
+    """T -> k -> pass@(k, T), in which a trajectory counts as right if it made at most T calls
+    (arXiv 2604.14877): what an agent reaches under a limit of T calls of which it is not told. T is
+    0, the powers of two below the most calls of a trajectory, and these. Empty without a call."""
     tool_calls_mean: float
     tool_calls: dict[str, float] = field(default_factory=dict)
     """Mean calls of a trajectory, by tool."""
@@ -151,6 +157,23 @@ def item_means(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> l
     return [statistics.fmean(score(path) for path in tree.trajectories()) for tree in trees]
 
 
+def _counts(
+    trees: Sequence[Tree], is_correct: Callable[[Trajectory], bool], most: float = math.inf
+) -> list[tuple[int, int]]:
+    """Samples and right ones with at most so many calls, by item."""
+
+    def counts(path: Trajectory) -> bool:
+        return path.num_tool_calls <= most and is_correct(path)
+
+    return [(len(tree.leaves), sum(map(counts, tree.trajectories()))) for tree in trees]
+
+
+def _passed(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int, float]:
+    return {
+        k: statistics.fmean(measuring.pass_at_k(num, right, k) for num, right in counts) for k in ks
+    }
+
+
 def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) -> SetNumbers:
     """Returns the numbers of a set.
 
@@ -162,9 +185,10 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
     paths = [path for tree in trees for path in tree.trajectories()]
     status = Counter(path.status for path in paths)
     completed = [score(path) for path in paths if path.status is Status.COMPLETED]
-    counts = [(len(tree.leaves), sum(map(is_correct, tree.trajectories()))) for tree in trees]
+    counts = _counts(trees, is_correct)
     # pass@k needs k samples of every item.
     num_samples = min(num for num, _ in counts)
+    ks = pass_ks(num_samples)
     calls = sum((calls_by_tool(path) for path in paths), Counter[str]())
     num_calls = sum(path.num_tool_calls for path in paths)
 
@@ -189,9 +213,10 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         score=bootstrap(item_means(trees, score)),
         score_completed=statistics.fmean(completed) if completed else None,
         **parts,
-        pass_at={
-            k: statistics.fmean(measuring.pass_at_k(num, right, k) for num, right in counts)
-            for k in pass_ks(num_samples)
+        pass_at=_passed(counts, ks),
+        pass_within={
+            most: _passed(_counts(trees, is_correct, most), ks)
+            for most in call_limits(max(path.num_tool_calls for path in paths))
         },
         tool_calls_mean=num_calls / len(paths),
         tool_calls={name: count / len(paths) for name, count in sorted(calls.items())},

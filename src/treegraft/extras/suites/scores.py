@@ -70,6 +70,13 @@ def pass_ks(num_samples: int) -> list[int]:
     return [k for k in sorted({1, 3, 5, *(2**n for n in range(1, 12))}) if k <= num_samples]
 
 
+def call_limits(most: int) -> list[int]:
+    """Returns the T of pass@(k, T) that are reported: 0, powers of two, and `most`; none where it
+    is 0."""
+    powers = (2**n for n in range(most.bit_length()))
+    return sorted({0, most, *powers}) if most else []
+
+
 def num_sampled_tokens(trajectory: Trajectory) -> int:
     """Returns how many of its tokens the policy sampled."""
     return sum(trajectory.sampled_mask)

@@ -44,6 +44,8 @@ def print_report(report: SuiteNumbers, console: Console) -> None:
     judged = f", judged by {report.judge_model}" if report.judge_model else ""
     console.print(_scores(report, f"{report.checkpoint}: {how}{judged}"))
     console.print(_ends(report))
+    if any(one.pass_within and one.num_samples > 1 for one in report.sets):
+        console.print(_within(report))
     if any(one.levels for one in report.sets):
         levels = _table("", ["", "level", "items", "score [95 %]"], 2)
         for one in report.sets:
@@ -75,6 +77,15 @@ def _scores(report: SuiteNumbers, title: str) -> Table:
         table.add_row(Text(f"mean of {group}"), "", "", Text(interval(score)))
     if len(report.sets) > 1:
         table.add_row(Text("mean", "bold"), "", "", Text(interval(report.mean), "bold"))
+    return table
+
+
+def _within(report: SuiteNumbers) -> Table:
+    ks = sorted({k for one in report.sets for k in one.pass_at})
+    table = _table("right within T calls", ["", "T", *(f"pass@({k}, T)" for k in ks)])
+    for one in report.sets:
+        for most, passed in one.pass_within.items():
+            table.add_row(one.name, str(most), *(percent(passed.get(k)) for k in ks))
     return table
 
 

@@ -1,7 +1,7 @@
-"""Two symptoms that rewards show late: the likelihood of right actions falls, or what the agent
-does no longer depends on the question.
+"""Three symptoms that rewards show late: the likelihood of right actions falls, what the agent does
+no longer depends on the question, or the tokens that open calls and answers lose probability.
 
-Both are measured after an update by a few forward passes on its own trees. Nothing is learned from
+All are measured after an update by a few forward passes on its own trees. Nothing is learned from
 them and no random number is drawn, so weights and trees are the same without them.
 """
 
@@ -9,31 +9,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from statistics import fmean
 
-from treegraft.core.demonstration import Written, tree_of_paths
-from treegraft.core.interfaces import LearnerLike
-from treegraft.core.types import ROOT_ID, Origin, Step, Trajectory, Tree
+from treegraft.core.demonstration import Written, plain_step, tree_of_paths
+from treegraft.core.interfaces import AnswerOpening, Format, LearnerLike, Opening
+from treegraft.core.types import ROOT_ID, Origin, Step, StepContent, Trajectory, Tree
 
 NUM_SUCCESSES = 8
 """Successful trajectories that are scored again, one a task."""
 NUM_QUESTIONS = 6
 """Questions whose first steps are compared, each with each."""
+NUM_DECIDING = 8
+"""Trajectories, one a task, at whose steps openings are scored."""
 
 
 def symptoms(
-    learner: LearnerLike, trees: Sequence[Tree], *, has_own_scores: bool = True
+    learner: LearnerLike, trees: Sequence[Tree], fmt: Format, *, has_own_scores: bool = True
 ) -> dict[str, float]:
-    """Returns learn/success_logprob_change and learn/question_information of an update's trees as
-    `LearnerLike.learn` has returned them, each only where there is something to measure.
+    """Returns learn/success_logprob_change, learn/question_information and the learn/open_* of an
+    update's trees as `LearnerLike.learn` has returned them, each only where there is something to
+    measure.
 
     Args:
         has_own_scores: whether old log-probabilities are the learner's. Those of an engine differ
             from it without any learning, so no change is measured against them.
     """
     change = success_change(learner, trees) if has_own_scores else {}
-    return change | question_information(learner, trees)
+    return change | question_information(learner, trees) | opening_probs(learner, trees, fmt)
 
 
 def success_change(learner: LearnerLike, trees: Sequence[Tree]) -> dict[str, float]:
@@ -91,6 +95,102 @@ def question_information(learner: LearnerLike, trees: Sequence[Tree]) -> dict[st
     scores = [[math.fsum(step.old_logprobs or ()) for step in tree.steps[1:]] for tree in scored]
     gains = [row[i] - _log_mean_exp([other[i] for other in scores]) for i, row in enumerate(scores)]
     return {"learn/question_information": fmean(gains) / math.log(len(pairs))}
+
+
+def opening_probs(learner: LearnerLike, trees: Sequence[Tree], fmt: Format) -> dict[str, float]:
+    """Returns the mean probability, at the steps where the policy called or answered, that it opens
+    a call (learn/open_call_prob), an answer (learn/open_answer_prob), or either of them
+    (learn/open_prob).
+
+    p(o) = Π_t π(o_t | path, thought, o_<t)
+
+    over the tokens o of an opening, such as "<search>", behind the step's own thought; summed over
+    the tools that the tree's steps called. A text may be split into other tokens, so that each is a
+    lower bound. Nothing of answers where the format cannot open one; nothing at all where it cannot
+    open a call. The steps are those of the first own trajectory of `NUM_DECIDING` trees.
+    """
+    if not isinstance(fmt, Opening):
+        return {}
+    paths = [path for tree in trees if (path := _first_own(tree)) is not None]
+    made = [_with_openings(path, fmt) for path in paths[:NUM_DECIDING]]
+    if not made:
+        return {}
+    calls, answers = [], []
+    for (_, places), tree in zip(
+        made, learner.with_logprobs([one for one, _ in made]), strict=True
+    ):
+        scores = {step.id: step.old_logprobs or () for step in tree.steps}
+        for openings in places:
+            probs = [(one.kind, one.prob(scores[one.step_id])) for one in openings]
+            calls.append(math.fsum(prob for kind, prob in probs if kind == "call"))
+            answers.append(math.fsum(prob for kind, prob in probs if kind == "answer"))
+    call, answer = fmean(calls), fmean(answers)
+    if not isinstance(fmt, AnswerOpening):
+        return {"learn/open_call_prob": call}
+    return {
+        "learn/open_call_prob": call,
+        "learn/open_answer_prob": answer,
+        "learn/open_prob": call + answer,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """An opening whose tokens are scored."""
+
+    step_id: str
+    kind: str
+    num_tokens: int
+    """Tokens of the opening, behind those of the thought."""
+
+    def prob(self, scores: Sequence[float]) -> float:
+        return math.exp(math.fsum(scores[len(scores) - self.num_tokens :]))
+
+
+def _first_own(tree: Tree) -> Trajectory | None:
+    """The first trajectory on which the policy called or answered."""
+    own = (path for path in tree.trajectories() if not path.is_stored)
+    return next((path for path in own if any(map(_decides, path.steps))), None)
+
+
+def _decides(step: Step) -> bool:
+    has_kind = bool(step.content.calls) or step.content.answer is not None
+    return step.origin is Origin.POLICY and step.violation is None and has_kind
+
+
+def _with_openings(path: Trajectory, fmt: Opening) -> tuple[Tree, list[list[_Scored]]]:
+    """The trajectory as a tree with all openings beside each step that decides, and the openings of
+    each such step."""
+    tools = dict.fromkeys(call.name for step in path.steps for call in step.content.calls)
+    steps, leaves = list(path.steps), [path.leaf]
+    places: list[list[_Scored]] = []
+    for step in filter(_decides, path.steps):
+        places.append([])
+        for ids, (kind, num_tokens) in _ways(step.written_ids, list(tools) or [None], fmt).items():
+            step_id = f"{step.parent}.{step.ordinals[-1] + len(places[-1]) + 1}"
+            written = Written(StepContent(), [(ids, Origin.POLICY)])
+            steps.append(plain_step(step_id, step.parent, written))
+            leaves.append(replace(path.leaf, step_id=step_id))
+            places[-1].append(_Scored(step_id, kind, num_tokens))
+    steps.sort(key=lambda step: step.ordinals)
+    tree = Tree(task=path.task, group_id="symptoms", steps=tuple(steps), leaves=tuple(leaves))
+    return tree, places
+
+
+def _ways(
+    own: Sequence[int], tools: Sequence[str | None], fmt: Opening
+) -> dict[tuple[int, ...], tuple[str, int]]:
+    """The different openings behind a step's thought: each one's kind, and how many of its tokens
+    are not the thought's."""
+    made = [("call", fmt.call_opening(own, one), fmt.call_opening((), one)) for one in tools]
+    if isinstance(fmt, AnswerOpening):
+        made.append(("answer", fmt.answer_opening(own), fmt.answer_opening(())))
+    return {ids: (kind, _num_shared_at_end(ids, bare)) for kind, ids, bare in made}
+
+
+def _num_shared_at_end(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _first_success(tree: Tree) -> Trajectory | None:
