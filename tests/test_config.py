@@ -568,7 +568,7 @@ def test_settings_of_0_7_that_are_gone_pass_where_they_changed_nothing(tmp_path:
     for name in ("config.json", "recipe.json"):
         saved = json.loads(config_json(Config()))
         saved["engine"]["noise"], saved["rollout"]["max_staleness"] = "philox", 0
-        saved["cluster"] |= {"tool_workers": 3, "buffer_replicas": 1}
+        saved["cluster"] |= {"tool_workers": 3, "buffer_replicas": 1, "growers": 2}
         path = tmp_path / name
         path.write_text(json.dumps(saved), encoding="utf-8")
         assert load_config(path) == load_config({})

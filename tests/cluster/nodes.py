@@ -42,9 +42,18 @@ class Nodes:
         """Adds a node and returns it."""
         return self.cluster.add_node(**NODE)
 
-    def remove(self, number: int) -> None:
-        """Kills all processes of a node."""
-        self.cluster.remove_node(self.nodes[number], allow_graceful=False)
+    def remove(self, pid: int) -> None:
+        """Kills all processes of the node that this process belongs to."""
+        above = {*ancestors(pid)}
+        (lost,) = (one for one in self.nodes if one.all_processes["raylet"][0].process.pid in above)
+        self.cluster.remove_node(lost, allow_graceful=False)
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yields the process that has started this one, that which has started it, and so on."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
 
 
 def variables() -> dict[str, str]:
@@ -84,7 +93,7 @@ class Disturbed:
 
     def __init__(self, folder: Path, address: str, **tables: Mapping[str, Any]) -> None:
         self.run, self.folder = folder / "cluster", folder
-        table = {"address": address, "engines": 2, "growers": 2, **tables.pop("cluster", {})}
+        table = {"address": address, "engines": 3, **tables.pop("cluster", {})}
         run = {"dir": str(folder), "name": "cluster", **tables.pop("run", {})}
         recipe = tiny(run=run, cluster=table, **tables)
         path = write_recipe(folder / "cluster.json", recipe)
@@ -122,11 +131,11 @@ class Disturbed:
             time.sleep(0.5)
         return found
 
-    def roles(self, role: str = "") -> list[dict[str, Any]]:
-        """Returns what the run says of its actors; none before they stand."""
+    def roles(self) -> list[dict[str, Any]]:
+        """Returns what the run says of its engines; none before they stand."""
         with suppress(OSError, ValueError):
-            found = json.loads((self.run / "roles.json").read_text())["roles"]
-            return [one for one in found if role in ("", one["role"])]
+            found: list[dict[str, Any]] = json.loads((self.run / "roles.json").read_text())["roles"]
+            return found
         return []
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 180.0) -> Any:
@@ -147,19 +156,21 @@ class Disturbed:
 
     def growing(self) -> bool:
         """Returns whether trees grow at this moment."""
-        return any(one["queue"] for one in self.roles("grower"))
+        return any(one["queue"] for one in self.roles())
 
     def is_whole_again(self) -> bool:
-        """Returns whether all actors live, three or more of them not for the first time."""
+        """Returns whether all engines live, none of them for the first time."""
         roles = self.roles()
-        num_again = sum(one["starts"] - 1 for one in roles)
-        return num_again >= 3 and all(one["state"] == "live" for one in roles)
+        return bool(roles) and all(one["state"] == "live" and one["starts"] > 1 for one in roles)
 
-    def kill(self, role: str, number: int) -> int:
-        """Kills the process of an actor and returns its number."""
-        (pid,) = [one["pid"] for one in self.roles(role) if one["number"] == number]
-        os.kill(pid, signal.SIGKILL)
-        return pid
+    def pid_of(self, number: int) -> int:
+        """Returns the process of an engine."""
+        (pid,) = [one["pid"] for one in self.roles() if one["number"] == number]
+        return int(pid)
+
+    def kill(self, number: int) -> None:
+        """Kills the process of an engine."""
+        os.kill(self.pid_of(number), signal.SIGKILL)
 
     def wait(self, timeout_s: float = 300.0) -> int:
         """Returns the exit code."""

@@ -66,7 +66,7 @@ def test_all_actors_of_a_resumed_run_come_back(
     monkeypatch.setenv(LONGEST, "0")
     single(tmp_path, **tables)
     monkeypatch.setenv(LONGEST, "2")
-    run = Disturbed(tmp_path, "local", **tables, cluster={"engines": 1, "growers": 1})
+    run = Disturbed(tmp_path, "local", **tables, cluster={"engines": 2})
     try:
         run.until(lambda: run.num_lines() > 0 and run.growing(), "growing trees")
         run.process.send_signal(signal.SIGINT)
@@ -74,8 +74,8 @@ def test_all_actors_of_a_resumed_run_come_back(
         done = run.num_lines()
         run.process = run.start("--resume", str(run.run))
         run.until(lambda: run.num_lines() > done + 1 and run.growing(), "growing trees")
-        run.kill("engine", 0)
-        run.kill("grower", 0)
+        run.kill(0)
+        run.kill(1)
         assert run.wait() == 0, run.log.read_text()
     finally:
         run.end()

@@ -43,19 +43,20 @@ def others_than_settings(a: Path, b: Path) -> list[str]:
 def test_trees_are_the_same_whatever_dies(
     tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = {**BRANCHED, "run": {"num_updates": 6}}
+    # Enough for the time that a lost node's engines take to stand again.
+    tables = {**BRANCHED, "run": {"num_updates": 12}}
     monkeypatch.setenv(LONGEST, "0")
     expected = single(tmp_path, **tables)
     run = Disturbed(tmp_path, nodes.cluster.address, **tables)
     try:
         run.until(lambda: run.num_lines() > 0 and run.growing(), "growing trees")
-        run.kill("grower", 0)
+        run.kill(0)
         run.until(lambda: run.num_lines() > 1 and run.growing(), "growing trees")
-        run.kill("engine", 1)
+        run.kill(1)
         run.until(lambda: run.num_lines() > 2 and run.growing(), "growing trees")
-        nodes.remove(0)
+        nodes.remove(run.pid_of(2))
         nodes.add()
-        run.until(run.is_whole_again, "the lost actors' return")
+        run.until(run.is_whole_again, "the lost engines' return")
         assert run.wait() == 0, run.log.read_text()
     finally:
         run.end()

@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cluster.nodes import three_nodes
-from tests.cluster.parts import needs_ray, place_of
+from tests.cluster.parts import needs_ray
 from tests.cluster.test_services import trees_of
 
 from treegraft import train
-from treegraft.extras.ray.actors import value_of
 from treegraft.extras.ray.job import environments
+from treegraft.extras.ray.placement import place_of
 from treegraft.extras.ray.rank import RankActor
 from treegraft.runs.tree_files import parts_in
 from treegraft.settings.config import Config
@@ -57,32 +58,43 @@ def test_ranks_get_what_torchrun_would_set() -> None:
     }
 
 
-HOLDING = "import subprocess as s; print(s.Popen(['sleep', '60']).pid)"
+HOLDING = "import subprocess as s; print(s.Popen(['sleep', '60']).pid, 'of two words', end='')"
 
 
 def test_a_rank_has_ended_though_a_child_of_its_own_holds_its_output(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A process that tells of another one, which it leaves behind with the pipe, and ends."""
+    """A process that tells of another one, which it leaves behind with its output, and ends without
+    ending its last line."""
     monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
 
-    async def watched() -> int | None:
-        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config()))))
-        value_of(await actor.begin(json.dumps([["-c", HOLDING], {}])))
-        lines, code = list[str](), None
-        while code is None:
-            seen = value_of(await actor.look())
-            lines, code = lines + seen["lines"], seen["code"]
-            # Nothing but the rank's output is waited for between two looks.
-            assert len(asyncio.all_tasks()) <= 3
-        (left,) = map(int, lines)
-        # It is there still: the end was not noticed by the end of the output.
-        os.kill(left, signal.SIGKILL)
-        # The loop closes the pipe.
-        await asyncio.sleep(0.3)
-        return code
+    async def watched() -> list[Any]:
+        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config(), tmp_path / "token"))))
+        return [json.loads(one) async for one in actor.run(["-c", HOLDING], {})]
 
-    assert asyncio.run(watched()) == 0
+    text, code = asyncio.run(watched())
+    left, rest = text.split(maxsplit=1)
+    # It is there still: the end was not noticed by the end of the output.
+    os.kill(int(left), signal.SIGKILL)
+    assert (rest, code) == ("of two words", 0)
+
+
+def test_a_rank_tells_of_the_signal_that_ended_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
+
+    async def ended() -> list[Any]:
+        actor = RankActor("rank", 0, json.dumps(asdict(place_of(Config(), tmp_path / "token"))))
+        code = "import time; print('begun'); print('half', end=''); time.sleep(60)"
+        found = []
+        async for one in actor.run(["-c", code], {}):
+            found.append(json.loads(one))
+            if found == ["begun\n"]:
+                await actor.send(signal.SIGTERM)
+        return found
+
+    assert asyncio.run(ended()) == ["begun\n", "half", -signal.SIGTERM]
 
 
 @contextmanager
@@ -125,13 +137,6 @@ def ranks_in(folder: Path) -> dict[int, int]:
     return found
 
 
-def ancestors(pid: int) -> Iterator[int]:
-    """The process that has started this one, that which has started it, and so on."""
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        yield pid
-
-
 def is_over(folder: Path, deadline_s: float) -> bool:
     """Whether no process works in the folder any more within the time."""
     deadline = time.monotonic() + deadline_s
@@ -164,7 +169,7 @@ def test_lost_ranks_start_again_and_the_trees_are_those_of_one_process(tmp_path:
         next(line for line in lines if re.match("update [34]/", line))
         second = ranks_in(tmp_path)
         assert sorted(second) == [0, 1] and not {*first.values()} & {*second.values()}
-        # Rank 0 owns engines and growers; they end with it.
+        # Rank 0 owns the engines; they end with it.
         os.kill(second[0], signal.SIGKILL)
         said = next(line for line in lines if "starts again" in line)
         assert "rank 0 was ended by SIGKILL" in said and "restart 2 of at most 2" in said
@@ -206,19 +211,13 @@ def test_no_process_outlives_a_killed_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fewer_ranks_go_on_where_their_machine_is_gone(tmp_path: Path) -> None:
     """Two ranks fill a node of two CPUs; in its place comes one with one CPU."""
-    spread = (*RANKS, "cluster.engines=1", "cluster.growers=1")
+    spread = (*RANKS, "cluster.engines=2")
     with three_nodes() as nodes:
         address = f"cluster.address={nodes.cluster.address}"
         arguments = ("demo", "run.num_updates=500", *SMALL, *spread, address)
         with command(tmp_path, *arguments) as (pid, lines):
             next(line for line in lines if line.startswith("update 1/"))
-            above = {*ancestors(ranks_in(tmp_path)[1])}
-            (lost,) = (
-                number
-                for number, node in enumerate(nodes.nodes)
-                if node.all_processes["raylet"][0].process.pid in above
-            )
-            nodes.remove(lost)
+            nodes.remove(ranks_in(tmp_path)[1])
             said = next(line for line in lines if "starts again" in line)
             assert re.search(r"rank [01] was (lost|ended)", said)
             nodes.cluster.add_node(num_cpus=1, object_store_memory=100_000_000)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
+import logging
 import os
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,9 @@ from tests.tiny import tiny, write_recipe
 
 from treegraft.__main__ import main
 from treegraft.extras.ray import ray as joining
+from treegraft.extras.ray.actors import Actor, Place, look, value_of
 from treegraft.extras.ray.engines import _alone
+from treegraft.extras.ray.placement import place_of
 from treegraft.extras.ray.ray import refuse_unfit
 from treegraft.extras.ray.settings import ClusterSettings, num_engines
 from treegraft.settings.config import Config
@@ -83,23 +88,41 @@ def test_too_few(needs: dict[str, float], code: str) -> None:
         ({"torch": "1.0"}, "cluster-version-differs"),
         ({"code": "0"}, "cluster-code-differs"),
         ({"token": ""}, "cluster-folder-unseen"),
+        ({"cwd": "/there/is/no/such/folder"}, "cluster-folder-unseen"),
     ],
 )
-def test_a_node_is_not_like_this_one(change: Seen, code: str, tmp_path: Path) -> None:
+def test_a_machine_is_not_like_that_of_rank_0(
+    change: Seen, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An actor makes nothing there, and its answer says why."""
+    monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
+    monkeypatch.chdir(tmp_path)
     token = tmp_path / "token"
     token.write_bytes(os.urandom(8))
-    own = json.loads(joining.look(str(token)))
-    joining._refuse_other("node far", own, own, tmp_path)
-    with raises_code(code):
-        joining._refuse_other("node far", own | change, own, tmp_path)
+    place = place_of(Config(), token)
+    made: list[str] = []
+
+    class Part(Actor):
+        async def begin(self) -> None:
+            made.append(self.name)
+
+    def opened(place: Place) -> None:
+        value_of(asyncio.run(Part("engine", 0, json.dumps(asdict(place))).open()))
+
+    opened(place)
+    assert made == ["engine 0"]
+    cwd = change.get("cwd", place.cwd)
+    with raises_code(code, match="engine 0 on "):
+        opened(replace(place, cwd=cwd, alike={**place.alike, **change}))
+    assert made == ["engine 0"]
 
 
-def test_a_folder_that_a_node_does_not_see(tmp_path: Path) -> None:
-    assert json.loads(joining.look(str(tmp_path / "missing")))["token"] == ""
+def test_a_folder_that_a_machine_does_not_see(tmp_path: Path) -> None:
+    assert look(str(tmp_path / "missing"))["token"] == ""
 
 
 @pytest.fixture
-def ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+def nodes_in_books(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ports of two nodes in Ray's books: one that is there, and one that is gone."""
     lost = socket.create_server(("127.0.0.1", 0))
     with socket.create_server(("127.0.0.1", 0)) as there:
@@ -116,39 +139,17 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             }
             for name, port in found.items()
         ]
-        faults = SimpleNamespace(RayError=OSError, GetTimeoutError=TimeoutError)
-        fake = SimpleNamespace(
-            nodes=lambda: nodes, cluster_resources=lambda: {"CPU": 4.0}, exceptions=faults
-        )
-        monkeypatch.setitem(sys.modules, "ray", fake)
-        yield found
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
+        yield
 
 
-def test_a_node_that_is_gone_has_no_room(ports: dict[str, int]) -> None:
+@pytest.mark.usefixtures("nodes_in_books")
+def test_a_node_that_is_gone_has_no_room() -> None:
     assert joining.reachable("CPU") == 2.0
     assert joining.reachable("GPU") == 0.0
 
 
-def test_a_node_that_goes_during_the_check_is_left_out(
-    ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer(look: tuple[str, str], timeout: float) -> str:
-        name, token = look
-        if name == failing:
-            raise OSError("no such node")
-        return joining.look(token)
-
-    monkeypatch.setattr(joining, "_look_from", lambda name, token: (name, token))
-    monkeypatch.setattr(sys.modules["ray"], "get", answer, raising=False)
-    config = Config.model_validate({"run": {"dir": str(tmp_path)}})
-    failing = "gone"
-    joining.check(config, {"CPU": 1.0})
-    failing = "there"
-    with raises_code("node-unusable"):
-        joining.check(config, {"CPU": 1.0})
-
-
-def test_the_defaults_need_one_engine_and_one_grower() -> None:
+def test_the_defaults_need_one_engine() -> None:
     def count(kind: str, **cluster: int) -> int:
         return num_engines(Config.model_validate({"engine": {"kind": kind}, "cluster": cluster}))
 
@@ -172,12 +173,12 @@ def test_an_engine_starts_a_server_on_each_of_its_gpus(monkeypatch: pytest.Monke
 def test_settings_of_a_cluster_elsewhere(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["treegraft", command, "demo", "growers=2"])
+    monkeypatch.setattr("sys.argv", ["treegraft", command, "demo", "cluster.engines=2"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert "'cluster.growers' would have no effect" in error
+    assert "'cluster.engines' would have no effect" in error
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_grafts_and_calls_are_those_of_one_process(
     def config(name: str) -> Any:
         own = (f"run.dir={tmp_path}", f"run.name={name}")
         spans = ("track.spans=file",) if name == "spread" else ()
-        return load_config("demo", [*SMALL, *own, "cluster.growers=2", *spans])
+        return load_config("demo", [*SMALL, *own, "cluster.engines=2", *spans])
 
     train(config("alone"), display=False)
     train(config("spread"), display=False, placement="ray")
@@ -84,7 +84,7 @@ def assert_spans_hang_together(run: Path) -> None:
 
     tree = ["grow", "tree", "rollout", "update"]
     places = {(one["name"], *above(one)) for one in found.values()}
-    assert {("completion", "engine", *tree), ("retrieval", *tree)} <= places
+    assert {("engine", *tree), ("retrieval", *tree)} <= places
     parts = {(one.process, one.what): one for one in spent(run).parts}
-    assert {name for name, what in parts if what == "grow"} == {"grower 0", "grower 1"}
-    assert 0 < parts["engine 0", "completion"].share < 1
+    assert {name for name, what in parts if what == "grow"} == {"engine 0", "engine 1"}
+    assert 0 < parts["engine 0", "engine"].share < 1

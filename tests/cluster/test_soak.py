@@ -36,8 +36,7 @@ RANK_S = float(os.environ.get("TREEGRAFT_SOAK_RANK_S", "300"))
 START_S = 600.0
 """Longest wait for a run to stand, or to stand again."""
 SEED = 20261123
-NUM_ACTORS = 4
-"""Two of each role."""
+NUM_ENGINES = 3
 GROWTH_MB = 64.0
 """By how much the largest process of a role may be larger in the last third than in the first."""
 RECIPE = (
@@ -113,7 +112,7 @@ class Killer:
                 next_rank = self.age + RANK_S
         # A run that is only just starting again has nothing to save. All that died come back.
         self._await_whole(
-            lambda: len(live_actors(self.run)) == NUM_ACTORS and len(ranks_in(self.folder)) == 2
+            lambda: len(live_actors(self.run)) == NUM_ENGINES and len(ranks_in(self.folder)) == 2
         )
 
     def _await_whole(self, condition: Callable[[], object]) -> None:
@@ -176,7 +175,7 @@ def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
     # Longer than pytest waits for other tests: both runs, starts and ends.
     faulthandler.dump_traceback_later(120 * MINUTES + 3600, file=sys.__stderr__, exit=True)
     spread = (
-        *("cluster.learner_ranks=2", "cluster.engines=2", "cluster.growers=2", "run.name=run"),
+        *("cluster.learner_ranks=2", f"cluster.engines={NUM_ENGINES}", "run.name=run"),
         "cluster.max_restarts=1000",
     )
     said: list[str] = []

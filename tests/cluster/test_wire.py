@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,12 @@ from safetensors.torch import load
 from tests.error_codes import raises_code
 
 from treegraft.core.errors import DataError, DriftError
-from treegraft.core.interfaces import Request
 from treegraft.core.sessions import COUNTS
-from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason, Task, ToolCall
+from treegraft.core.types import Completion, EntropyKind, StopReason, Task, ToolCall
 from treegraft.extras.ray.actors import error_reply, replying, value_of
-from treegraft.extras.ray.engines import PIECE_BYTES, completion_of, pieces_of, request_to_json
+from treegraft.extras.ray.engines import PIECE_BYTES, Weights, completion_of, pieces_of
 from treegraft.extras.ray.placement import lasting
-from treegraft.extras.ray.remote_engine import ClusterEngine
-from treegraft.extras.ray.supervisor import SLOW_LOOKS, Keeper, Member, State
+from treegraft.extras.ray.supervisor import MAX_DEATHS, SLOW_LOOKS, Keeper, Member, State
 from treegraft.runs.checkpoint import prune_checkpoints, tidy
 from treegraft.runs.roles import roles_line
 from treegraft.settings.config import Config
@@ -94,94 +93,151 @@ def test_weights_travel_in_pieces() -> None:
             assert torch.equal(tensor, source.tensors[name])
 
 
-class Answers:
-    """An engine's handle whose requests end as the test says, without Ray."""
+class Handle:
+    """An engine as rank 0 holds it: it says at once how it is, takes its time over weights, and its
+    trees end as the test says."""
 
-    def __init__(self, *answers: dict[str, Any]) -> None:
-        self.answers = answers
-        self.asked: list[dict[str, Any]] = []
-        self.complete = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.stream))
+    def __init__(self, *trees: Any) -> None:
+        """Args: trees: what each order is answered with, a function of it; later ones never are."""
+        self.trees, self.orders = list(trees), list[dict[str, Any]]()
+        self.taken: list[tuple[int, int, str]] = []
+        self.is_broken = False
+        for name in ("state", "open", "publish", "grow"):
+            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
-    async def stream(self, request: str) -> Any:
-        self.asked.append(json.loads(request))
-        for answer in self.answers:
-            yield _given(answer)
+    async def _state(self) -> str:
+        said = {"host": "here", "pid": 1, "said": [], "is_broken": self.is_broken}
+        return json.dumps(said)
 
+    async def _open(self) -> str:
+        return json.dumps({"value": {"max_context": 64, "fingerprint": "at the beginning"}})
 
-async def _given(answer: dict[str, Any]) -> str:
-    return json.dumps(answer)
+    async def _publish(self, *weights: Any) -> str:
+        due = Weights(*weights)
+        await asyncio.sleep(0.3)
+        self.taken.append((due.edition, due.version, due.fingerprint))
+        return json.dumps({"value": due.fingerprint})
 
-
-DONE = {
-    "value": {
-        "token_ids": [5],
-        "sampling_logprobs": [-0.5],
-        "entropies": [0.25],
-        "entropy_kind": "exact",
-        "finish": "end",
-        "policy_version": 3,
-    }
-}
-
-
-def test_a_request_moves_from_an_engine_without_the_weights() -> None:
-    """Both engines are free, so the first is asked first; what it had probed is not told twice."""
-    pytest.importorskip("ray", reason="Ray is not installed")
-    old = Answers({"value": {"probe": [0.25]}}, {"value": {"stale": 2}})
-    new = Answers({"value": {"probe": [0.25]}}, DONE)
-    told: list[Sequence[float]] = []
-
-    async def ask() -> tuple[Completion, dict[str, float]]:
-        engine = ClusterEngine(Config(), max_context=None)
-        engine.take(3, 3, {0: old, 1: new})
-        done = await engine.complete(
-            Request(
-                [1, 2],
-                Sampling(max_new_tokens=4),
-                noise_key=(0, "a"),
-                probe_tokens=1,
-                on_probe=told.append,
-            )
-        )
-        # The tree keeps to the engine that answered.
-        await engine.complete(Request([1], Sampling(max_new_tokens=4), noise_key=(0, "b")))
-        return done, engine.take_metrics()
-
-    done, metrics = asyncio.run(ask())
-    assert done.token_ids == (5,) and told == [(0.25,)]
-    assert metrics == {
-        "time/engine_requests": 3.0,
-        "time/engine_moved": 1.0,
-        "time/engine_stale": 1.0,
-    }
-    assert (len(old.asked), len(new.asked)) == (1, 2)
-    request = Request([1, 2], Sampling(max_new_tokens=4), (0, "a"), 1, told.append)
-    asked = json.loads(request_to_json(request, 3))
-    assert old.asked[0] == new.asked[0] == asked
+    async def _grow(self, order: str) -> str:
+        self.orders.append(json.loads(order))
+        if not self.trees:
+            await asyncio.sleep(60.0)
+        return str(self.trees.pop(0)())
 
 
-def test_an_engine_that_refuses_is_not_asked_again() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed")
-    refusing = Answers(
-        {"error": "EngineError", "code": "prefix-empty", "text": "the prefix is empty"}
-    )
+def done() -> str:
+    return json.dumps({"value": {"tree": "grown", "requests": 5}})
 
-    async def ask() -> None:
-        engine = ClusterEngine(Config(), max_context=None)
-        engine.take(0, 0, {0: refusing})
-        await engine.complete(Request([], Sampling(max_new_tokens=4), noise_key=(0, "a")))
 
-    with raises_code("prefix-empty"):
-        asyncio.run(ask())
-    assert len(refusing.asked) == 1
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The handles that rank 0 has killed; nothing of Ray's runs."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    found: list[Any] = []
+    monkeypatch.setattr(ray, "put", lambda piece: piece)
+    monkeypatch.setattr(ray, "kill", found.append)
+    monkeypatch.setattr(ray, "cancel", lambda answer: None)
+    return found
+
+
+def keeper_of(*handles: Any) -> Keeper:
+    """A keeper whose engines live."""
+    keeper = Keeper(Config())
+    keeper.engines = [Member(n, partial(next, iter([one]))) for n, one in enumerate(handles)]
+    for member in keeper.engines:
+        member.state, member.opened = State.LIVE, {"fingerprint": "at the beginning"}
+    return keeper
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20.0):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_trees_grow_where_the_fewest_do_and_again_where_an_engine_is_lost(
+    killed: list[Any],
+) -> None:
+    first, second = Handle(), Handle(done, done)
+
+    async def grow() -> tuple[Any, dict[str, float]]:
+        keeper = keeper_of(first, second)
+        tasks = [asyncio.create_task(keeper.grown({"key": [n]}, f"0/{n}")) for n in range(2)]
+        await until(lambda: len(first.orders) == len(second.orders) == 1)
+        keeper._lose(keeper.engines[0], "it is gone")
+        assert keeper.engines[0].num_trees == 1
+        return await asyncio.gather(*tasks), keeper.take_metrics()
+
+    found, metrics = asyncio.run(grow())
+    assert [one["tree"] for one in found] == ["grown", "grown"]
+    # The same order, from its key.
+    assert first.orders == [{"key": [0], "edition": 0, "max_context": None}]
+    assert second.orders == [{**first.orders[0], "key": [1]}, first.orders[0]]
+    assert metrics["time/engine_requests"] == 10.0 and metrics["time/engine_restarts"] == 1.0
+
+
+def test_a_tree_that_ends_its_engines_is_named(killed: list[Any]) -> None:
+    """An engine that is drained is no death, and neither is that of a tree elsewhere."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+    def die() -> str:
+        raise ray.exceptions.ActorDiedError
+
+    def refuse() -> str:
+        return error_reply(DataError("no prompt", code="prompt-too-long"))
+
+    async def grow(*handles: Handle) -> None:
+        keeper = keeper_of(*handles)
+        growing = asyncio.create_task(keeper.grown({}, "0/a"))
+        if not handles[0].trees:
+            await until(lambda: handles[0].orders)
+            keeper.drain(keeper.engines[0], "it is slow")
+        await growing
+
+    with raises_code("engines-died", match="tree 0/a"):
+        asyncio.run(grow(*(Handle(die) for _ in range(MAX_DEATHS))))
+    asyncio.run(grow(Handle(), *(Handle(die) for _ in range(MAX_DEATHS - 1)), Handle(done)))
+    with raises_code("prompt-too-long", kind=DataError):
+        asyncio.run(grow(Handle(refuse)))
+
+
+def test_a_lost_engine_is_made_anew_and_gets_the_weights_that_are_due(killed: list[Any]) -> None:
+    broken, new = Handle(), Handle()
+
+    async def attend() -> Member:
+        keeper = Keeper(Config())
+        member = Member(0, partial(next, iter([broken, new])))
+        keeper.engines = [member]
+        await keeper._first(member)
+        await keeper.publish(Weighing("first"), 3)
+        broken.is_broken = True
+        await keeper._attend(member)
+        assert member.state is State.DOWN and keeper._answering() == []
+        await keeper._attend(member)
+        assert keeper._answering() == [member]
+        return member
+
+    member = asyncio.run(attend())
+    assert killed == [broken] and member.num_starts == 2
+    assert broken.taken == new.taken == [(1, 3, "first")]
+
+
+def test_the_last_engine_is_waited_for_however_long_it_had_lived(killed: list[Any]) -> None:
+    keeper = keeper_of(Handle())
+    keeper._last_live -= 2 * keeper.config.engine.deadline_s
+    assert keeper.death is None
+    keeper._lose(keeper.engines[0], "it is gone")
+    assert keeper.death is None
+    keeper._last_live -= keeper.config.engine.deadline_s
+    with raises_code("no-engine-left", match="engine 0: it is gone"):
+        asyncio.run(keeper.grown({}, "0/a"))
 
 
 def test_the_slow_engine_is_drained() -> None:
     """100, 100 and 20 tokens in 10 s of requests: a fifth of the median of the others."""
 
     async def watch() -> tuple[list[State], list[int]]:
-        keeper = Keeper(Config())
-        keeper.engines = [_member(number) for number in range(3)]
+        keeper = keeper_of(None, None, None)
         for look in range(1, SLOW_LOOKS + 1):
             for member, tokens in zip(keeper.engines, (100, 100, 20), strict=True):
                 member.seen["sampled"] = [tokens * look, 10.0 * look]
@@ -194,12 +250,6 @@ def test_the_slow_engine_is_drained() -> None:
     assert answering == [0, 1]
 
 
-def _member(number: int, handle: Any = None) -> Any:
-    member = Member("engine", number, lambda: handle)
-    member.state, member.edition = State.LIVE, 0
-    return member
-
-
 class Weighing(Source):
     """Small weights that are told apart by a word."""
 
@@ -208,44 +258,20 @@ class Weighing(Source):
         self.tensors, self.names = {"weight": torch.ones(1)}, ["weight"]
 
 
-class Taking:
-    """An engine's handle that says at once how it is, and takes its time over weights."""
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[int, int, str]] = []
-        self.state = SimpleNamespace(remote=self._state)
-        self.publish = SimpleNamespace(remote=self._publish)
-
-    async def _state(self) -> str:
-        return json.dumps({"host": "here", "pid": 1, "said": [], "is_open": True})
-
-    async def _publish(self, header: str, pieces: list[Any]) -> str:
-        found = json.loads(header)
-        await asyncio.sleep(0.3)
-        self.taken.append((found["edition"], found["version"], found["fingerprint"]))
-        return json.dumps({"value": found["fingerprint"]})
-
-
 def test_each_publish_reaches_an_engine_however_long_it_takes(
-    monkeypatch: pytest.MonkeyPatch,
+    killed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warm-up publishes version 0 twice, with other weights. Meanwhile the engine is looked at,
     which has to say something within a shorter time than weights take."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
-    killed: list[Any] = []
-    monkeypatch.setattr(ray, "put", lambda piece: piece)
-    monkeypatch.setattr(ray, "kill", lambda handle, **_: killed.append(handle))
     monkeypatch.setattr("treegraft.extras.ray.supervisor.STATE_S", 0.1)
-    handle = Taking()
+    handle = Handle()
 
     async def publish() -> tuple[State, int, int]:
-        keeper = Keeper(Config())
-        member = _member(0, handle)
-        member.opened = {"fingerprint": "at the beginning"}
-        keeper.engines = [member]
+        keeper = keeper_of(handle)
+        (member,) = keeper.engines
         for fingerprint in ("first", "second"):
             await asyncio.gather(keeper.publish(Weighing(fingerprint), 0), keeper._attend(member))
-        return member.state, keeper.edition, keeper.policy_version
+        return member.state, keeper.due.edition, keeper.policy_version
 
     assert asyncio.run(publish()) == (State.LIVE, 2, 0)
     assert handle.taken == [(1, 0, "first"), (2, 0, "second")] and killed == []

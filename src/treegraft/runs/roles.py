@@ -21,14 +21,14 @@ class Role:
     """One actor at the last look at it."""
 
     name: str
-    """What it does: "engine", "grower", "tools" or "buffer"."""
+    """What it does: "engine", or what runs of 0.7 had beside those."""
     number: int
     host: str
     state: str
     """"live", or why not."""
     num_starts: int
     num_trees: int | None
-    """Trees that a grower has under way; None for other actors."""
+    """Trees that grow there; None for an actor of 0.7 that grew none."""
     waits: Mapping[str, int]
     """What it waits for, and how often at once."""
     version: int | None

@@ -221,6 +221,7 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
 
 REMOVED: Mapping[str, Any] = {
     "cluster.buffer_replicas": ...,
+    "cluster.growers": ...,
     "cluster.tool_workers": ...,
     "engine.noise": "philox",
     "learn.sequence_parallel": 1,

@@ -134,7 +134,7 @@ class _RemoteGrower(Grower):
             "limits": asdict(self.limits),
             "state": _STATE.get(),
         }
-        with self.watch.waiting("growers"):
+        with self.watch.waiting("other processes"):
             found = await self._ask(order, group_id)
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + found["counts"][name])
@@ -163,8 +163,6 @@ class TreeHost:
         """The recipe's, once it is asked for."""
         self._buffers = _OpenStates(parts)
         self._watch = Watch()
-        self.num_trees = 0
-        """Trees that grow now."""
 
     @classmethod
     @asynccontextmanager
@@ -198,13 +196,11 @@ class TreeHost:
         # This tree's alone: what else is under way may die with this process, and grow again.
         usage: dict[str, Any] = {}
         token = COUNTS.set(usage)
-        self.num_trees += 1
         try:
             tree = await grower.grow(
                 self._task(order), noise_key=tuple(order["key"]), group_id=order["group_id"]
             )
         finally:
-            self.num_trees -= 1
             COUNTS.reset(token)
         return {
             "tree": tree_to_json(tree),

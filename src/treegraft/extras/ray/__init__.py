@@ -1,1 +1,1 @@
-"""A run on a Ray cluster: the same update, from engines and growers on many machines."""
+"""A run on a Ray cluster: the same update, from engines on many machines."""

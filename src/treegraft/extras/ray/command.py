@@ -1,10 +1,10 @@
-"""The work of `treegraft cluster`: a run whose engines and growers stand on a Ray cluster, and
+"""The work of `treegraft cluster`: a run whose engines stand on a Ray cluster, and
 where the recipe asks for them several ranks of the learner too."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 
 import typer
 
@@ -48,15 +48,12 @@ def _job_of(asked: commands.RunAsked) -> int:
     if settings.learner_gpus:
         needs["GPU"] += settings.num_ranks
     going_on = ["cluster", "--resume", str(run_dir), *again]
-    with connected(config, needs):
-        place = place_of(config, None)
+    with connected(config, needs) as token:
+        place = place_of(config, token)
         return Job(config, place, run_dir, begin, going_on, others, say).carry_out()
 
 
 def say(text: str) -> None:
     """Prints a line at once; a terminal that is gone is no fault of the run."""
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        print(text, flush=True)

@@ -1,4 +1,5 @@
-"""An engine as an actor: completions by request, weights in pieces of bytes."""
+"""An engine as an actor: it has its own weights, and all else that the trees need which grow
+there."""
 
 from __future__ import annotations
 
@@ -6,50 +7,30 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import asdict
+from typing import Any, NamedTuple, cast
 
 from pydantic import TypeAdapter
 
-from treegraft import Config, TreegraftError
-from treegraft.extras.ray.actors import Actor, error_reply, replying
-from treegraft.parts import Completion, Sampling, assemble_engine, errors, interfaces, spans
+from treegraft import Config
+from treegraft.extras.ray.actors import Actor, replying
+from treegraft.parts import Completion, assemble_engine, errors, interfaces, remote, spans
 
 PIECE_BYTES = 1 << 26
 """Size from which a piece of published weights is complete, in bytes."""
-PATIENCE_S = 5.0
-"""How long a request waits for weights that have not come yet before it is sent back."""
-
+_COMPLETION = TypeAdapter(Completion)
 
 # ------------------------------------------------------------------ what travels
 
 
-def request_to_json(request: interfaces.Request, edition: int) -> str:
-    """Returns a request for a completion by this edition of the weights or a later one."""
-    return json.dumps(
-        {
-            "prefix": list(request.prefix_ids),
-            "sampling": asdict(request.sampling),
-            "key": list(request.noise_key),
-            "probe": None if request.on_probe is None else request.probe_tokens,
-            "edition": edition,
-            "trace": spans.carrier(),
-        }
-    )
-
-
-_SAMPLING, _COMPLETION = TypeAdapter(Sampling), TypeAdapter(Completion)
-
-
 def completion_of(found: Mapping[str, Any]) -> Completion:
-    """Returns the completion that an actor's answer holds."""
+    """Returns the completion that an engine's answer holds."""
     return _COMPLETION.validate_python(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """Published weights: what they are, and where Ray keeps their pieces."""
 
     edition: int
@@ -57,21 +38,10 @@ class Weights:
     weights each time."""
     version: int
     fingerprint: str
-    names: tuple[str, ...]
-    pieces: Sequence[Any]
+    names: Sequence[str]
+    pieces: list[Any]
     """Handles of bytes, each a safetensors file; none where every engine has these weights from its
     beginning."""
-
-    def header(self) -> str:
-        """Returns what they are, in JSON."""
-        return json.dumps(
-            {
-                "edition": self.edition,
-                "version": self.version,
-                "fingerprint": self.fingerprint,
-                "names": self.names,
-            }
-        )
 
 
 def pieces_of(source: interfaces.WeightSource) -> Iterator[bytes]:
@@ -95,10 +65,9 @@ class _Pieces:
     """Weights on their way as a `WeightSource`; each piece is fetched when its turn comes, so that
     a machine never holds them twice."""
 
-    def __init__(self, header: Mapping[str, Any], pieces: Sequence[Any]) -> None:
-        self.names: Sequence[str] = header["names"]
-        self.fingerprint: str = header["fingerprint"]
-        self._pieces = pieces
+    def __init__(self, weights: Weights) -> None:
+        self.names, self.fingerprint = weights.names, weights.fingerprint
+        self._pieces = weights.pieces
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         import ray
@@ -116,138 +85,129 @@ class _Pieces:
 # ------------------------------------------------------------------ the actor
 
 
+class _Counting:
+    """An engine, with a count of what it samples."""
+
+    def __init__(self, engine: interfaces.Engine, max_context: int | None) -> None:
+        self._engine, self.max_context = engine, max_context
+        self.num_requests = self.num_tokens = 0
+        self.busy_s = 0.0
+        """Seconds of requests, added up."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def complete(self, request: interfaces.Request) -> Completion:
+        """As `interfaces.Engine.complete`."""
+        began = time.monotonic()
+        self.num_requests += 1
+        found = await self._engine.complete(request)
+        self.num_tokens += len(found.token_ids)
+        self.busy_s += time.monotonic() - began
+        return found
+
+
 class EngineActor(Actor):
-    """One engine with its own weights. It answers by an edition that has been published to it."""
+    """An engine with prompts, tools and rewards beside it. Trees grow by an edition of the weights
+    that has been published to it."""
 
     def __init__(self, role: str, number: int, place: str) -> None:
         super().__init__(role, number, place)
         self._stack = AsyncExitStack()
         self._engine: interfaces.Engine | None = None
+        self._counting: _Counting | None = None
+        self._host: remote.TreeHost | None = None
+        self._hosting, self._publishing = asyncio.Lock(), asyncio.Lock()
         self._edition = 0
         """Of the weights that it holds; 0 before the first publish, and while they change."""
         self._is_whole = True
         """False while weights are taken over, and after a publish that broke off."""
-        self._num_tokens, self._busy_s = 0, 0.0
-        self._publishing = asyncio.Lock()
-        self._published = asyncio.Event()
 
     def more(self) -> dict[str, Any]:
-        """Returns the edition that it answers by, the tokens that it has sampled and the seconds
-        of the requests for them, and whether another actor has to take its place."""
+        """Returns the tokens that it has sampled and the seconds of the requests for them, what its
+        trees wait for, and whether another actor has to take its place."""
         is_broken = not self._is_whole and not self._publishing.locked()
+        is_dead = self._engine is not None and self._engine.death is not None
+        counting = self._counting
         return {
-            "is_open": self._engine is not None,
-            "edition": self._edition,
-            "sampled": [self._num_tokens, self._busy_s],
-            "is_broken": is_broken or (self._engine is not None and self._engine.death is not None),
+            "sampled": [0, 0.0] if counting is None else [counting.num_tokens, counting.busy_s],
+            "waits": {} if self._host is None else self._host.waits,
+            "is_broken": is_broken or is_dead,
         }
 
-    @replying
-    async def open(self) -> dict[str, Any]:
-        """Reads the weights, and returns the engine's limits and checksum."""
-        if self._engine is None:
-            config = Config.model_validate_json(self.place.config)
-            opening = assemble_engine(_alone(config), model_path=self.place.model_path)
-            self._engine = await self._stack.enter_async_context(opening)
-        engine = self._engine
-        return {
-            "capacity": engine.capacity,
-            "max_context": engine.max_context,
-            "fingerprint": engine.fingerprint,
-        }
+    async def begin(self) -> dict[str, Any]:
+        """Reads the weights, and returns the engine's limit and checksum."""
+        self._config = Config.model_validate_json(self.place.config)
+        opening = assemble_engine(_alone(self._config), model_path=self.place.model_path)
+        engine = self._engine = await self._stack.enter_async_context(opening)
+        return {"max_context": engine.max_context, "fingerprint": engine.fingerprint}
 
     @replying
-    async def publish(self, header: str, pieces: list[Any]) -> str:
-        """Takes over weights once running completions are done; returns the checksum of what it
+    async def publish(self, *weights: Any) -> str:
+        """Takes over `Weights` once running completions are done; returns the checksum of what it
         holds then."""
-        found = json.loads(header)
+        due = Weights(*weights)
         async with self._publishing:
             engine = self._opened()
-            if self._edition != found["edition"]:
+            if self._edition != due.edition:
                 # What it holds until the end may be half of each.
                 self._edition, self._is_whole = 0, False
-                await engine.publish(_Pieces(found, pieces), found["version"])
-                self._is_whole = True
-                self._edition = found["edition"]
-                self._published.set()
-                self._published.clear()
+                await engine.publish(_Pieces(due), due.version)
+                self._edition, self._is_whole = due.edition, True
             return engine.fingerprint
 
     @replying
     async def canaries(self, edition: int) -> dict[str, list[dict[str, Any]]]:
         """Returns what each of its servers samples for the canary prompts by these weights."""
-        engine = self._opened()
-        if self._edition != edition:
-            raise errors.EngineError(
-                f"engine: it holds edition {self._edition}, expected {edition}",
-                code="other-edition",
-            )
-        asking: Mapping[str, Sequence[Completion]] = await cast(Any, engine).canaries()
+        self._refuse_older(edition)
+        asking: Mapping[str, Sequence[Completion]] = await cast(Any, self._opened()).canaries()
         if not asking:
             raise errors.EngineError(
                 "engine: none of its servers answered", code="server-silent-engine"
             )
         return {name: [asdict(one) for one in found] for name, found in asking.items()}
 
-    async def complete(self, request: str) -> AsyncIterator[str]:
-        """Yields the entropies of the first tokens, where they are asked for, and the completion;
-        {"stale": edition} where it has not got the weights in time."""
-        asked = json.loads(request)
-        probes: asyncio.Queue[Sequence[float]] = asyncio.Queue()
-        try:
-            await self._reached(asked["edition"])
-            if self._edition < asked["edition"]:
-                yield json.dumps({"value": {"stale": self._edition}})
-                return
-            began = time.monotonic()
-            on_probe = probes.put_nowait if asked["probe"] else None
-            work = asyncio.create_task(self._completion(asked, on_probe))
-            probing = asyncio.create_task(probes.get())
-            try:
-                if asked["probe"]:
-                    await asyncio.wait((work, probing), return_when=asyncio.FIRST_COMPLETED)
-                    if probing.done() and not work.done():
-                        yield json.dumps({"value": {"probe": list(probing.result())}})
-                completion = await work
-                self._num_tokens += len(completion.token_ids)
-                self._busy_s += time.monotonic() - began
-                yield json.dumps({"value": asdict(completion)})
-            finally:
-                work.cancel()
-                probing.cancel()
-        except TreegraftError as error:
-            if self._opened().death is not None:
-                # Ray starts another one, which begins with sound weights.
-                os._exit(1)
-            yield error_reply(error)
+    @replying
+    async def grow(self, order: str) -> dict[str, Any]:
+        """Returns one tree, scored, and what was counted for it; see `TreeHost.grow`."""
+        asked = json.loads(order)
+        where = spans.joined(asked["trace"], self.name)
+        with where, spans.span("grow", group_id=asked["group_id"]):
+            # What it takes over at the moment may be the weights that are asked for.
+            async with self._publishing:
+                self._refuse_older(asked["edition"])
+            host, counting = await self._hosted(asked["max_context"])
+            found = await host.grow(asked)
+        if self._opened().death is not None:
+            # The tree's failures are its own. Another engine grows it.
+            os._exit(1)
+        found["requests"], counting.num_requests = counting.num_requests, 0
+        return found
 
-    async def _completion(
-        self, asked: Mapping[str, Any], on_probe: Callable[[Sequence[float]], None] | None
-    ) -> Completion:
-        with spans.joined(asked["trace"], self.name), spans.span("completion"):
-            sampling = _SAMPLING.validate_python(asked["sampling"])
-            request = interfaces.Request(
-                asked["prefix"], sampling, tuple(asked["key"]), asked["probe"], on_probe
+    async def _hosted(self, max_context: int | None) -> tuple[remote.TreeHost, _Counting]:
+        """What trees grow in, made for the first of them.
+
+        Args:
+            max_context: the smallest of all engines: trees are the same in each.
+        """
+        async with self._hosting:
+            if self._host is None or self._counting is None:
+                counting = self._counting = _Counting(self._opened(), max_context)
+                making = remote.TreeHost.opened(
+                    self._config, cast(Any, counting), model_path=self.place.model_path
+                )
+                self._host = await self._stack.enter_async_context(making)
+            return self._host, self._counting
+
+    def _refuse_older(self, edition: int) -> None:
+        if self._edition < edition:
+            raise errors.EngineError(
+                f"engine: it holds edition {self._edition} of the weights, expected {edition}",
+                code="other-edition",
             )
-            return await self._opened().complete(request)
-
-    async def _reached(self, edition: int) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + PATIENCE_S
-        while self._edition < edition and loop.time() < until:
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._published.wait()
-            except TimeoutError:
-                return
-
-    async def forget(self, prefix_ids: str) -> None:
-        """Drops what is cached below a prompt."""
-        if self._engine is not None:
-            self._engine.forget(json.loads(prefix_ids))
 
     async def end(self) -> None:
-        """Ends the engine and its servers."""
+        """Ends tools and environments, the engine and its servers."""
         await self._stack.aclose()
 
     def _opened(self) -> interfaces.Engine:

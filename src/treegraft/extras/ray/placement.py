@@ -1,32 +1,31 @@
-"""The placement of a run: its engines and growers on a Ray cluster."""
+"""The placement of a run: its engines on a Ray cluster."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from treegraft import Config
-from treegraft.extras.ray.actors import Place, start, value_of
-from treegraft.extras.ray.engines import EngineActor, completion_of
-from treegraft.extras.ray.growers import GrowerActor
+from treegraft.extras.ray.actors import Place, look, start
+from treegraft.extras.ray.engines import EngineActor
 from treegraft.extras.ray.ray import connected
-from treegraft.extras.ray.remote_engine import Lost
 from treegraft.extras.ray.settings import cluster_settings, num_engines
-from treegraft.extras.ray.supervisor import Keeper, Member
-from treegraft.parts import Completion, files, interfaces, remote
+from treegraft.extras.ray.supervisor import Keeper, Member, VllmKeeper
+from treegraft.parts import interfaces, remote
 
 
 def needs_of(config: Config) -> Mapping[str, float]:
     """Returns what all actors of a run take up together, by Ray's names."""
-    settings = cluster_settings(config)
-    num_actors = num_engines(config) + settings.growers
-    return {"CPU": float(num_actors), "GPU": float(settings.server_gpus)}
+    return {
+        "CPU": float(num_engines(config)),
+        "GPU": float(cluster_settings(config).server_gpus),
+    }
 
 
 @contextmanager
@@ -36,8 +35,8 @@ def ray_placement(config: Config) -> Iterator[RayPlacement]:
     Raises:
         SettingError: no cluster that the run could use.
     """
-    with connected(config, needs_of(config)):
-        yield RayPlacement()
+    with connected(config, needs_of(config)) as token:
+        yield RayPlacement(token)
 
 
 @contextmanager
@@ -66,7 +65,9 @@ def _linked(source: str, target: str) -> None:
 class RayPlacement:
     """A `Placement` on the cluster that this process is connected to."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: Path) -> None:
+        """Args: token: see `connected`."""
+        self._token = token
         self._keeper: Keeper | None = None
         self._trees: remote.RemoteTrees | None = None
 
@@ -74,96 +75,51 @@ class RayPlacement:
     async def engine(
         self, config: Config, model_path: Path | str | None
     ) -> AsyncIterator[interfaces.Engine]:
-        """Holds the engines, and the growers beside them; see `Placement`."""
+        """Holds the engines; see `Placement`."""
         with nullcontext() if model_path is None else lasting(Path(model_path)) as path:
-            async with self._actors(config, path) as engine:
-                yield engine
-
-    @asynccontextmanager
-    async def _actors(
-        self, config: Config, model_path: Path | None
-    ) -> AsyncIterator[interfaces.Engine]:
-        place, settings = place_of(config, model_path), cluster_settings(config)
-        count = num_engines(config)
-        keeper = VllmKeeper(config) if config.engine.kind == "vllm" else Keeper(config)
-        self._keeper = keeper
-        trees = self._trees = remote.RemoteTrees(config, keeper.grown)
-        gpus = {"num_cpus": 1, "num_gpus": settings.server_gpus / count}
-        engines = [
-            Member("engine", one, partial(start, EngineActor, "engine", one, place, gpus))
-            for one in range(count)
-        ]
-        growers = [
-            Member(
-                "grower",
-                one,
-                partial(start, GrowerActor, "grower", one, place, {"num_cpus": 1, "num_gpus": 0}),
-            )
-            for one in range(settings.growers)
-        ]
-        try:
-            await keeper.open(engines, growers)
-            yield keeper
-        finally:
-            self._keeper = self._trees = None
-            await keeper.end()
-            trees.close()
+            place, count = place_of(config, self._token, path), num_engines(config)
+            keeper = VllmKeeper(config) if config.engine.kind == "vllm" else Keeper(config)
+            self._keeper = keeper
+            trees = self._trees = remote.RemoteTrees(config, keeper.grown)
+            takes = {"num_cpus": 1, "num_gpus": cluster_settings(config).server_gpus / count}
+            try:
+                await keeper.open(
+                    [
+                        Member(one, partial(start, EngineActor, "engine", one, place, takes))
+                        for one in range(count)
+                    ]
+                )
+                yield keeper
+            finally:
+                self._keeper = self._trees = None
+                await keeper.close()
+                trees.close()
 
     def grower(self, *parts: Any, **more: Any) -> Any:
-        """Returns a grower whose trees grow in the growers of the cluster; see `Placement`."""
-        assert self._trees is not None, "growers are made while the engine is held"
+        """Returns a grower whose trees grow in the engines; see `Placement`."""
+        assert self._trees is not None, "growers are made while the engines are held"
         return self._trees.grower(*parts, **more)
 
     def show_in(self, folder: Path) -> None:
-        """Keeps the state of all roles in this run folder, and the states of its buffer."""
+        """Keeps the state of all engines in this run folder, and the states of its buffer."""
         if self._trees is not None:
             self._trees.show_in(folder)
         if self._keeper is not None:
             self._keeper.show_in(folder)
 
 
-class VllmKeeper(Keeper):
-    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
-    compared after each publish."""
-
-    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
-        """Returns the completion of each canary prompt by each server of each engine that answers,
-        by the engine's name and the server's."""
-        found = await self.each(self._canaries)
-        return {
-            f"{engine} {name}": [completion_of(one) for one in completions]
-            for engine, servers in found.items()
-            for name, completions in servers.items()
-        }
-
-    async def _canaries(self, number: int) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        from ray.exceptions import RayError
-
-        if number not in self._route:
-            raise Lost(f"engine {number} does not answer now")
-        try:
-            found: Any = value_of(await self._route[number].canaries.remote(self.edition))
-        except RayError as error:
-            raise Lost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        return dict(found)
-
-    def set_aside(self, name: str, why: str) -> None:
-        """Samples by other engines until the next publish, as long as one is left."""
-        for member in self.engines:
-            if name.startswith(f"{member} "):
-                self.drain(member, why)
-
-
-def place_of(config: Config, model_path: Path | str | None) -> Place:
+def place_of(config: Config, token: Path, model_path: Path | None = None) -> Place:
     """Returns what an actor needs to be like this process.
 
     Args:
+        token: see `connected`.
         model_path: where weights and tokenizer are read; None for model.path.
     """
     return Place(
         cwd=os.getcwd(),
         path=tuple(sys.path),
-        code=files.code_checksum(),
+        token=str(token),
+        alike=look(str(token)),
         config=config.model_dump_json(),
         model_path=None if model_path is None else str(model_path),
     )

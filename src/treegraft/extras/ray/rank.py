@@ -1,27 +1,24 @@
 """An actor that holds one rank of the learner: a process of its own, started as torchrun would
-start it, whose end it reports and which ends with it."""
+start it, which ends with the actor."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from treegraft.extras.ray.actors import Actor, replying
+from treegraft.extras.ray.actors import Actor
 
-LOOK_S = 1.0
-"""Longest time after which `look` returns."""
-LAST_S = 2.0
-"""Longest wait for the last lines of a process that has ended."""
-MAX_LINE = 1 << 20
-"""Longest line of output, in bytes."""
+LOOK_S = 0.2
+"""Time between two looks at a rank's output and at whether it has ended."""
 _OF_RAY = ("RAY_AUTH_", "RAY_USAGE_", "RAY_ENABLE_", "RAY_DEDUP_", "RAY_DISABLE_", "RAY_ACCEL_")
 """Ray's variables that a rank takes over; the others are those of this actor alone."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -30,25 +27,16 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 class RankActor(Actor):
     """One rank of the learner."""
 
-    def __init__(self, role: str, number: int, place: str) -> None:
-        """Starts nothing yet."""
-        super().__init__(role, number, place)
-        self._lines: list[str] = []
-        self._code: int | None = None
-        self._news = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._store: Any = None
+    _process: subprocess.Popen[bytes] | None = None
+    _store: Any = None
 
-    @replying
-    async def meet(self) -> dict[str, Any]:
+    async def begin(self) -> dict[str, Any]:
         """Returns the address of its machine, and the GPUs that it was given there."""
         import ray
 
         gpus = [str(one) for one in ray.get_gpu_ids()]
         return {"address": ray.util.get_node_ip_address(), "gpus": gpus}
 
-    @replying
     async def open_store(self) -> int:
         """Returns the port at which the ranks find each other; it outlives each of them."""
         import ray
@@ -56,69 +44,42 @@ class RankActor(Actor):
         self._store, port = _store_at(ray.util.get_node_ip_address())
         return port
 
-    @replying
-    async def begin(self, request: str) -> int:
-        """Returns the number of the rank's process.
+    async def run(self, arguments: list[str], variables: dict[str, str]) -> AsyncIterator[str]:
+        """Yields the lines that the rank writes, as they come, and at its end its exit code,
+        negative for a signal: JSON of a text or of a number.
 
         Args:
-            request: JSON of [what follows `python`, environment variables].
+            arguments: what follows `python`.
+            variables: environment variables beside this actor's own.
         """
-        arguments, variables = json.loads(request)
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *arguments),
-            cwd=self.place.cwd,
-            env=_environment(variables),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=MAX_LINE,
-            preexec_fn=_dies_with(os.getpid()),
-        )
-        self._reading = asyncio.create_task(self._read(self._process))
-        return self._process.pid
+        # Not a pipe, whose end does not come while another process that the rank has started
+        # holds it.
+        with tempfile.TemporaryFile() as output:
+            process = self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env=_environment(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_dies_with(os.getpid()),
+            )
+            code, place = None, 0
+            while code is None:
+                await asyncio.sleep(LOOK_S)
+                code = process.poll()
+                new = os.pread(output.fileno(), os.fstat(output.fileno()).st_size - place, place)
+                if code is None:
+                    new = new[: new.rfind(b"\n") + 1]
+                place += len(new)
+                if new:
+                    yield json.dumps(new.decode(errors="replace"))
+            yield json.dumps(code)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Keeps the output of a process up to its end, and its exit code."""
-        assert process.stdout is not None
-        reading = asyncio.create_task(self._read_lines(process.stdout))
-        # Not `wait` or the output's end: processes that it has started may hold the pipe open.
-        while process.returncode is None:
-            await asyncio.wait({reading}, timeout=LOOK_S)
-            if reading.done():
-                await process.wait()
-        await asyncio.wait({reading}, timeout=LAST_S)
-        reading.cancel()
-        self._code = process.returncode
-        self._news.set()
-
-    async def _read_lines(self, output: asyncio.StreamReader) -> None:
-        while True:
-            try:
-                line = await output.readline()
-            except ValueError:
-                line = b"[a line that was too long is left out]\n"
-            if not line:
-                break
-            self._lines.append(line.decode(errors="replace").rstrip("\n"))
-            self._news.set()
-
-    @replying
-    async def look(self) -> dict[str, Any]:
-        """Returns lines of output since the last call, and once there are no more the exit code,
-        negative for a signal; within LOOK_S."""
-        if not self._lines and self._code is None:
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._news.wait()
-        lines, self._lines = self._lines, []
-        return {"lines": lines, "code": self._code}
-
-    @replying
     async def send(self, number: int) -> None:
-        """Sends the process a signal."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
+        """Sends the process a signal, as soon as there is one."""
+        while self._process is None:
+            await asyncio.sleep(LOOK_S)
+        self._process.send_signal(number)
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -139,7 +100,8 @@ def _dies_with(parent: int) -> Any:
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+        # At once: one that saved first would hold the run folder against the ranks that follow it.
+        prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 

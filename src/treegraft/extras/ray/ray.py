@@ -1,17 +1,15 @@
-"""The connection to Ray, and all that is checked before any work."""
+"""The connection to Ray, and what is checked before any actor starts."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import logging
 import os
 import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,15 +19,13 @@ from typing import Any
 
 from treegraft import Config, SettingError
 from treegraft.extras.ray.settings import ClusterSettings, cluster_settings, num_engines
-from treegraft.parts import files, plain
+from treegraft.parts import plain
 
 TESTED = (2, 60)
 """The version of Ray that the tests ran with; others of its first number are taken from it on."""
 ADDRESS = "TREEGRAFT_CLUSTER_ADDRESS"
 """Environment variable of a learner's rank: the Ray cluster that it stands on."""
 NAMESPACE = "treegraft"
-LOOK_S = 120.0
-"""Longest wait for a node's answer before the run begins."""
 REACH_S = 5.0
 """Longest wait for a node to take a connection."""
 _QUIET = {
@@ -109,25 +105,38 @@ def refuse_unfit(config: Config) -> None:
 
 
 @contextmanager
-def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
-    """Connects to the cluster of `cluster.address`, checks it, and leaves it at the end.
+def connected(config: Config, needs: Mapping[str, float]) -> Iterator[Path]:
+    """Connects to the cluster of `cluster.address`, checks its size, and leaves it at the end.
+
+    Yields the path of a file in run.dir, which is there as long: what every machine has to see.
 
     Args:
         needs: what all actors of the run take up together, by Ray's names ("CPU", "GPU").
 
     Raises:
-        SettingError: settings that do not fit a cluster, no cluster at that address, or one that
-            the run cannot use.
+        SettingError: settings that do not fit a cluster, no cluster at that address, or one that is
+            too small.
     """
     refuse_unfit(config)
     refuse_without_ray()
     os.environ.update(_QUIET)
-    address = os.environ.get(ADDRESS, cluster_settings(config).address)
-    if address == "local":
-        with _local(needs):
-            check(config, needs)
-            yield
-        return
+    settings = cluster_settings(config)
+    address = os.environ.get(ADDRESS, settings.address)
+    with _local(needs) if address == "local" else _joined(address):
+        import ray
+
+        _refuse_small(settings, needs, ray.cluster_resources())
+        runs = Path(config.run.dir).expanduser().absolute()
+        runs.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".cluster-", dir=runs) as token:
+            token.write(secrets.token_bytes(16))
+            token.flush()
+            yield Path(token.name)
+
+
+@contextmanager
+def _joined(address: str) -> Iterator[None]:
+    """Connects to a cluster that runs already, and leaves it at the end of the block."""
     import ray
 
     try:
@@ -140,7 +149,6 @@ def connected(config: Config, needs: Mapping[str, float]) -> Iterator[None]:
             code="cluster-not-reached",
         ) from error
     try:
-        check(config, needs)
         yield
     finally:
         ray.shutdown()
@@ -189,50 +197,7 @@ def _join(**options: Any) -> None:
         signal.signal(signal.SIGTERM, kept)
     # Of each process that dies Ray prints pages, log_to_driver or not; the keeper says one line.
     with contextlib.suppress(AttributeError):
-        ray._private.worker.print_to_stdstream = lambda *_, **__: None
-
-
-def check(config: Config, needs: Mapping[str, float]) -> None:
-    """Refuses a cluster that has too little, or whose nodes differ from this one.
-
-    Raises:
-        SettingError: what is missing, and where.
-    """
-    import ray
-
-    _refuse_small(cluster_settings(config), needs, ray.cluster_resources())
-    runs = Path(config.run.dir).expanduser().absolute()
-    runs.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(prefix=".cluster-", dir=runs) as token:
-        token.write(secrets.token_bytes(16))
-        token.flush()
-        looks = {
-            node["NodeID"]: _look_from(node["NodeID"], token.name)
-            for node in ray.nodes()
-            if node["Alive"]
-        }
-        own = json.loads(look(token.name))
-        for node in ray.nodes():
-            if node["NodeID"] not in looks:
-                continue
-            where = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            try:
-                seen = json.loads(ray.get(looks[node["NodeID"]], timeout=LOOK_S))
-            except ray.exceptions.GetTimeoutError as error:
-                raise SettingError(
-                    f"cluster: {where} has not answered within {LOOK_S:.0f} s; expected a node with"
-                    " room for one process. Remove it from the cluster, or see Ray's log there.",
-                    code="node-silent",
-                ) from error
-            except ray.exceptions.RayError as error:
-                if not is_there(node):
-                    continue
-                raise SettingError(
-                    f"cluster: {where} cannot run Treegraft ({plain(str(error), 300)}); expected"
-                    " the same Python environment as here. Install it there.",
-                    code="node-unusable",
-                ) from error
-            _refuse_other(where, seen, own, runs)
+        ray._private.engine.print_to_stdstream = lambda *_, **__: None
 
 
 def is_there(node: Mapping[str, Any]) -> bool:
@@ -254,34 +219,12 @@ def reachable(name: str) -> float:
     return sum(float(one["Resources"].get(name, 0.0)) for one in alive if is_there(one))
 
 
-def _look_from(node_id: str, token: str) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(look).options(num_cpus=0, scheduling_strategy=there).remote(token)
-
-
-def look(token: str) -> str:
-    """Returns what a node has of what every node must have alike, in JSON."""
-    path = Path(token)
-    return json.dumps(
-        {
-            "python": ".".join(map(str, sys.version_info[:2])),
-            "torch": importlib.metadata.version("torch"),
-            "transformers": importlib.metadata.version("transformers"),
-            "code": files.code_checksum(),
-            "token": path.read_bytes().hex() if path.exists() else "",
-        }
-    )
-
-
 def _refuse_small(
     settings: ClusterSettings, needs: Mapping[str, float], has: Mapping[str, float]
 ) -> None:
     """Refuses a cluster with fewer CPUs or GPUs than the run takes up."""
     advice = {
-        "CPU": "Lower cluster.growers or cluster.engines, or add nodes",
+        "CPU": "Lower cluster.engines, or add nodes",
         "GPU": "Lower cluster.learner_gpus or cluster.server_gpus, or add nodes",
     }
     for name, least in needs.items():
@@ -291,26 +234,3 @@ def _refuse_small(
                 f" expected at least {least:g} for what [cluster] asks for. {advice[name]}.",
                 code="cluster-too-small",
             )
-
-
-def _refuse_other(where: str, seen: Mapping[str, str], own: Mapping[str, str], runs: Path) -> None:
-    """Refuses a node with other versions or code, or that does not see the run's folder."""
-    for name in ("python", "torch", "transformers"):
-        if seen[name] != own[name]:
-            raise SettingError(
-                f"cluster: {where} has {name} {seen[name]}, expected {own[name]} as here. Install"
-                " the same on every machine.",
-                code="cluster-version-differs",
-            )
-    if seen["code"] != own["code"]:
-        raise SettingError(
-            f"cluster: the treegraft package of {where} differs from the one here (checksum"
-            f" {seen['code']}, expected {own['code']}). Install the same on every machine.",
-            code="cluster-code-differs",
-        )
-    if seen["token"] != own["token"]:
-        raise SettingError(
-            f"cluster: {where} does not see the folder {runs} of this machine; expected run.dir on"
-            " a disk that all machines share, under the same path. Set run.dir to one.",
-            code="cluster-folder-unseen",
-        )

@@ -24,11 +24,9 @@ class ClusterSettings(Settings):
     server_gpus: int = setting(0, ge=0)
     """GPUs that sample, shared out equally among the engines; 0 samples on CPUs."""
     engines: int | None = setting(None, ge=1)
-    """Engines, each with one copy of published weights. None takes one for each of server_gpus, or
-    one; where engine.kind is "vllm" one for every eight of them, a machine's, with a server on each
-    GPU."""
-    growers: int = setting(1, ge=1)
-    """Processes that grow trees: they write prompts, run tools and score, each with whole trees."""
+    """Engines, each with one copy of published weights, and with tools and rewards for the trees
+    that grow there. None takes one for each of server_gpus, or one; where engine.kind is "vllm" one
+    for every eight of them, a machine's, with a server on each GPU."""
 
     @property
     def num_ranks(self) -> int:

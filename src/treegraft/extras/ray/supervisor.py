@@ -1,5 +1,5 @@
-"""Rank 0's engine on a cluster, which looks after the actors: it opens them, gives them what they
-should hold, deals out trees, and notices who has died."""
+"""Rank 0's engine on a cluster, which looks after those of the actors: it opens them, gives them
+the weights that are due, deals out trees, and notices who has died."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from treegraft import Config, TreegraftError
 from treegraft.extras.ray.actors import value_of
-from treegraft.extras.ray.engines import Weights, pieces_of
-from treegraft.extras.ray.remote_engine import ClusterEngine, Lost
-from treegraft.parts import errors, interfaces, plain
+from treegraft.extras.ray.engines import Weights, completion_of, pieces_of
+from treegraft.parts import Completion, errors, interfaces, plain
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
-"""Time between two looks at an actor, in seconds."""
+"""Time between two looks at an engine, in seconds."""
 STATE_S = 60.0
-"""An actor that says nothing for so long is ended, and started anew."""
+"""An engine that says nothing for so long is made anew."""
 START_S = 600.0
-"""Longest wait for an actor at the beginning, loading included."""
+"""Longest wait for an engine at the beginning, loading included."""
 CLOSE_S = 30.0
-"""Longest wait for an actor's own end."""
+"""Longest wait for an engine's own end."""
 SHOW_S = 3.0
 """Time between two writings of roles.json, in seconds."""
 SLOW_SHARE = 0.25
@@ -38,84 +36,86 @@ SLOW_SHARE = 0.25
 all and for each second of a request."""
 SLOW_LOOKS = 3
 """Looks in a row after which it is drained."""
+FREE_S = 0.1
+"""Time between two looks for an engine, in seconds, where none answers."""
 MAX_DEATHS = 3
-"""Growers that may die while a tree grows in them before the tree is blamed for it."""
+"""Engines that may die while a tree grows in them before the tree is blamed for it."""
 
 
 class State(StrEnum):
-    """What an actor can do."""
+    """What an engine can do."""
 
     STARTING = "starting"
     LIVE = "live"
     DRAINED = "drained"
-    """An engine that is slow or off the learner's policy: it is not asked until the next publish,
-    unless no other is left."""
+    """It is slow or off the learner's policy: it gets no tree until the next publish, unless no
+    other is left."""
     DOWN = "down"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether trees can grow there."""
+        return self in (State.LIVE, State.DRAINED)
 
 
 class Member:
-    """One actor, as rank 0 sees it."""
+    """One engine, as rank 0 sees it."""
 
-    def __init__(self, role: str, number: int, make: Callable[[], Any]) -> None:
-        self.role, self.number, self.make = role, number, make
+    def __init__(self, number: int, make: Callable[[], Any]) -> None:
+        self.number, self.make = number, make
         self.handle = make()
         self.state, self.fault = State.STARTING, ""
-        self.since = time.time()
         self.seen: dict[str, Any] = {}
         """Its own last words on its state."""
-        self.opened: dict[str, Any] = {}
-        """What it said when it was opened."""
-        self.edition, self.route = 0, -1
-        """Of an engine: which weights it holds, see `Weights`. Of a grower: what it knows."""
+        self.opened: dict[str, Any] | None = None
+        """What it said when it was opened; None before."""
+        self.edition = 0
+        """Which weights it holds, see `Weights`."""
         self.num_starts = 0
         self.num_trees = 0
         self.sampled = (0.0, 0.0)
-        """Of an engine: tokens, and seconds of requests, at the last look at its speed."""
+        """Tokens, and seconds of requests, at the last look at its speed."""
         self.num_slow = 0
-        self.lost = asyncio.Event()
+        self.left = asyncio.Event()
+        """Set, and replaced by another one, when its trees have to grow elsewhere."""
         self.looking = asyncio.Lock()
 
     def __str__(self) -> str:
-        return f"{self.role} {self.number}" + (
-            f" on {self.seen['host']}" if "host" in self.seen else ""
-        )
+        return f"engine {self.number}" + (f" on {self.seen['host']}" if "host" in self.seen else "")
 
 
-class Keeper(ClusterEngine):
-    """The engines of a run as one, to which rank 0 publishes, and the growers beside them."""
+class Keeper:
+    """The engines of a run as one engine, to which rank 0 publishes. Trees alone are sampled: whole
+    ones, in whichever engine."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, max_context=None)
         self.config = config
         self.engines: list[Member] = []
-        self.growers: list[Member] = []
-        self.due = Weights(0, 0, "", (), ())
+        self.max_context: int | None = None
+        self.fingerprint = ""
+        self.due = Weights(0, 0, "", [], [])
         """What engines should hold; at first what they begin with."""
-        self._num_told = 0
-        """How often it was told who answers: what a grower knows, by its number."""
-        self._told: tuple[Any, ...] = ()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self._last_live = time.monotonic()
         self._folder: Path | None = None
-        self.num_restarts = self.num_drained = self.num_bytes = 0
+        self.num_requests = self.num_restarts = self.num_drained = self.num_bytes = 0
 
     # ------------------------------------------------------------------ the beginning and the end
 
-    async def open(self, engines: Sequence[Member], growers: Sequence[Member]) -> None:
-        """Waits until all actors can be used, and watches them from then on.
+    async def open(self, engines: Sequence[Member]) -> None:
+        """Waits until all engines can be used, and watches them from then on.
 
         Raises:
             TreegraftError: one that cannot be opened, or not within START_S.
         """
-        self.engines, self.growers = list(engines), list(growers)
+        self.engines = list(engines)
         await asyncio.gather(*map(self._first, self.engines))
-        limits = [one.opened["max_context"] for one in self.engines]
-        known = [limit for limit in limits if limit is not None]
-        self.max_context = min(known, default=None)
-        await asyncio.gather(*map(self._first, self.growers))
-        for member in self._all:
-            self._spawn(self._keep(member))
-        self._spawn(self._show())
+        limits = [found["max_context"] for found in self._opened]
+        self.max_context = min((one for one in limits if one is not None), default=None)
+        watching = (self._show(), *map(self._keep, self.engines))
+        self._tasks = [asyncio.create_task(one) for one in watching]
+        for task in self._tasks:
+            task.add_done_callback(_tell_fault)
 
     async def _first(self, member: Member) -> None:
         import ray
@@ -135,8 +135,8 @@ class Keeper(ClusterEngine):
             ) from error
         self._go_live(member)
 
-    async def end(self) -> None:
-        """Ends all actors."""
+    async def close(self) -> None:
+        """Ends all engines."""
         import ray
 
         for task in self._tasks:
@@ -144,92 +144,68 @@ class Keeper(ClusterEngine):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
         async def end(member: Member) -> None:
-            if member.state in (State.LIVE, State.DRAINED):
+            if member.state.is_up:
                 with suppress(ray.exceptions.RayError, TimeoutError, TreegraftError):
                     async with asyncio.timeout(CLOSE_S):
                         value_of(await member.handle.close.remote())
             ray.kill(member.handle)
 
-        await asyncio.gather(*map(end, self._all))
+        await asyncio.gather(*map(end, self.engines))
         if self._folder is not None:
             (self._folder / "roles.json").unlink(missing_ok=True)
 
     @property
-    def _all(self) -> Sequence[Member]:
-        return (*self.growers, *self.engines)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A fault of ours: what the task has watched is watched no more.
-            _log.error("cluster: the watch of an actor has ended", exc_info=error)
+    def _opened(self) -> list[dict[str, Any]]:
+        """What each engine said when it was opened."""
+        return [one.opened for one in self.engines if one.opened is not None]
 
     # ------------------------------------------------------------------ life and death
 
     async def _keep(self, member: Member) -> None:
-        """Looks after one actor to the end of the run."""
+        """Looks after one engine to the end of the run."""
         while True:
             await asyncio.sleep(WATCH_S)
             await self._attend(member)
 
     async def _attend(self, member: Member) -> None:
-        """Looks after one actor once: it is live then, or has to start anew."""
+        """Looks after one engine once: it is live then, or made anew."""
         import ray
 
-        try:
-            await self._look(member)
-        except ray.exceptions.ActorDiedError as error:
-            self._lose(member, _words(error))
-            # It could not be made where Ray put it; elsewhere it may.
-            await asyncio.sleep(SHOW_S)
-            member.handle = member.make()
-        except ray.exceptions.RayError as error:
-            self._lose(member, _words(error))
-        except TreegraftError as error:
-            self._lose(member, str(error))
-            ray.kill(member.handle, no_restart=False)
-        else:
-            self._go_live(member)
-            if self._told != self._standing():
-                self._tell()
+        handle = member.handle
+        async with member.looking:
+            if member.handle is not handle:
+                # Made anew meanwhile, which may take its time.
+                return
+            try:
+                await self._look(member)
+            except (ray.exceptions.RayError, TreegraftError) as error:
+                self._lose(member, _words(error))
+                ray.kill(member.handle)
+                member.handle, member.opened = member.make(), None
+            else:
+                self._go_live(member)
 
     async def _look(self, member: Member) -> None:
-        """Asks an actor how it is, and gives it what it lacks."""
-        async with member.looking:
-            # What is not there yet, or not again, waits for a machine with room.
-            is_there = member.state in (State.LIVE, State.DRAINED)
-            async with _within(STATE_S if is_there else None, "it said nothing"):
-                seen = json.loads(await member.handle.state.remote())
-            for text in seen.pop("said"):
-                _log.warning("%s on %s: %s", f"{member.role} {member.number}", seen["host"], text)
-            member.seen = seen
-            if seen.get("is_broken"):
-                raise errors.EngineError("its engine has died", code="engine-died")
-            if not seen["is_open"]:
-                self._lose(member, "it has been started anew")
-                limit = (self.max_context,) if member in self.growers else ()
-                async with _within(START_S, "it was not ready"):
-                    member.opened = value_of(await member.handle.open.remote(*limit)) or {}
-            if member in self.engines:
-                while member.edition != self.due.edition:
-                    await self._give(member, self.due)
-            elif member in self.growers and member.route != self._num_told:
-                told, engines = self._num_told, self._answering()
-                numbers, handles = [one.number for one in engines], [one.handle for one in engines]
-                known = (told, self.edition, self.policy_version, numbers, handles)
-                async with _within(STATE_S, "it did not take notice of the engines"):
-                    value_of(await member.handle.take.remote(*known))
-                member.route = told
+        """Asks an engine how it is, and gives it what it lacks."""
+        is_new = member.opened is None
+        # One that is not there yet waits for a machine with room.
+        async with _within(None if is_new else STATE_S, "it said nothing"):
+            seen = json.loads(await member.handle.state.remote())
+        said, member.seen = seen.pop("said"), seen
+        for text in said:
+            _log.warning("%s: %s", member, text)
+        if seen["is_broken"]:
+            raise errors.EngineError("its engine has died", code="engine-died")
+        if is_new:
+            async with _within(START_S, "it was not ready"):
+                member.opened = value_of(await member.handle.open.remote())
+        while member.edition != self.due.edition:
+            await self._give(member, self.due)
 
     async def _give(self, member: Member, due: Weights) -> None:
         """Gives an engine the weights that are due."""
         async with _within(self.config.engine.deadline_s, "it did not take the weights"):
-            held = value_of(await member.handle.publish.remote(due.header(), list(due.pieces)))
+            held = value_of(await member.handle.publish.remote(*due))
         if held and due.fingerprint and held != due.fingerprint:
             raise errors.EngineError(
                 f"its weights have checksum {held}, expected {due.fingerprint}",
@@ -238,45 +214,42 @@ class Keeper(ClusterEngine):
         member.edition = due.edition
 
     def _go_live(self, member: Member) -> None:
-        if member.state in (State.LIVE, State.DRAINED):
+        if member.state.is_up:
             return
         if member.state is State.DOWN:
             _log.warning("%s is back", member)
         member.num_starts += 1
-        member.state, member.fault, member.since = State.LIVE, "", time.time()
-        member.lost.clear()
-        self._tell()
+        member.state, member.fault = State.LIVE, ""
 
     def _lose(self, member: Member, fault: str) -> None:
-        member.edition, member.route = 0, -1
-        member.fault, member.sampled, member.num_slow = fault, (0.0, 0.0), 0
-        if member.state not in (State.LIVE, State.DRAINED):
-            return
-        _log.warning("%s: %s; others do its work", member, fault)
-        self.num_restarts += 1
-        member.state, member.since = State.DOWN, time.time()
-        member.lost.set()
-        self._tell()
+        """Leaves an engine out until it is found well, or made anew; its trees grow elsewhere."""
+        is_told, member.fault = fault == member.fault, fault
+        member.edition, member.sampled, member.num_slow = 0, (0.0, 0.0), 0
+        if member.state.is_up:
+            _log.warning("%s: %s; others do its work", member, fault)
+            self.num_restarts += 1
+            self._last_live = time.monotonic()
+            member.state = State.DOWN
+            self._empty(member)
+        elif not is_told:
+            _log.warning("%s does not start: %s", member, fault)
 
-    def _has_due(self, member: Member) -> bool:
-        return member in self.engines and member.edition == self.due.edition
+    def _empty(self, member: Member) -> None:
+        member.left.set()
+        member.left = asyncio.Event()
 
     def _answering(self) -> list[Member]:
         """The engines that hold the weights which are due, drained ones only for want of others."""
-        ready = [one for one in self.engines if self._has_due(one)]
+        ready = [one for one in self.engines if one.edition == self.due.edition]
         live = [one for one in ready if one.state is State.LIVE]
         return live or [one for one in ready if one.state is State.DRAINED]
 
-    def _standing(self) -> tuple[Any, ...]:
-        """What growers have to know: the weights, and who answers by them."""
-        return (self.due.edition, *((one.number, one.num_starts) for one in self._answering()))
-
     def drain(self, member: Member, why: str) -> None:
-        """Moves an engine's requests to the others until the next publish."""
-        member.state, member.fault, member.since = State.DRAINED, why, time.time()
+        """Moves an engine's trees to the others until the next publish."""
+        member.state, member.fault = State.DRAINED, why
         self.num_drained += 1
-        _log.warning("%s; its requests go to other engines until the next publish", why)
-        self._tell()
+        _log.warning("%s; its trees grow in other engines until the next publish", why)
+        self._empty(member)
 
     def drain_slow(self) -> None:
         """Looks at how much each engine has sampled since the last look, and drains those that are
@@ -299,27 +272,9 @@ class Keeper(ClusterEngine):
             if one.num_slow >= SLOW_LOOKS:
                 self.drain(one, f"{one} samples {each:.3g} tokens a second of a request")
 
-    def _tell(self) -> None:
-        """Lets growers and this process know which engines answer."""
-        answering = self._answering()
-        if answering:
-            self._last_live = time.monotonic()
-        self._num_told, self._told = self._num_told + 1, self._standing()
-        handles = {one.number: one.handle for one in answering}
-        self.take(self.due.edition, self.due.version, handles)
-        for member in self.growers:
-            if member.state is State.LIVE:
-                self._spawn(self._tell_one(member))
-
-    async def _tell_one(self, member: Member) -> None:
-        import ray
-
-        with suppress(ray.exceptions.RayError, TreegraftError):
-            await self._look(member)
-
     @property
     def death(self) -> errors.EngineError | None:
-        """Why no completion will come any more; None while an engine answers or may come back."""
+        """Why no tree will come any more; None while an engine answers or may come back."""
         deadline_s = self.config.engine.deadline_s
         if self._answering() or time.monotonic() - self._last_live < deadline_s:
             return None
@@ -337,21 +292,20 @@ class Keeper(ClusterEngine):
             EngineError: no engine took them within engine.deadline_s.
         """
         former, fingerprint = self.due, source.fingerprint
-        held = set() if former.edition else {one.opened["fingerprint"] for one in self.engines}
+        held = set() if former.edition else {found["fingerprint"] for found in self._opened}
         if fingerprint and former.fingerprint == fingerprint:
             pieces = former.pieces
         elif held == {fingerprint}:
-            pieces = ()
+            pieces = []
         else:
             pieces = await asyncio.to_thread(self._stored, source)
-        self.due = Weights(former.edition + 1, version, fingerprint, tuple(source.names), pieces)
+        self.due = Weights(former.edition + 1, version, fingerprint, list(source.names), pieces)
         self._last_live = time.monotonic()
         for member in self.engines:
             if member.state is State.DRAINED:
                 member.state, member.num_slow = State.LIVE, 0
         live = [one for one in self.engines if one.state is State.LIVE]
         await asyncio.gather(*map(self._attend, live))
-        self._tell()
         while not self._answering():
             if (death := self.death) is not None:
                 raise errors.EngineError(
@@ -359,21 +313,6 @@ class Keeper(ClusterEngine):
                 )
             await asyncio.sleep(WATCH_S)
         self.fingerprint = fingerprint
-
-    async def each(self, ask: Callable[[int], Awaitable[T]]) -> dict[str, T]:
-        """Returns what each engine answers to a question, by its name; without those that do not
-        answer within engine.deadline_s, whose requests move."""
-        found: dict[str, T] = {}
-
-        async def one(member: Member) -> None:
-            try:
-                async with asyncio.timeout(self.config.engine.deadline_s):
-                    found[str(member)] = await ask(member.number)
-            except (Lost, TimeoutError, TreegraftError) as error:
-                self._lose(member, str(error) or "it did not answer within engine.deadline_s")
-
-        await asyncio.gather(*map(one, self._answering()))
-        return found
 
     def _stored(self, source: interfaces.WeightSource) -> list[Any]:
         """Hands weights to Ray, which sends them once to each machine that asks for them."""
@@ -388,38 +327,36 @@ class Keeper(ClusterEngine):
     # ------------------------------------------------------------------ trees
 
     async def grown(self, order: dict[str, Any], name: str) -> Mapping[str, Any]:
-        """Returns what a grower has made of an order for a tree; see `RemoteTrees`."""
-        found = await self.grow(json.dumps({**order, "edition": self.edition}), name)
-        self.counts.update(found["engine"])
-        return found
-
-    async def grow(self, order: str, name: str) -> dict[str, Any]:
-        """Returns the tree of an order, from whichever grower has the fewest.
+        """Returns what an engine has made of an order for a tree, see `RemoteTrees`: whichever has
+        the fewest.
 
         Args:
             name: of the tree, in errors.
 
         Raises:
-            TreegraftError: what its grower has raised, or the tree's growers have died MAX_DEATHS
+            TreegraftError: what its engine has raised, or the tree's engines have died MAX_DEATHS
                 times.
         """
         import ray
 
-        faults: list[str] = []
+        faults = list[str]()
         while len(faults) < MAX_DEATHS:
-            member = await self._free_grower()
+            member = await self._free()
             member.num_trees += 1
-            answer = member.handle.grow.remote(order)
+            now = {"edition": self.due.edition, "max_context": self.max_context}
+            answer = member.handle.grow.remote(json.dumps(order | now))
             asking = asyncio.ensure_future(answer)
-            lost = asyncio.ensure_future(member.lost.wait())
+            left = asyncio.ensure_future(member.left.wait())
             try:
-                await asyncio.wait((asking, lost), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((asking, left), return_when=asyncio.FIRST_COMPLETED)
                 if not asking.done():
                     # It may live on, but out of reach; the tree grows elsewhere.
                     ray.cancel(answer)
-                    faults.append(f"{member}: {member.fault}")
+                    if member.state is not State.DRAINED:
+                        faults.append(f"{member}: {member.fault}")
                     continue
                 found: dict[str, Any] = value_of(asking.result())
+                self.num_requests += found["requests"]
                 return found
             except ray.exceptions.RayTaskError as error:
                 raise errors.EngineError(
@@ -434,47 +371,59 @@ class Keeper(ClusterEngine):
                 raise
             finally:
                 asking.cancel()
-                lost.cancel()
+                left.cancel()
                 member.num_trees -= 1
         raise errors.EngineError(
-            f"rollout: {MAX_DEATHS} growers have died while tree {name} grew in them"
+            f"rollout: {MAX_DEATHS} engines have died while tree {name} grew in them"
             f" ({'; '.join(faults)}); expected none. A tool or reward of this task may take all"
             " memory; correct it, and resume.",
-            code="growers-died",
+            code="engines-died",
         )
 
-    async def _free_grower(self) -> Member:
-        deadline_s = self.config.engine.deadline_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                while True:
-                    live = [one for one in self.growers if one.state is State.LIVE]
-                    if live and self._answering():
-                        return min(live, key=lambda one: (one.num_trees, one.number))
-                    await self._changed.wait()
-        except TimeoutError as error:
-            reasons = [str(one) + ": " + one.fault for one in self.growers if one.fault]
-            raise errors.EngineError(
-                f"rollout: no grower and engine were there for engine.deadline_s ="
-                f" {deadline_s:g} s: {'; '.join(reasons) or 'no engine'}",
-                code="no-grower-left",
-            ) from error
+    async def _free(self) -> Member:
+        while not (answering := self._answering()):
+            if (death := self.death) is not None:
+                raise death
+            await asyncio.sleep(FREE_S)
+        return min(answering, key=lambda one: (one.num_trees, one.number))
+
+    async def complete(self, request: interfaces.Request) -> Completion:
+        """Raises EngineError: engines grow whole trees."""
+        raise errors.EngineError(
+            f"engine: got a request for {request.noise_key} on a cluster, whose engines grow whole"
+            " trees; expected an order for a tree.",
+            code="completed-elsewhere",
+        )
+
+    def forget(self, prefix_ids: Sequence[int]) -> None:
+        """Does nothing: each tree's engine has dropped what it cached for it."""
 
     # ------------------------------------------------------------------ what others see
 
+    @property
+    def policy_version(self) -> int:
+        """That of the latest publish."""
+        return self.due.version
+
+    @property
+    def capacity(self) -> int:
+        """Completions that run at the same time; more wait for a place."""
+        return self.config.engine.max_rows * max(1, len(self._answering()))
+
     def take_metrics(self) -> dict[str, float]:
-        """Returns how often engines were asked, and how many answer and have died."""
-        metrics = super().take_metrics() | {
-            "time/engine_servers": float(len(self._route)),
+        """Returns how often engines were asked, and how many engines answer and have died."""
+        metrics = {
+            "time/engine_requests": float(self.num_requests),
+            "time/engine_servers": float(len(self._answering())),
             "time/engine_restarts": float(self.num_restarts),
             "time/engine_drained": float(self.num_drained),
             "time/publish_bytes": float(self.num_bytes),
         }
-        self.num_restarts = self.num_drained = self.num_bytes = 0
+        self.num_requests = self.num_restarts = self.num_drained = self.num_bytes = 0
         return metrics
 
     def show_in(self, folder: Path) -> None:
-        """Writes the state of all roles into this run folder from now on."""
+        """Writes the state of all engines into this run folder from now on."""
         self._folder = folder
 
     async def _show(self) -> None:
@@ -489,29 +438,66 @@ class Keeper(ClusterEngine):
             await asyncio.sleep(SHOW_S)
 
     def roles(self) -> dict[str, Any]:
-        """Returns what each actor is, where, and what it waits for."""
-        version = self.due.version if self.due.edition else None
+        """Returns how each engine is, where, and what it waits for."""
         return {
             "written": time.time(),
             "roles": [
                 {
-                    "role": one.role,
+                    "role": "engine",
                     "number": one.number,
                     "host": one.seen.get("host", ""),
                     "pid": one.seen.get("pid"),
                     "state": one.state,
-                    "since": one.since,
                     "fault": one.fault,
                     "starts": one.num_starts,
-                    "queue": one.num_trees if one in self.growers else None,
+                    "queue": one.num_trees,
                     "waits": one.seen.get("waits", {}),
-                    "version": version if self._has_due(one) else None,
+                    "version": self.due.version if one.edition else None,
                     "cpu_s": one.seen.get("cpu_s"),
                     "memory_bytes": one.seen.get("memory_bytes"),
                 }
-                for one in self._all
+                for one in self.engines
             ],
         }
+
+
+class VllmKeeper(Keeper):
+    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
+    compared after each publish."""
+
+    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
+        """Returns the completion of each canary prompt by each server of each engine, by the
+        engine's name and the server's."""
+        import ray
+
+        found: dict[str, Sequence[Completion]] = {}
+
+        async def ask(member: Member) -> None:
+            try:
+                async with asyncio.timeout(self.config.engine.deadline_s):
+                    servers = value_of(await member.handle.canaries.remote(self.due.edition))
+            except TimeoutError:
+                self._lose(member, "it did not answer within engine.deadline_s")
+            except (ray.exceptions.RayError, TreegraftError) as error:
+                self._lose(member, _words(error))
+            else:
+                for name, completions in servers.items():
+                    found[f"{member} {name}"] = [completion_of(one) for one in completions]
+
+        await asyncio.gather(*map(ask, self._answering()))
+        return found
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Samples by other engines until the next publish, as long as one is left."""
+        for member in self.engines:
+            if name.startswith(f"{member} "):
+                self.drain(member, why)
+
+
+def _tell_fault(task: asyncio.Task[None]) -> None:
+    """Shows a fault of ours: what the task has watched is watched no more."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("cluster: the watch of an engine has ended", exc_info=error)
 
 
 @asynccontextmanager
@@ -525,7 +511,9 @@ async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
 
 
 def _words(error: BaseException) -> str:
-    """An error in a line: the cause that Ray reports at its end, or its beginning."""
+    """An error in a line: of Ray's the cause that it reports at the end, or the beginning."""
+    if isinstance(error, TreegraftError):
+        return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     is_gone = type(error).__name__ in ("ActorUnavailableError", "ActorDiedError")
     if is_gone and "creation task" not in lines[0]:

@@ -23,7 +23,7 @@ def _is_up(role: Any) -> float:
 ROLES: Mapping[str, tuple[str, Callable[[Any], float | None]]] = {
     "treegraft_role_up": ("1 for an actor that is asked, 0 for one that is not", _is_up),
     "treegraft_role_starts": ("how often the actor was started", lambda one: one.num_starts),
-    "treegraft_role_trees": ("trees that a grower has under way", lambda one: one.num_trees),
+    "treegraft_role_trees": ("trees that grow in an engine", lambda one: one.num_trees),
     "treegraft_role_version": ("policy version that an engine holds", lambda one: one.version),
     "treegraft_role_cpu_seconds": ("CPU time of the actor's process", lambda one: one.cpu_s),
     "treegraft_role_memory_bytes": ("memory of its process", lambda one: one.memory_bytes),
