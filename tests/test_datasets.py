@@ -3,6 +3,7 @@ hand."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 from tests.error_codes import raises_code
 
+from treegraft.assemble import assemble_setup
+from treegraft.settings.load import load_config
 from treegraft.settings.tasks import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
-from treegraft.tasks.readers import BadRow, Row, read_rows
+from treegraft.tasks.readers import BadRow, Row, read_rows, words_in
 
 DATA = Path(
     os.environ.get("TREEGRAFT_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data"
@@ -357,3 +360,31 @@ def test_a_missing_column_is_sought_by_contents_and_by_usual_names(tmp_path: Pat
     problems = write(tmp_path / "b.jsonl", [{"problem": "1 + 1 ?", "solution": "2"}])
     with raises_code("column-missing", match=r"no column 'question'[^?]*Did you mean 'problem'"):
         load(problems).train_tasks()
+
+
+def test_words_of_a_file_are_those_of_all_its_texts_without_tags(tmp_path: Path) -> None:
+    chat = [{"role": "assistant", "content": "<think>so</think> <python>print(6 * 7)</python>"}]
+    path = tmp_path / "traces.jsonl"
+    path.write_text(json.dumps({"messages": chat, "reward": 1}) + "\nno JSON\n", encoding="utf-8")
+    assert words_in(str(path)) == ["*", "7)", "assistant", "print(6", "so"]
+
+
+def test_a_tiny_model_knows_the_words_of_its_demonstrations(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"question": "six times seven", "answer": "42"}] * 2)
+    call = {"thought": "now", "calls": [{"name": "python", "body": "print(6 * 7)"}]}
+    steps = [{**call, "observations": [{"text": "42"}]}, {"answer": "42"}]
+    row = {"question": "six times seven", "reward": 1.0, "steps": steps}
+    traces = write(tmp_path / "traces.jsonl", [row])
+
+    async def known(num_steps: int) -> set[str]:
+        tables = {
+            "model": {"path": "tiny"},
+            "tasks": {"kind": "dataset", "dataset": {"train": [rows], "eval": [rows]}},
+            "tools": {"use": ["python"]},
+            "warmup": {"num_steps": num_steps, "traces": traces},
+        }
+        async with assemble_setup(load_config(tables)) as setup:
+            return set(setup.tokenizer.get_vocab())
+
+    assert {"six", "print(6", "7)", "now", "<python>"} <= asyncio.run(known(1))
+    assert not {"print(6", "now"} & asyncio.run(known(0))

@@ -45,6 +45,7 @@ from treegraft.settings.contradictions import (
 )
 from treegraft.settings.explore import retrieving
 from treegraft.tasks.build import build_tasks
+from treegraft.tasks.readers import FILE_TYPES, words_in
 from treegraft.tasks.rewards import WeightedReward, build_rewards, build_scorer, check_rewards
 from treegraft.tasks.scoring import require_math
 from treegraft.tools.build import build_tools, open_environments, words_of
@@ -468,17 +469,26 @@ class _Scenario:
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        words = self.tasks.vocabulary() if settings.path == "tiny" else ()
+        words = self._vocabulary() if settings.path == "tiny" else []
         with about("model.path"):
             model, tokenizer = load_model(
                 settings,
-                vocabulary=[*words, *words_of(self.tools)] if words else [],
+                vocabulary=words,
                 seed=config.run.seed,
                 has_weights=has_weights,
             )
         if path is not None and has_weights:
             model = with_saved_adapter(model, Path(path))
         return model, tokenizer
+
+    def _vocabulary(self) -> list[str]:
+        """The words of tasks, tools and demonstrations; none where the tasks' language is open."""
+        words, warmup = self.tasks.vocabulary(), self.config.warmup
+        if not words:
+            return []
+        is_shown = warmup.num_steps > 0 and warmup.traces.endswith(FILE_TYPES)
+        shown = words_in(warmup.traces) if is_shown else []
+        return [*words, *words_of(self.tools), *shown]
 
     def parts(
         self,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Final
+
+TAGS: Final = r"</?[a-z_]+>|\\boxed\{|\}"
+"""The pattern of markup that stands beside a word without a blank."""
 
 
 def as_text(result: Any) -> str:

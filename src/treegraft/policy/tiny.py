@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from treegraft.core.text import TAGS
 from treegraft.policy.shapes import published_shape
 from treegraft.settings.policy import TinySettings
 
@@ -106,7 +107,7 @@ def build_word_tokenizer(words: Sequence[str]) -> Any:
         models.WordLevel({word: index for index, word in enumerate(entries)}, unk_token="<unk>")
     )
     # Tags first: in "<search>e1" no blank parts the tag from the word.
-    split = pre_tokenizers.Split(Regex(r"</?[a-z_]+>|\\boxed\{|\}"), "isolated")
+    split = pre_tokenizers.Split(Regex(TAGS), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.WhitespaceSplit()])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

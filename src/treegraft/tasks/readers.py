@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.given import GIVEN
 from treegraft.core.packages import require
 from treegraft.core.plugin import load_object
+from treegraft.core.text import TAGS
 
 HUB = "hub:"
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
@@ -64,6 +66,22 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
             code="file-kind-unknown",
         )
     return readers[path.suffix.lower()](path)
+
+
+def words_in(spec: str) -> list[str]:
+    """Returns the words of all texts in the rows, sorted; a tag parts words as a blank does. Raises
+    as `read_rows`."""
+    rows = (row.values for row in read_rows(spec, "train") if isinstance(row, Row))
+    texts = (text for values in rows for text in _texts(values))
+    return sorted({word for text in texts for word in re.sub(TAGS, " ", text).split()})
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
 
 
 def check_is_there(spec: str) -> None:
