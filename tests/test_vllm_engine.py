@@ -784,14 +784,21 @@ def test_a_draw_by_seed_and_position_does_not_see_how_a_path_is_asked_for(tmp_pa
     assert first.token_ids[:3] == again.token_ids[:3] != again.token_ids[3:6]
 
 
-def test_on_gpus_the_draw_is_left_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_config(tiny(engine={"kind": "vllm"}))
-    there = {"engine": {"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:9"]}}}
-    assert not draws_by_vllm(recipe.engine.vllm)
+def test_on_gpus_the_draw_is_left_to_vllm_where_no_explorer_reads_entropies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recipe(*explorers: str, **vllm: Any) -> Config:
+        engine = {"kind": "vllm", "vllm": vllm}
+        return load_config(tiny(engine=engine, explore={"explorers": [*explorers]}))
+
+    grpo = recipe("independent")
+    assert not draws_by_vllm(grpo)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert draws_by_vllm(recipe.engine.vllm)
-    assert not draws_by_vllm(load_config(tiny(**there)).engine.vllm)
-    config = load_config(recipe, ["engine.vllm.entropies=top_k"])
+    assert draws_by_vllm(grpo) and draws_by_vllm(recipe("graft"))
+    assert not draws_by_vllm(recipe("independent", servers=["http://127.0.0.1:9"]))
+    for explorers in (["entropy"], ["entropy", "graft"], ["balanced"], ["commit"]):
+        assert not draws_by_vllm(recipe(*explorers))
+    config = load_config(grpo, ["engine.vllm.entropies=top_k"])
     words = " ".join(options(config, tmp_path / "http-0"))
     assert "--logits-processors" not in words and "--no-async-scheduling" not in words
     found = _environment(config.engine.vllm, 0, tmp_path, tmp_path)

@@ -201,7 +201,8 @@ class VllmSettings(Settings):
     """"exact": servers draw by Treegraft's own sampling, as the native engine does, and report
     exact entropies; vLLM has a place for that in its former runner alone. "top_k": vLLM draws by
     itself, by seeds that follow from the noise keys; entropies are sums over the 20 most likely
-    tokens, a lower bound. "auto": "top_k" for servers of this run's own on GPUs, else "exact"."""
+    tokens, a lower bound. "auto": "exact", except for servers of this run's own on GPUs where all
+    explorers are "independent" or "graft", which read none of them: "top_k"."""
     batch_invariant: bool = setting(False, idle_unless=(_starts_servers,))
     """Start servers with VLLM_BATCH_INVARIANT=1: on GPUs a token then does not depend on what else
     is computed beside it, at a price in speed that has not been measured here."""

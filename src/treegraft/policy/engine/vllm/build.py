@@ -64,7 +64,7 @@ def build_engine(
             that cannot sleep.
     """
     is_external = config.publish.kind == "external"
-    if draws_by_vllm(config.engine.vllm):
+    if draws_by_vllm(config):
         # What contradicts it is refused there.
         config = load_config(config, ["engine.vllm.entropies=top_k"])
     settings, draws_here = config.engine.vllm, config.engine.vllm.entropies != "top_k"
@@ -124,11 +124,12 @@ def build_engine(
     )
 
 
-def draws_by_vllm(settings: VllmSettings) -> bool:
-    """Returns whether entropies = "auto" leaves the draw to vLLM: on GPUs, whose runner has no
-    place for ours."""
-    is_open = settings.entropies == "auto" and not settings.servers
-    return is_open and torch.cuda.is_available()
+def draws_by_vllm(config: Config) -> bool:
+    """Returns whether entropies = "auto" leaves the draw to vLLM: on GPUs, where no explorer reads
+    entropies. Explorers of extensions count as ones that do."""
+    vllm = config.engine.vllm
+    is_open = vllm.entropies == "auto" and not vllm.servers and torch.cuda.is_available()
+    return is_open and {*config.explore.explorers} <= {"independent", "graft"}
 
 
 def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
