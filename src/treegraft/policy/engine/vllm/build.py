@@ -314,10 +314,8 @@ def options(config: Config, path: Path) -> list[str]:
         rank = min(one for one in _RANKS if one >= config.model.lora.rank)
         # Two: the former one stays until the new one has been read.
         found += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
-    if settings.sleep:
-        found += ["--enable-sleep-mode"]
-    if config.model.trust_remote_code:
-        found += ["--trust-remote-code"]
+    found += ["--enable-sleep-mode"] * settings.sleep
+    found += ["--trust-remote-code"] * config.model.trust_remote_code
     if not torch.cuda.is_available():
         # Compiling takes minutes and gains little there.
         found += ["--enforce-eager"]

@@ -103,9 +103,8 @@ class VllmEngine(ServerEngine):
             self._fleet.base = self._fleet.due.folder
         await self._fleet.open()
         self._initial = None
-        found = [member.identity for member in self._fleet.members]
-        limits = [one["max_context"] for one in found if "max_context" in one]
-        self.max_context = min(limits, default=self.max_context)
+        limits = [one.identity.get("max_context") for one in self._fleet.members]
+        self.max_context = min(filter(None, limits), default=self.max_context)
         self._is_open.set()
 
     # ------------------------------------------------------------------ completions
@@ -145,8 +144,7 @@ class VllmEngine(ServerEngine):
 
     def _drawing(self, draft: Draft, asked: TokenRequest) -> dict[str, Any]:
         """The parameters that say how tokens are drawn and what is reported of them."""
-        request = draft.request
-        sampling = request.sampling
+        request, sampling = draft.request, draft.request.sampling
         if not self._draws_here:
             # vLLM's V2 runner draws by seed, position on the path and token: the same token however
             # often the path is cut into requests. The former one begins anew with each request.
