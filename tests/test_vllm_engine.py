@@ -789,7 +789,11 @@ def test_on_gpus_the_draw_is_left_to_vllm_where_no_explorer_reads_entropies(
 ) -> None:
     def recipe(*explorers: str, **vllm: Any) -> Config:
         engine = {"kind": "vllm", "vllm": vllm}
-        return load_config(tiny(engine=engine, explore={"explorers": [*explorers]}))
+        explore, buffer = (
+            {"explorers": [*explorers]},
+            {"path": "expert"} if "graft" in explorers else {},
+        )
+        return load_config(tiny(engine=engine, explore=explore, buffer=buffer))
 
     grpo = recipe("independent")
     assert not draws_by_vllm(grpo)
