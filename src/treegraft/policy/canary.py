@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import LearnerLike, NoiseKey
@@ -43,6 +43,7 @@ def canary_key(number: int) -> NoiseKey:
     return ("canary", number)
 
 
+@runtime_checkable
 class Checkable(Protocol):
     """An engine of several parts, each of which may hold other weights than the rest."""
 
@@ -51,6 +52,14 @@ class Checkable(Protocol):
 
     def set_aside(self, name: str, why: str) -> None:
         """Samples from other parts until the next publish, as long as one is left."""
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """An engine that can leave the learner's card between sampling and publish."""
+
+    async def rest(self) -> None:
+        """Leaves the card until the next publish, if its settings say so."""
 
 
 def limit_for(dtype: str, first_gap: float) -> float:

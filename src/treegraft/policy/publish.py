@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import Engine, LearnerLike, WeightSource
-from treegraft.policy.canary import MAX_BREACHES, Canaries, Checkable, limit_for
+from treegraft.policy.canary import MAX_BREACHES, Canaries, Checkable, Resting, limit_for
 from treegraft.runs.checkpoint import TrainState
 
 
@@ -66,13 +66,12 @@ class Publisher:
         """
         await hand_over(self._engine, self._learner.weights(), version)
         # Engines of one part have none: `check` compares all that they sample.
-        if hasattr(self._engine, "canaries"):
-            engine = cast(Checkable, self._engine)
-            self._canary_gap = await self._canaries.check(engine, self._learner)
+        if isinstance(self._engine, Checkable):
+            self._canary_gap = await self._canaries.check(self._engine, self._learner)
 
     async def rest(self) -> None:
         """Lets an engine that can leave the card until the next publish: the learner works."""
-        if hasattr(self._engine, "rest"):
+        if isinstance(self._engine, Resting):
             await self._engine.rest()
 
     def check(self, update: int, gap: float | None) -> dict[str, float]:
