@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import demo, pruned_buffers
+from benchmarks import alarms, demo, pruned_buffers
 from tests.tiny import write_recipe
 
 from treegraft.core.types import Observation, StepContent, ToolCall
@@ -92,3 +92,20 @@ def test_pruned_buffers_are_counted(tmp_path: Path) -> None:
                 buffer.add(made)
     counts = pruned_buffers.row(tmp_path / "raw.sqlite", tmp_path / "pruned.sqlite")
     assert counts == (3, 2, 2, 1)
+
+
+def test_a_collapse_is_a_fall_below_half_of_the_best_mean_of_three() -> None:
+    # Means of three from the third on: .6, .6, .5, .3, .2; .2 is the first below .3.
+    assert alarms.collapse_of([0.6, 0.6, 0.6, 0.6, 0.3, 0.0, 0.3]) == 7
+    assert alarms.collapse_of([0.1, 0.2, 0.3, 0.4]) is None
+    assert alarms.collapse_of([0.9, 0.1]) is None
+
+
+def test_a_warning_counts_before_a_collapse_and_as_a_false_alarm_without_one() -> None:
+    runs = [
+        alarms.Run(1.0, 0, 8, {"early": 5, "late": 8}),
+        alarms.Run(1.0, 1, 9, {"early": 8}),
+        alarms.Run(0.1, 0, None, {"early": 1}),
+    ]
+    rows = alarms.table(runs)
+    assert rows[2:] == ["| early | 2 | 2 | 1 |", "| late | 0 | - | 0 |"]
