@@ -315,7 +315,7 @@ async def measure(sampling: str, options: argparse.Namespace) -> list[dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         async with assemble(config, model_path=options.checkpoint) as parts:
             buffer = RunBuffer(config, parts.source, Path(folder))
-            opened = buffer.opened(0, parts.scorer, parts.format, parts.environments)
+            opened = buffer.opened(0, parts)
             async with opened:
                 gate = asyncio.Semaphore(4)
 

@@ -47,13 +47,19 @@ def num_code_lines(text: str) -> int:
     return len(found)
 
 
+def text_of(path: Path) -> str:
+    """Returns the text of a module, with that of the stub beside it, which holds its imports."""
+    parts = [one for one in (path, path.with_suffix(".pyi")) if one.exists()]
+    return "\n".join(one.read_text(encoding="utf-8") for one in parts)
+
+
 def modules_of(package: Path) -> dict[str, str]:
     """Returns the text of each module by its name below the package, "" for the package."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = list(path.relative_to(package).with_suffix("").parts)
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = path.read_text(encoding="utf-8")
+        found[name] = text_of(path)
     return found
 
 

@@ -4,6 +4,7 @@
     python docs/build.py --files       # the list of files in docs/files.md, from the docstrings
     python docs/build.py --log         # the contents of LOG.md, from its headings
     python docs/build.py --names       # the table of docs/parts.md, from the names' docstrings
+    python docs/build.py --warnings    # docs/warnings.md, from the texts and limits of warnings
     python docs/build.py --tables      # the tables of studies in the pages, from their results
 
 README is the site's first page. A line `<!-- include: PATH -->` in a page is replaced by that file:
@@ -46,15 +47,23 @@ the resolved settings of a recipe. On the command line, write a setting with its
 that would have no effect is an error."""
 METRICS_HEAD = """# Metrics
 
-The keys of `metrics.jsonl`, generated from `src/treegraft/runs/metrics.py`. Each update is one line
-with flat keys: `num_` is a count, `_frac` a share from 0 to 1, `_s` seconds; names in braces depend
-on the recipe. `time/*` is not reproducible."""
+The keys of `metrics.jsonl`, generated from `src/treegraft/runs/metrics.toml`. Each update is one
+line with flat keys: `num_` is a count, `_frac` a share from 0 to 1, `_s` seconds; names in braces
+depend on the recipe. `time/*` is not reproducible."""
 NAMES_HEAD = """# Names of other frameworks
 
 Every setting of {versions} with what it is in Treegraft, generated from
 `src/treegraft/settings/names.toml` and `docs/foreign_names.toml`. If you type one of the common
 names in a recipe or on the command line, the error message says the same. `x.*` stands for all
 settings below `x` that have no line of their own."""
+WARNINGS_HEAD = """\
+# Warnings while training
+
+Generated from `src/treegraft/runs/health_rules.toml` by `python docs/build.py --warnings`. The
+terminal reports a warning when it begins and when it ends. The lines of its updates in
+`metrics.jsonl` have it as `health/NAME`, and the viewer marks them. Limits are settings of the
+table `[health]`; the limit `"off"` turns a warning off.
+"""
 ERRORS_HEAD = """# Errors
 
 Every error that Treegraft raises on purpose is a `treegraft.TreegraftError`. Its `code` names the
@@ -436,11 +445,11 @@ def with_names(page: str) -> str:
 def names_of_parts() -> Iterator[tuple[str, str]]:
     """Yields each name of `treegraft.parts` with the first sentence of its docstring, as a cell."""
     package = ROOT / "src" / "treegraft"
-    for node in ast.walk(ast.parse((package / "parts.py").read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse((package / "parts.pyi").read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("treegraft."):
             continue
         home = package.joinpath(*(node.module or "").split(".")[1:])
-        for name in (one.name for one in node.names if one.name not in ("homes", "loader")):
+        for name in (one.name for one in node.names):
             if home.is_dir() and (home / f"{name}.py").exists():
                 described: ast.AST = ast.parse((home / f"{name}.py").read_text(encoding="utf-8"))
             else:
@@ -454,6 +463,23 @@ def described_as(node: Any) -> str:
     """Returns the first sentence of a docstring as a cell."""
     text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
     return cell(re.split(r"(?<=[.?]) (?=[A-Z])", text)[0].removesuffix("."))
+
+
+def warnings_page() -> str:
+    """Returns the text of docs/warnings.md: meaning, causes, advice and limit of each warning."""
+    from treegraft.runs.health_rules import RULES
+    from treegraft.settings.health import HealthSettings
+
+    parts = [WARNINGS_HEAD]
+    for rule in RULES:
+        field = HealthSettings.model_fields[rule.name]
+        limit, meaning = field.get_default(), " ".join((field.description or "").split())
+        parts.append(
+            f"\n## {rule.name}\n\n{rule.meaning}\n\n"
+            f"* Likely causes: {'; '.join(rule.causes)}.\n* What to do: {rule.advice}\n"
+            f"* Limit: `health.{rule.name} = {limit}`. {meaning}\n"
+        )
+    return "".join(parts)
 
 
 def with_contents(log: str) -> str:
@@ -522,6 +548,9 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--names"]:
         page = PAGES / "parts.md"
         page.write_text(with_names(page.read_text("utf-8")), encoding="utf-8")
+        sys.exit()
+    if sys.argv[1:] == ["--warnings"]:
+        (PAGES / "warnings.md").write_text(warnings_page(), encoding="utf-8")
         sys.exit()
     if sys.argv[1:] == ["--log"]:
         log = ROOT / "LOG.md"

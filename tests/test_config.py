@@ -549,17 +549,11 @@ def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
     from treegraft.tasks.rewards import REWARDS
     from treegraft.tools.build import TOOLS
 
-    tables = {
-        "explore.explorers": MAKERS,
-        "tasks.kind": TASKS,
-        "reward.funcs": REWARDS,
-        "tools.use": TOOLS,
-    }
-    for name, table in tables.items():
-        assert known_settings()[name].facts.built_in == tuple(table)
-    for name, found in known_settings().items():
-        if kind := found.facts.plugins:
-            assert CORE_NAMES.get(kind, ()) == found.facts.built_in, name
+    tables = {"explorers": MAKERS, "tasks": TASKS, "rewards": REWARDS, "tools": TOOLS}
+    for kind, table in tables.items():
+        assert CORE_NAMES[kind] == tuple(table)
+    asked = {found.facts.plugins for found in known_settings().values()}
+    assert set(CORE_NAMES) - asked == {"commands"}
 
 
 def test_an_unknown_fact_is_refused_where_it_is_declared() -> None:
@@ -586,15 +580,7 @@ def test_settings_of_0_7_that_are_gone_pass_where_they_changed_nothing(tmp_path:
     assert not {*REMOVED} & {*known_settings()}
 
 
-def test_settings_of_0_6_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    saved = json.loads(config_json(Config()))
-    saved["engine"] |= saved["engine"].pop("native")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(saved), encoding="utf-8")
-    assert refused(path) == (
-        f"{path}: it was written by Treegraft 0.6 or older, and this version reads what 0.7 wrote;"
-        " go on with that run in Treegraft 0.7."
-    )
+def test_a_setting_in_the_table_above_leads_to_its_own() -> None:
     assert "Did you mean 'engine.native.pack_weights'?" in refused({}, "engine.pack_weights=true")
 
 

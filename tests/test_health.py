@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tests.error_codes import raises_code
+from tests.pages import builder
 from tests.tiny import is_timing, tiny
 from tests.trees import Part, build_tree
 
@@ -23,7 +24,7 @@ from treegraft.explore.independent import Independent
 from treegraft.rollout.copied import answer_source, copied_metrics
 from treegraft.rollout.measure import unused_metrics
 from treegraft.runs.display import PlainDisplay
-from treegraft.runs.health import HealthWarning, Monitor, explained, page, recorded
+from treegraft.runs.health import HealthWarning, Monitor, explained, recorded
 from treegraft.runs.health_rules import RULES
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics
@@ -323,9 +324,7 @@ def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     written = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
-    assert written == "\n".join(page()) + "\n", (
-        "write it anew: python -m treegraft.runs.health > docs/warnings.md"
-    )
+    assert written == builder().warnings_page(), "run: python docs/build.py --warnings"
     assert all(f"## {rule.name}" in written and rule.advice in written for rule in RULES)
 
 

@@ -270,8 +270,6 @@ def test_names_and_import_paths() -> None:
     ("settings", "code"),
     [
         ({"funcs": ["exact_mach"]}, "unknown-name"),
-        ({"funcs": ["f1", "math"], "weights": [1.0]}, "reward-weights-unequal"),
-        ({"funcs": ["f1", "f1"]}, "reward-twice"),
         ({"funcs": ["treegraft.core.types:ROOT_ID"]}, "reward-no-function"),
         ({"funcs": ["treegraft.core.types:nothing_of_the_kind"]}, "import-name-missing"),
     ],

@@ -182,8 +182,6 @@ def test_a_cache_that_cannot_be_used_is_refused_before_work_starts(tmp_path: Pat
         box_of(Service(echo), cache_path=str(damaged))
     with raises_code("cache-missing"):
         box_of(Service(echo), cache_path=str(tmp_path / "none.sqlite"), replay=True)
-    with raises_code("replay-without-cache"):
-        box_of(Service(echo), replay=True)
     with raises_code("settings-contradict", "tools.replay"):
         load_config("recipes/demo.toml", ["tools.replay=true"])
 

@@ -252,7 +252,7 @@ class Updates:
         folder = stage.folder / "buffer-run"
         folder.mkdir(parents=True, exist_ok=True)
         self._buffer = RunBuffer(config, parts.source, folder)
-        _entered(self._buffer.opened(0, parts.scorer, parts.format), runner, stack)
+        _entered(self._buffer.opened(0, parts), runner, stack)
 
     def update(self, number: int) -> Cost:
         """Runs update `number` and returns what it took."""

@@ -4,7 +4,7 @@ import json
 import random
 
 rng = random.Random(0)
-problems = {}
+problems: dict[str, dict[str, object]] = {}
 while len(problems) < 100:
     bags, apples, eaten = (rng.randint(2, 9) for _ in range(3))
     question = (

@@ -3,6 +3,7 @@
 import ast
 import operator
 import re
+from typing import Any
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -22,7 +23,7 @@ def calc(expression: str) -> str:
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             operate = OPERATORS[type(node.op)]
-            return operate(value(node.left), value(node.right))
+            return float(operate(value(node.left), value(node.right)))
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return node.value
         raise ValueError("only numbers and + - * / are allowed")
@@ -30,7 +31,7 @@ def calc(expression: str) -> str:
     return f"{value(ast.parse(expression, mode='eval').body):g}"
 
 
-def near(completions, answer, **columns):
+def near(completions: list[str], answer: list[int], **columns: Any) -> list[float]:
     """1 where the last number is the answer, less the farther it is from it, 0 without one."""
     rewards = []
     for text, expected in zip(completions, answer, strict=True):

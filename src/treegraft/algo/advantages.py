@@ -21,7 +21,6 @@ from treegraft.algo.groups import (
     whitened,
 )
 from treegraft.algo.rapo import (
-    RetrievalVariant,
     combined_advantages,
     path_retrieval_reward,
     path_retrieved_frac,
@@ -31,6 +30,7 @@ from treegraft.core.types import (
     ROOT_ID,
     Leaf,
     Origin,
+    RetrievalVariant,
     RetryCause,
     Status,
     StoredCause,
@@ -195,10 +195,7 @@ def group_members(tree: Tree) -> list[Trajectory]:
 
 
 def batch_outcomes(
-    trees: Sequence[Tree],
-    *,
-    has_baseline: bool,
-    restarts: Literal["apart", "together"] = "apart",
+    trees: Sequence[Tree], *, has_baseline: bool, restarts: Literal["apart", "together"] = "apart"
 ) -> list[Floats]:
     """Returns, for each tree, [leaves in the group] the outcome's advantages by REINFORCE++
     (arXiv 2501.03262), see `whitened`.

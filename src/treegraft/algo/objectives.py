@@ -107,12 +107,7 @@ def kept_gradient_surrogate(
         shaping: [C] 1 + m F; None for 1.
     """
     plain = clipped_surrogate(
-        logprobs,
-        old_logprobs,
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        shaping=shaping,
+        logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high, shaping=shaping
     )
     kept = torch.where(
         advantages < 0, kept_low * (1.0 - clip_low), kept_high * (1.0 + clip_high)

@@ -6,25 +6,23 @@ import math
 from collections.abc import Sequence
 from itertools import compress
 from statistics import fmean
-from typing import Literal, get_args, overload
+from typing import get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.types import EntropyKind, Origin, Step, StoredCause, Trajectory, Tree
+from treegraft.core.types import (
+    EntropyKind,
+    Origin,
+    RetrievalVariant,
+    Step,
+    StoredCause,
+    Trajectory,
+    Tree,
+)
 
 Floats = npt.NDArray[np.float64]
 
-RetrievalVariant = Literal[
-    "paper",
-    "inverted_entropy",
-    "inverted_timing",
-    "inverted_both",
-    "no_quality",
-    "no_timing",
-    "none",
-]
-"""The paper's retrieval reward, its ablations, and no retrieval reward at all."""
 VARIANTS: tuple[RetrievalVariant, ...] = get_args(RetrievalVariant)
 
 

@@ -53,18 +53,11 @@ from treegraft.core.text import plain
 
 NARROWEST = 16
 """Characters of a column of `compare`: a cost of ten million and the space beside it."""
-_RETIRED = {
-    "bench": " Benchmarks run in a clone: python -m benchmarks.speed engine. Of a recipe: treegraft"
-    " profile RECIPE.",
-}
-"""What takes the place of a command of earlier versions."""
-
-
 _TRUST = "--trust"
 
 
 class _Commands(Plugged):
-    """The commands; an error names what takes the place of an unknown one."""
+    """The commands; an error names the one nearest to an unknown one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # An option of all commands, wherever it stands.
@@ -77,10 +70,9 @@ class _Commands(Plugged):
         name = args[0] if args else ""
         names = self.list_commands(ctx)
         if name and not name.startswith("-") and name not in names:
-            hint = _RETIRED.get(name) or nearest(name, names)
             raise SettingError(
                 f"command line: there is no command '{name}'; expected one of"
-                f" {', '.join(names)}.{hint}",
+                f" {', '.join(names)}.{nearest(name, names)}",
                 code="unknown-command",
             )
         return super().resolve_command(ctx, args)

@@ -16,27 +16,11 @@ from typing import IO, Any, BinaryIO
 
 _OF_STORAGE = {
     getattr(errno, name)
-    for name in [
-        "EACCES",
-        "EBUSY",
-        "EDQUOT",
-        "EEXIST",
-        "EFBIG",
-        "EIO",
-        "EISDIR",
-        "ELOOP",
-        "EMFILE",
-        "ENAMETOOLONG",
-        "ENOENT",
-        "ENOSPC",
-        "ENOTDIR",
-        "ENOTEMPTY",
-        "EPERM",
-        "EROFS",
-        "ESTALE",
-        "ETXTBSY",
-        "EXDEV",
-    ]
+    for name in (
+        *("EACCES", "EBUSY", "EDQUOT", "EEXIST", "EFBIG", "EIO", "EISDIR", "ELOOP", "EMFILE"),
+        *("ENAMETOOLONG", "ENOENT", "ENOSPC", "ENOTDIR", "ENOTEMPTY", "EPERM", "EROFS", "ESTALE"),
+        *("ETXTBSY", "EXDEV"),
+    )
     if hasattr(errno, name)
 }
 """Of an OSError about files; others are of networks and processes."""

@@ -235,7 +235,6 @@ class SearchBackend(Protocol):
     @property
     def fingerprint(self) -> str:
         """Names everything but the query that results depend on."""
-        ...
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Returns for each query its best passages, best first, `top_k` at most.
@@ -243,7 +242,6 @@ class SearchBackend(Protocol):
         Raises `ToolUnavailable` where the service behind it is down, and `ToolError` for a query
         that it refuses.
         """
-        ...
 
     async def close(self) -> None: ...
 

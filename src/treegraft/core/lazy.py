@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
-def homes(names: Mapping[str, str]) -> dict[str, str]:
-    """Returns the module of each public name.
+def homes(file: str) -> dict[str, str]:
+    """Returns the module of each public name that the stub beside a module imports: its text is
+    what type checkers read, and nothing else has to list the names (as in SPEC 1 of Scientific
+    Python).
 
     Args:
-        names: the public names of each module below `treegraft`, with spaces between them.
+        file: `__file__` of the module.
     """
-    return {one: f"treegraft.{home}" for home, some in names.items() for one in some.split()}
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {one.name: str(node.module) for node in imports for one in node.names}
 
 
 def loader(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:

@@ -32,7 +32,6 @@ class Runner(Protocol):
         Raises:
             ToolUnavailable: a service failed.
         """
-        ...
 
 
 class Point(Protocol):
@@ -40,7 +39,6 @@ class Point(Protocol):
 
     def reserve(self, num: int) -> None:
         """Announces `num` further calls of `open`; there are no others."""
-        ...
 
     async def open(self) -> Session:
         """Returns a session in the state of this point.
@@ -48,7 +46,6 @@ class Point(Protocol):
         Raises:
             ToolUnavailable: the environment cannot be had.
         """
-        ...
 
 
 class Session(Protocol):
@@ -57,7 +54,6 @@ class Session(Protocol):
     @property
     def can_branch(self) -> bool:
         """Whether a branch may be opened at the present state."""
-        ...
 
     async def call(self, call: ToolCall) -> Observation:
         """Returns the result of a call, which may change the state.
@@ -65,7 +61,6 @@ class Session(Protocol):
         Raises:
             ToolUnavailable: a service or the environment failed.
         """
-        ...
 
     def mark(self, is_wanted: Callable[[], bool] = lambda: True, *, is_kept: bool = False) -> Point:
         """Returns the present state as a point.
@@ -75,7 +70,6 @@ class Session(Protocol):
             is_wanted: asked when the state is about to change; once False, the point is never
                 opened, and the state need not be kept for it.
         """
-        ...
 
     async def rehearse(
         self, candidates: Sequence[Sequence[str | StepContent]]
@@ -86,7 +80,6 @@ class Session(Protocol):
 
         None where each has a result that differs; this session is unchanged then.
         """
-        ...
 
     async def enact(self, contents: Sequence[StepContent]) -> tuple[StepContent, ...]:
         """Makes the calls of another agent's steps in this session, and returns the steps with
@@ -96,16 +89,13 @@ class Session(Protocol):
             Untrue: a result differs from the one in the steps.
             ToolUnavailable: a service or the environment failed.
         """
-        ...
 
     async def reward(self) -> float | None:
         """Returns the environment's reward of the present state; None without one. Raises
         `ToolUnavailable` as `call` does."""
-        ...
 
     def release(self) -> None:
         """Ends the session; its points can still be opened."""
-        ...
 
 
 class Sessions(AbstractAsyncContextManager["Sessions"], Protocol):
@@ -113,15 +103,12 @@ class Sessions(AbstractAsyncContextManager["Sessions"], Protocol):
 
     async def prepare(self, num: int) -> Task:
         """Begins `num` trajectories; returns the task with the environment's first observation."""
-        ...
 
     def start(self, ordinal: int) -> Point:
         """Returns the beginning of the first-level rollout of this ordinal."""
-        ...
 
     def refuse(self, reason: str) -> None:
         """Makes every later opening of a session fail for this reason."""
-        ...
 
 
 class SessionOpener(Protocol):
@@ -129,7 +116,6 @@ class SessionOpener(Protocol):
 
     def sessions(self, task: Task) -> Sessions:
         """Returns the sessions of one tree of the task."""
-        ...
 
 
 COUNTS: ContextVar[dict[str, Any] | None] = ContextVar("counts", default=None)
@@ -142,15 +128,12 @@ class SessionSource(Protocol):
 
     def sessions(self, runner: Runner, task: Task) -> Sessions:
         """Returns the sessions of one tree, whose calls `runner` runs."""
-        ...
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
-        ...
 
     def add_counts(self, counts: Mapping[str, Any]) -> None:
         """Adds what the sessions of a tree in another process have counted in `COUNTS`."""
-        ...
 
 
 class SharedSession:

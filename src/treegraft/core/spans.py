@@ -193,15 +193,3 @@ def end_joined() -> None:
         recording, _recording = _recording, None
     if recording is not None:
         recording.end()
-
-
-__all__ = [
-    "carrier",
-    "check_place",
-    "end_joined",
-    "heard",
-    "joined",
-    "recorded",
-    "span",
-    "trace_headers",
-]

@@ -34,6 +34,18 @@ def ids_to(step_id: str) -> Iterator[str]:
     return itertools.accumulate(step_id.split("."), "{}.{}".format)
 
 
+RetrievalVariant = Literal[
+    "paper",
+    "inverted_entropy",
+    "inverted_timing",
+    "inverted_both",
+    "no_quality",
+    "no_timing",
+    "none",
+]
+"""RAPO's retrieval reward, its ablations, and no retrieval reward at all."""
+
+
 class Status(StrEnum):
     """The end of a trajectory."""
 

@@ -119,8 +119,7 @@ async def _held(
             if retriever is None:
                 buffer = RolloutBuffer(config, parts.source)
                 await buffer.check_expert(parts.environments)
-                opened = buffer.opened(0, parts.scorer, parts.format, parts.environments)
-                await stack.enter_async_context(opened)
+                await stack.enter_async_context(buffer.opened(0, parts))
                 retriever = buffer.retriever
                 if config.loss.lesson_coef and buffer.buffer is not None:
                     from treegraft.traces.demonstrations import book_of

@@ -205,8 +205,7 @@ class Training:
     async def opened(self) -> AsyncIterator[None]:
         """Holds what grows trees, for all updates that are left."""
         run, parts, config = self.run, self.parts, self.run.config
-        opened = (parts.scorer, parts.format, parts.environments)
-        async with self.buffer.opened(run.state.update, *opened):
+        async with self.buffer.opened(run.state.update, parts):
             if self.buffer.origin == "self":
                 # What later updates had added is gone only now.
                 self.book = lesson_book(config, self.buffer, parts)
@@ -279,7 +278,7 @@ async def prepared(
             if buffer.is_due and needs_buffer:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
-                await buffer.build(parts.scorer, parts.format, parts.environments)
+                await buffer.build(parts)
                 if training.book is None and not only_warms_up:
                     training.book = lesson_book(config, buffer, parts)
             if warms_up:

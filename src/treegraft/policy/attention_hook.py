@@ -43,7 +43,6 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """Returns [tokens, heads, width] for query [heads, tokens, width] and key, value [kv heads,
         tokens, width]."""
-        ...
 
 
 # Not frozen: one is made for each layer of each pass, and setting its fields would cost more.

@@ -21,12 +21,7 @@ from treegraft.core.packages import require
 from treegraft.core.plugin import load_object
 from treegraft.policy.output_head import first_line
 from treegraft.policy.shapes import PREFIX
-from treegraft.policy.tiny import (
-    build_shaped_model,
-    build_tiny_model,
-    build_word_tokenizer,
-    seeded,
-)
+from treegraft.policy.tiny import build_shaped_model, build_tiny_model, build_word_tokenizer, seeded
 from treegraft.settings.policy import ModelSettings
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, UnpicklingError)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from treegraft.core.interfaces import Engine, Explorer, Format, Retriever, TreeScorer
-from treegraft.core.sessions import SessionOpener
-from treegraft.explore.budget import Allocation, Budget
-from treegraft.rollout.limits import Limits
+from treegraft.core.interfaces import Engine
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 
@@ -30,19 +26,8 @@ class Placement(Protocol):
             TreegraftError: a part that cannot be made there.
         """
 
-    def grower(
-        self,
-        engine: Engine,
-        format: Format,
-        toolbox: SessionOpener,
-        explorer: Explorer,
-        limits: Limits,
-        scorer: TreeScorer,
-        *,
-        retriever: Retriever | None,
-        allocate: Callable[[Budget], Allocation],
-    ) -> Grower:
-        """Returns a grower, made of the same parts, whose trees grow there."""
+    def grower(self, *parts: Any, **more: Any) -> Grower:
+        """Returns a grower, made of the same parts as `Grower`, whose trees grow there."""
 
     def show_in(self, folder: Path) -> None:
         """Writes what stands there, and how it is, into this run folder from now on."""

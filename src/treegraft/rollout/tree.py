@@ -16,7 +16,6 @@ from treegraft.core.types import (
     Cause,
     Completion,
     ContinuationCause,
-    GraftCause,
     Leaf,
     Origin,
     StartCause,
@@ -167,7 +166,7 @@ class OpenTree:
         path: OpenPath,
         token_ids: tuple[int, ...],
         content: StepContent,
-        cause: GraftCause,
+        cause: Cause | None,
         lesson_ids: tuple[int, ...],
         temperature: float,
     ) -> None:
@@ -205,17 +204,9 @@ class OpenTree:
             self._stored[place] = self.next_id(path.parent)
         step_id = self._stored[place]
         known = self._steps.get(step_id)
-        self._append(
-            step_id,
-            path,
-            token_ids,
-            (Origin.RETRIEVED,) * len(token_ids),
-            temperature=temperature,
-            content=content,
-            cause=cause if known is None else known.cause,
-            lesson_ids=lesson_ids if known is None else known.lesson_ids or lesson_ids,
-        )
-        path.after = Origin.RETRIEVED
+        lesson = lesson_ids if known is None else known.lesson_ids or lesson_ids
+        why = cause if known is None else known.cause
+        self.add_graft(step_id, path, token_ids, content, why, lesson, temperature)
 
     def _append(
         self,

@@ -2,14 +2,13 @@
 
 The rules look at lines of metrics and at nothing else, in order, so that a resumed run warns as an
 undisturbed one does. A warning that stands is written into the update's line as `health/NAME`, its
-value being the number that set it off. `python -m treegraft.runs.health` prints the page of all
-warnings.
+value being the number that set it off.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treegraft.core.plugin import loaded, offered
@@ -17,14 +16,6 @@ from treegraft.runs.health_rules import RULES, History, MetricsLine, Rule, numbe
 from treegraft.settings.health import HealthSettings
 
 PREFIX = "health/"
-_HEAD = """\
-# Warnings while training
-
-Generated from `src/treegraft/runs/health_rules.toml` by `python -m treegraft.runs.health`. The
-terminal reports a warning when it begins and when it ends. The lines of its updates in
-`metrics.jsonl` have it as `health/NAME`, and the viewer marks them. Limits are settings of the
-table `[health]`; the limit `"off"` turns a warning off.
-"""
 
 
 @functools.cache
@@ -123,19 +114,3 @@ def explained(warning: HealthWarning, update: int) -> str:
         f"  to do:   {warning.rule.advice}\n"
         f"  (silence it with health.{warning.rule.name}=off; it is not repeated while it stands)"
     )
-
-
-def page() -> Iterator[str]:
-    """Yields the lines of the page of all warnings, in Markdown."""
-    yield from _HEAD.splitlines()
-    for rule in RULES:
-        field = HealthSettings.model_fields[rule.name]
-        limit, meaning = field.get_default(), " ".join((field.description or "").split())
-        yield from ("", f"## {rule.name}", "", rule.meaning, "")
-        yield f"* Likely causes: {'; '.join(rule.causes)}."
-        yield f"* What to do: {rule.advice}"
-        yield f"* Limit: `health.{rule.name} = {limit}`. {meaning}"
-
-
-if __name__ == "__main__":
-    print("\n".join(page()))

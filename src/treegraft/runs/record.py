@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
-from treegraft.core.files import (
-    LineFile,
-    open_own,
-    parse_json,
-    storage_fault,
-    write_atomically,
-)
+from treegraft.core.files import LineFile, open_own, parse_json, storage_fault, write_atomically
 from treegraft.core.given import Record
 from treegraft.core.text import plain
 from treegraft.core.types import Tree

@@ -124,18 +124,14 @@ class Run:
                 f"the run has failed; once the cause is mended, {how} with: {self._resume_command}"
             )
             if fault := storage_fault(error):
-                failed = (
-                    f"run folder '{self.path}': writing failed ({fault}). Everything up to its last"
-                    f" checkpoint is safe. Make room or mend the folder, then go on with:"
-                    f" {self._resume_command}"
-                )
+                safe = ". Everything up to its last checkpoint is safe"
                 if not self.checkpoints.is_any:
-                    failed = (
-                        f"run folder '{self.path}': writing failed ({fault}) before its first"
-                        f" checkpoint. Make room or mend the folder, then begin anew with:"
-                        f" {self._resume_command}"
-                    )
-                raise StorageError(failed, code="not-written") from error
+                    safe = " before its first checkpoint"
+                raise StorageError(
+                    f"run folder '{self.path}': writing failed ({fault}){safe}. Make room or mend"
+                    f" the folder, then {how} with: {self._resume_command}",
+                    code="not-written",
+                ) from error
             raise
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:

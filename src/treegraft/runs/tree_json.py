@@ -12,9 +12,7 @@ from typing import Any, TypeVar, get_args
 
 from treegraft.core.columns import FILLERS, filled, kept, num_sampled, sampled_scores
 from treegraft.core.errors import DataError
-from treegraft.core.files import (
-    parse_json,
-)
+from treegraft.core.files import parse_json
 from treegraft.core.steps import observation_from
 from treegraft.core.text import plain
 from treegraft.core.types import (

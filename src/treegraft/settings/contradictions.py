@@ -109,11 +109,7 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
     )
     if num_weights > MAX_TINY_WEIGHTS:
         yield Contradiction(
-            (
-                "model.tiny.hidden_size",
-                "model.tiny.num_layers",
-                "model.tiny.intermediate_size",
-            ),
+            ("model.tiny.hidden_size", "model.tiny.num_layers", "model.tiny.intermediate_size"),
             f"model.tiny.hidden_size: with model.tiny.num_layers = {tiny.num_layers} and"
             f" model.tiny.intermediate_size = {tiny.intermediate_size} it makes a model of"
             f" {num_weights:,} weights, expected at most {MAX_TINY_WEIGHTS:,}; take a real model by"
@@ -341,10 +337,7 @@ def contradictions(config: Config) -> list[Contradiction]:
 
 
 def check(
-    config: Config,
-    explorer: Explorer,
-    tools: Sequence[Tool],
-    environment: EnvironmentKind | None,
+    config: Config, explorer: Explorer, tools: Sequence[Tool], environment: EnvironmentKind | None
 ) -> list[Contradiction]:
     """Returns the settings that the parts of a run contradict, with a sentence for each case.
 
@@ -409,10 +402,7 @@ def _rewards_contradicted(
 
 
 def _branches_contradicted(
-    config: Config,
-    explorer: Explorer,
-    tools: Sequence[Tool],
-    environment: EnvironmentKind | None,
+    config: Config, explorer: Explorer, tools: Sequence[Tool], environment: EnvironmentKind | None
 ) -> Iterator[Contradiction]:
     """Branches over a state that cannot be had again."""
     if not branches(explorer):

@@ -166,12 +166,7 @@ def _has_stages(config: Settings) -> str:
 
 
 class ExploreSettings(Settings):
-    explorers: list[str] = setting(
-        ["independent"],
-        min_length=1,
-        built_in=tuple(CORE_EXPLORERS),
-        plugins="explorers",
-    )
+    explorers: list[str] = setting(["independent"], min_length=1, plugins="explorers")
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), names that plugins bring, or import paths "package.module:Explorer". Starts come
     from the first, grafts from the first that wants one, branches from all. "grpo", "arpo" and
@@ -274,6 +269,9 @@ class BuildSettings(Settings):
         return "endpoint" if is_address(self.agent) else "checkpoint"
 
 
+_is_sought = Condition("buffer.random_prob", lambda share: share < 1, ", so nothing is sought")
+
+
 class BufferSettings(Settings):
     path: str = setting("", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
@@ -293,17 +291,7 @@ class BufferSettings(Settings):
     answers of the training tasks)."""
     allow_same_task: bool = True
     """Let traces of the very same task be retrieved."""
-    min_similarity: float = setting(
-        -1.0,
-        ge=-1,
-        le=1,
-        idle_unless=(
-            with_graft,
-            Condition(
-                "buffer.random_prob", lambda probability: probability < 1, ", so nothing is sought"
-            ),
-        ),
-    )
+    min_similarity: float = setting(-1.0, ge=-1, le=1, idle_unless=(with_graft, _is_sought))
     """Cosine under which nothing is retrieved."""
     random_prob: float = setting(0.0, ge=0, le=1, idle_unless=with_graft)
     """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""

@@ -216,10 +216,7 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
             f"{path}: --smoke: expected a recipe; a run's config.json has none.",
             code="smoke-of-run",
         )
-    data = read_tables(path)
-    if path.name == "config.json":
-        _refuse_older(data, path)
-    return data
+    return read_tables(path)
 
 
 REMOVED: Mapping[str, Any] = {
@@ -232,17 +229,6 @@ REMOVED: Mapping[str, Any] = {
 }
 """Settings that 0.7 had and this version has not, each with the value at which it changed
 nothing; `...` where none of its values changed what a run learns."""
-
-
-def _refuse_older(data: Mapping[str, Any], path: Path) -> None:
-    """Refuses the settings of a run of 0.6, whose engine had these in one table."""
-    engine = data.get("engine")
-    if isinstance(engine, dict) and {"cache_gb", "pack_weights"} & engine.keys():
-        raise SettingError(
-            f"{path}: it was written by Treegraft 0.6 or older, and this version reads what 0.7"
-            " wrote; go on with that run in Treegraft 0.7.",
-            code="settings-too-old",
-        )
 
 
 def _drop_removed(data: dict[str, Any], origin: str) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from treegraft.core.types import RetrievalVariant
 from treegraft.settings.explore import chosen_kinds, has_own, teaches, with_graft
 from treegraft.settings.table import (
     Condition,
@@ -95,7 +96,12 @@ def _divides_by_std(config: Settings) -> str:
 
 
 _stored = Condition("warmup.traces", lambda traces: traces != "expert")
+_rewards_grafts = Condition("credit.retrieval_reward", lambda reward: reward != "none")
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
+
+
+def _falls(schedule: str) -> Condition:
+    return Condition(schedule, lambda value: value != "constant")
 
 
 def _rise_of_warmup(config: Settings) -> int:
@@ -225,12 +231,7 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: str = setting(
-        "auto",
-        built_in=("auto", "shared", "disk", "adapter", "external"),
-        plugins="senders",
-        same_answers=True,
-    )
+    kind: str = setting("auto", plugins="senders", same_answers=True)
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same
     path; "auto" takes "shared" where it has room for two copies. "memory" sends them in buckets to
@@ -244,7 +245,7 @@ class PublishSettings(Settings):
 
 
 class EngineSettings(Settings):
-    kind: str = setting("native", built_in=("native", "vllm", "auto"), plugins="engines")
+    kind: str = setting("native", plugins="engines")
     """"native" (in this process), "vllm" (servers), "auto" ("vllm" on a machine with a GPU and an
     environment of vLLM, else "native") or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
@@ -260,11 +261,7 @@ class EngineSettings(Settings):
 
 
 class CreditSettings(Settings):
-    advantage: str = setting(
-        "grpo",
-        built_in=("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"),
-        plugins="outcomes",
-    )
+    advantage: str = setting("grpo", plugins="outcomes")
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
     reward - mean of the others; "reinforce++": rewards whitened over all tokens of the update;
     "reinforce++-baseline": the same after the group's mean is taken off; names that plugins bring;
@@ -276,30 +273,15 @@ class CreditSettings(Settings):
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: str = setting(
-        "soft", built_in=("soft", "hard"), plugins="attributions", idle_unless=(_shares_steps,)
-    )
+    attribution: str = setting("soft", plugins="attributions", idle_unless=(_shares_steps,))
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
     their mean; a name that a plugin brings, or an import path."""
-    retrieval_reward: Literal[
-        "paper",
-        "inverted_entropy",
-        "inverted_timing",
-        "inverted_both",
-        "no_quality",
-        "no_timing",
-        "none",
-    ] = setting("paper", idle_unless=(with_graft, when("credit.retrieval_weight")))
+    retrieval_reward: RetrievalVariant = setting(
+        "paper", idle_unless=(with_graft, when("credit.retrieval_weight"))
+    )
     """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
-    retrieval_weight: float = setting(
-        0.2,
-        ge=0,
-        idle_unless=(
-            with_graft,
-            Condition("credit.retrieval_reward", lambda reward: reward != "none"),
-        ),
-    )
+    retrieval_weight: float = setting(0.2, ge=0, idle_unless=(with_graft, _rewards_grafts))
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
     restarts: Literal["apart", "together"] = setting(
         "apart", default_of=_together, idle_unless=(_restarts,)
@@ -319,9 +301,7 @@ class CreditSettings(Settings):
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting("sequence-mean")
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
-    objective: str = setting(
-        "clip", built_in=("clip", "gspo", "cispo", "gppo"), plugins="objectives"
-    )
+    objective: str = setting("clip", plugins="objectives")
     """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
     detached weight, so no token loses its gradient; "gppo": gradients kept past the clip;
     a name that a plugin brings, or an import path."""
@@ -407,9 +387,7 @@ class LearnSettings(Settings):
     the last optimiser step of run.num_updates, or as the share of run.max_calls or run.max_tokens
     that is spent, whichever is farther. A resumed run with another of these follows the new
     schedule from there on."""
-    final_lr_frac: float = setting(
-        0.0, ge=0, le=1, idle_unless=Condition("learn.schedule", lambda value: value != "constant")
-    )
+    final_lr_frac: float = setting(0.0, ge=0, le=1, idle_unless=_falls("learn.schedule"))
     """Share of the peak that "linear" and "cosine" fall to."""
     max_grad_norm: float = setting(1.0, gt=0)
     """The gradient is scaled down to this norm."""
@@ -469,12 +447,7 @@ class WarmupSettings(Settings):
     num_steps for a language model."""
     schedule: Schedule = "linear"
     """The learning rate after that, as in [learn]; it ends with the last step."""
-    final_lr_frac: float = setting(
-        0.05,
-        ge=0,
-        le=1,
-        idle_unless=Condition("warmup.schedule", lambda value: value != "constant"),
-    )
+    final_lr_frac: float = setting(0.05, ge=0, le=1, idle_unless=_falls("warmup.schedule"))
     """Share of the peak that "linear" and "cosine" fall to."""
     decision_frac: float = setting(0.0, ge=0, le=1)
     """Share of demonstrations in which the decision to go on or to answer is shown, following

@@ -9,11 +9,6 @@ from treegraft.core.errors import nearest
 from treegraft.settings.table import Contradiction
 
 
-def sampling_wrong(config: Any) -> Iterator[Contradiction]:
-    """Yields the faults of [replay]."""
-    yield from _replay_wrong(config)
-
-
 def unknown_encoder(name: str, encoder: str) -> Iterator[Contradiction]:
     """Yields a fault where `encoder`, the value of the setting `name`, can be none."""
     # A folder or hub id has one of these signs; a plain word is a misspelt name.
@@ -25,7 +20,8 @@ def unknown_encoder(name: str, encoder: str) -> Iterator[Contradiction]:
         )
 
 
-def _replay_wrong(config: Any) -> Iterator[Contradiction]:
+def sampling_wrong(config: Any) -> Iterator[Contradiction]:
+    """Yields the faults of [replay]."""
     if config.replay.fresh_frac == 1:
         return
     size = config.run.tasks_per_update

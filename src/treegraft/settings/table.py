@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import offered
+from treegraft.core.plugin import CORE_NAMES, offered
 
 
 class Settings(BaseModel):
@@ -118,10 +118,9 @@ def by_model(*, tiny: Any, full: Any, lora: Any = None) -> Callable[[Any], Any]:
 class Facts:
     """Facts about a setting, or all settings of a table, beside type, limits and meaning."""
 
-    built_in: tuple[str, ...] = ()
-    """Names of ours that it takes, besides import paths; empty for a setting without such names."""
     plugins: str = ""
-    """What plugins bring for it by name, one of `core.plugin.KINDS`; empty for nothing."""
+    """What it names, besides import paths: one of `core.plugin.KINDS`, of which the core has its
+    own and plugins bring more; empty for a setting without such names."""
     idle_unless: tuple[Callable[[Any], str], ...] = ()
     """Each a `Condition`, or a function of the whole configuration that returns why the setting has
     no effect, "" where it has one. Typed on the command line without effect it is an error; in a
@@ -200,7 +199,7 @@ class Setting:
     def names(self) -> tuple[str, ...]:
         """The names that it takes besides import paths, ours first, then those of plugins."""
         kind = self.facts.plugins
-        return (*self.facts.built_in, *(offered(kind) if kind else ()))
+        return (*CORE_NAMES.get(kind, ()), *offered(kind)) if kind else ()
 
     def idle_reasons(
         self, config: Settings, told: Mapping[str, Callable[[Any], str]]

@@ -56,7 +56,7 @@ class DatasetSettings(Settings):
 
 
 class TasksSettings(Settings):
-    kind: str = setting("search_world", built_in=("search_world", "dataset"), plugins="tasks")
+    kind: str = setting("search_world", plugins="tasks")
     """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that a plugin
     brings, or an import path "package.module:Name"."""
     num_train: int = setting(600, ge=1, ignored_by_eval=True)
@@ -73,7 +73,7 @@ class TasksSettings(Settings):
 
 
 class SamplerSettings(Settings):
-    kind: str = setting("epochs", built_in=("epochs",), plugins="samplers")
+    kind: str = setting("epochs", plugins="samplers")
     """Which training tasks an update deals: "epochs" (each once, then each once again in another
     order), a name that a plugin brings, or an import path "package.module:Name"."""
     options: dict[str, Any] = setting({}, idle_unless=takes_path("sampler.kind"))
@@ -89,7 +89,7 @@ def _boxes_in_tags(config: Settings) -> bool:
 
 
 class FormatSettings(Settings):
-    kind: str = setting("tags", built_in=("tags", "chat"), plugins="formats")
+    kind: str = setting("tags", plugins="formats")
     """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
     calls and results as the model's own chat template writes them; a name that a plugin brings, or
     an import path."""
@@ -123,12 +123,7 @@ def _fifth_of_the_limit(config: Settings) -> int:
 
 
 class RewardSettings(Settings):
-    funcs: list[str] = setting(
-        ["hierarchical"],
-        built_in=("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
-        plugins="rewards",
-        min_length=1,
-    )
+    funcs: list[str] = setting(["hierarchical"], plugins="rewards", min_length=1)
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward),
     "overlong" (DAPO's penalty, 0 to -1, added to the others), or import paths
     "package.module:function"."""

@@ -34,7 +34,7 @@ class PythonToolSettings(Settings):
 class SearchToolSettings(Settings):
     """Settings of the search tool."""
 
-    kind: str = setting("bm25", built_in=("bm25", "dense"), plugins="searches")
+    kind: str = setting("bm25", plugins="searches")
     """"bm25" and "dense" search a corpus of your own; plugins bring "http", a server that speaks
     Search-R1's retrieve protocol (such as `treegraft serve search`), and "web", a search engine; or
     the import path of a class or function, called with this table."""
@@ -51,7 +51,7 @@ class SearchToolSettings(Settings):
 
 
 class ToolsSettings(Settings):
-    use: list[str] = setting([], built_in=("python", "search"), plugins="tools")
+    use: list[str] = setting([], plugins="tools")
     """"python", "search", names that plugins bring ("browse"), or import paths
     "package.module:function"; the tasks' own tools are always on."""
     deadline_s: float = setting(30.0, gt=0)

@@ -136,23 +136,9 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
         max_tokens: limit of a trajectory, for "overlong".
 
     Raises:
-        SettingError: an unknown name, an import path to nothing callable, a name given twice, or
-            more or fewer weights than functions.
+        SettingError: an unknown name, or an import path to nothing callable.
     """
     weights = [1.0] * len(settings.funcs) if settings.weights is None else settings.weights
-    if len(weights) != len(settings.funcs):
-        raise SettingError(
-            f"reward.weights has {len(weights)} entries for the {len(settings.funcs)} functions of"
-            f" reward.funcs ({', '.join(settings.funcs)}); give one weight per function, or none"
-            " for 1 each",
-            code="reward-weights-unequal",
-        )
-    repeated = sorted({name for name in settings.funcs if settings.funcs.count(name) > 1})
-    if repeated:
-        raise SettingError(
-            f"reward.funcs names '{repeated[0]}' twice; name it once and give it a weight",
-            code="reward-twice",
-        )
     functions: list[RewardFunc] = []
     for name in settings.funcs:
         function = chosen(name, REWARDS, "rewards", "reward.funcs")

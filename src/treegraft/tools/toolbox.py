@@ -97,16 +97,10 @@ class Toolbox:
             environments: the state of each trajectory; their tools are among `tools`.
 
         Raises:
-            SettingError: two tools of one name, or a replay without a cache file.
+            SettingError: two tools of one name.
             DataError: a cache file that cannot be used.
         """
         has_store = bool(settings.cache_path) and settings.cache
-        if settings.replay and not has_store:
-            raise SettingError(
-                "tools.replay answers from tools.cache_path alone: name the file, and leave"
-                " tools.cache on.",
-                code="replay-without-cache",
-            )
         self._entries: dict[str, _Entry] = {}
         for tool in tools:
             if tool.name in self._entries:

@@ -49,7 +49,6 @@ class Agent(Protocol):
 
     async def solve(self, task: Task, sample: int) -> Attempt:
         """Returns the attempt of number `sample`, 0, 1, ...; failures are data on it."""
-        ...
 
     async def close(self) -> None: ...
 

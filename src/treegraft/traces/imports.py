@@ -123,7 +123,8 @@ def import_files(
     report, columns = ImportReport(), columns or Columns()
     for path in paths:
         name = source or path.resolve().name.removesuffix(".jsonl")
-        rated = _rated(read_file(path, columns, report), columns.default_reward)
+        found, default = read_file(path, columns, report), columns.default_reward
+        rated = ((default if one.reward is None else one.reward, one) for one in found)
         kept = _best(rated, num_best, min_reward, seed, report)
         report.store(buffer, [trace for one in kept for trace in _traces(*one, name)])
     return report
@@ -251,11 +252,6 @@ def _of_path(path: Trajectory, number: int, name: str) -> Read:
         task_id=path.task.id,
         name=f"{name}:{path.leaf.step_id}",
     )
-
-
-def _rated(found: Iterator[Read], default: float) -> Iterator[tuple[float, Read]]:
-    for one in found:
-        yield (default if one.reward is None else one.reward), one
 
 
 def _best(

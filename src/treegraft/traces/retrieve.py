@@ -145,11 +145,7 @@ class BufferRetriever:
         ]
         return sorted(
             whole,
-            key=lambda path: (
-                -path[-1].reward,
-                len(path),
-                [trace.content_hash for trace in path],
-            ),
+            key=lambda path: (-path[-1].reward, len(path), [trace.content_hash for trace in path]),
         )
 
     def _answer(self, batch: Sequence[Question]) -> list[Retrieved | None]:

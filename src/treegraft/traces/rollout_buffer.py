@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import compress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, about
@@ -37,6 +37,16 @@ OWN = "self"
 """Source of the agent's own traces."""
 NUM_CHECKED = 8
 """Tasks whose expert is tried in their environments before the run."""
+
+
+class TraceParts(Protocol):
+    """What writes and scores an expert's traces, of the parts of a run."""
+
+    format: Format
+    scorer: TreeScorer
+
+    @property
+    def environments(self) -> SessionOpener | None: ...
 
 
 def may_retrieve(config: Config) -> bool:
@@ -167,19 +177,12 @@ class RolloutBuffer:
         await show(environments, solved)
 
     @asynccontextmanager
-    async def opened(
-        self,
-        update: int,
-        scorer: TreeScorer,
-        format: Format,
-        environments: SessionOpener | None = None,
-    ) -> AsyncIterator[None]:
+    async def opened(self, update: int, parts: TraceParts) -> AsyncIterator[None]:
         """Holds the buffer as it was after `update` (0: at the beginning), built first where there
         is none yet.
 
         Args:
-            scorer, format: of an expert's traces.
-            environments: where an expert's calls are made; None where the tasks have none.
+            parts: those of the run.
 
         Raises:
             CheckpointError: somebody has changed the buffer since the run began.
@@ -187,7 +190,7 @@ class RolloutBuffer:
         if not self._is_open:
             yield
             return
-        with await self._taken(update, scorer, format, environments) as buffer:
+        with await self._taken(update, parts) as buffer:
             self._begin(buffer)
             has_world = bool(self._config.environment.kind)
             self.buffer = buffer
@@ -199,13 +202,7 @@ class RolloutBuffer:
                 self.buffer = None
                 self.retriever.close()
 
-    async def _taken(
-        self,
-        update: int,
-        scorer: TreeScorer,
-        format: Format,
-        environments: SessionOpener | None,
-    ) -> TraceBuffer:
+    async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
         """The buffer, open; arguments as of `opened`."""
         if not self._is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
@@ -214,7 +211,7 @@ class RolloutBuffer:
                 return buffer.in_memory()
         buffer = TraceBuffer(IN_MEMORY, self._encoder)
         try:
-            await self._fill(buffer, scorer, format, environments)
+            await self._fill(buffer, parts)
         except BaseException:
             buffer.close()
             raise
@@ -227,13 +224,7 @@ class RolloutBuffer:
     def _end(self) -> None:
         """Takes note of the buffer before it is closed."""
 
-    async def _fill(
-        self,
-        buffer: TraceBuffer,
-        scorer: TreeScorer,
-        format: Format,
-        environments: SessionOpener | None,
-    ) -> None:
+    async def _fill(self, buffer: TraceBuffer, parts: TraceParts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
         alone begins empty."""
         seed, of = self._config.run.seed, self._config.buffer.build
@@ -241,8 +232,8 @@ class RolloutBuffer:
             place, best = named_file(self._config), of.num_best
             import_files([place], buffer, num_best=best, min_reward=of.min_reward, seed=seed)
         elif self.origin == "expert":
-            agent = ScriptedAgent(self._source, seed=seed, environments=environments)
-            asked = ScoredAgent(agent=agent, format=format, scorer=scorer)
+            agent = ScriptedAgent(self._source, seed=seed, environments=parts.environments)
+            asked = ScoredAgent(agent=agent, format=parts.format, scorer=parts.scorer)
             once = BuildSettings(num_samples=1, num_best=1)
             await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
 

@@ -14,14 +14,13 @@ from pathlib import Path
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import write_atomically
-from treegraft.core.interfaces import Format, TaskSource, TreeScorer
-from treegraft.core.sessions import SessionOpener
+from treegraft.core.interfaces import TaskSource
 from treegraft.runs.resume_inputs import ways_out
 from treegraft.runs.start import Start
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.rollout_buffer import RolloutBuffer, named_file
+from treegraft.traces.rollout_buffer import RolloutBuffer, TraceParts, named_file
 
 OWN_FILE = Path("buffer") / "traces.sqlite"
 """Where a run keeps its copy."""
@@ -89,13 +88,11 @@ class RunBuffer(RolloutBuffer):
             return self._encoder_of(self._own, is_only_read)
         return super()._checked_encoder(is_only_read)
 
-    async def build(
-        self, scorer: TreeScorer, format: Format, environments: SessionOpener | None
-    ) -> None:
+    async def build(self, parts: TraceParts) -> None:
         """Makes the buffer of the expert's steps or of a .jsonl file, where that is still to do;
         arguments as in `opened`. Raises `DataError` for one without any."""
         if self._encoder is not None and self._is_to_make:
-            await self._make_copy(scorer, format, environments)
+            await self._make_copy(parts)
             with TraceBuffer(self._own, self._encoder) as buffer:
                 self._refuse_empty(buffer)
 
@@ -141,18 +138,12 @@ class RunBuffer(RolloutBuffer):
             self._checksum = self.buffer.checksum()
         return {BESIDE: self._checksum} if self._checksum else {}
 
-    async def _taken(
-        self,
-        update: int,
-        scorer: TreeScorer,
-        format: Format,
-        environments: SessionOpener | None,
-    ) -> TraceBuffer:
+    async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
         if not self._is_own:
-            return await super()._taken(update, scorer, format, environments)
+            return await super()._taken(update, parts)
         is_new = not self._own.exists()
         if is_new:
-            await self._make_copy(scorer, format, environments)
+            await self._make_copy(parts)
         buffer = TraceBuffer(self._own, self._encoder)
         if not is_new:
             # Later updates are run again, and add and evict the same traces again. A new copy may
@@ -170,12 +161,10 @@ class RunBuffer(RolloutBuffer):
         with suppress(DataError):
             self.checksums()
 
-    async def _make_copy(
-        self, scorer: TreeScorer, format: Format, environments: SessionOpener | None
-    ) -> None:
+    async def _make_copy(self, parts: TraceParts) -> None:
         """Makes the run's buffer, complete under its name or not there at all."""
         if self._is_made:
-            taken = await super()._taken(0, scorer, format, environments)
+            taken = await super()._taken(0, parts)
         else:
             taken = TraceBuffer(named_file(self._config), self._encoder)
         with taken as buffer:

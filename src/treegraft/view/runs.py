@@ -291,9 +291,10 @@ class RunReader:
             DataError: there is no such tree or leaf, or it is damaged.
         """
         tree = self.tree(name, number)
-        if not 0 <= leaf < len(tree.leaves):
+        if not 0 <= leaf < (total := len(tree.leaves)):
             raise DataError(
-                f"'{name}', tree {number}: {len(tree.leaves)} leaves; there is no leaf {leaf}",
+                f"tree {number} of '{name}' has {total} leaves, 0 to {total - 1}; there is no leaf"
+                f" {leaf}",
                 code="no-such-leaf",
             )
         return tree.trajectories()[leaf]

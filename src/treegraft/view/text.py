@@ -83,14 +83,10 @@ def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> Rend
     """
     if group is None:
         return _list(run, file)
-    tree = run.tree(file, group)
-    if leaf is not None and not 0 <= leaf < len(tree.leaves):
-        raise DataError(
-            f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1};"
-            f" there is no leaf {leaf}",
-            code="no-such-leaf",
-        )
-    return drawn(tree, leaf, run.tokens if run.tokens.is_there else None, run.config())
+    if leaf is not None:
+        run.path_of(file, group, leaf)  # refused where there is none
+    tokens = run.tokens if run.tokens.is_there else None
+    return drawn(run.tree(file, group), leaf, tokens, run.config())
 
 
 def drawn(

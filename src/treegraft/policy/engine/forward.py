@@ -55,16 +55,13 @@ class Forward(Protocol):
     def is_rowwise(self) -> bool:
         """Whether a row's bits, those of its logits too, do not depend on the number of rows
         (batch-invariant)."""
-        ...
 
     def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
         """Returns [tokens, hidden size], the decoder's last norm included, for ids and positions
         [tokens]."""
-        ...
 
     def refresh(self) -> None:
         """Takes over weights that have changed in place."""
-        ...
 
 
 class HookedForward:

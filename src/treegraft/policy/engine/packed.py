@@ -35,7 +35,6 @@ class Product(Protocol):
 
     def refresh(self) -> None:
         """Takes over weights that have changed."""
-        ...
 
 
 class SeparateLinears:

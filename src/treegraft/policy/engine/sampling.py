@@ -87,11 +87,7 @@ def _sample_at_once(scaled: Tensor, noise: Tensor) -> Columns:
 
 
 def _sample_by_blocks(
-    logits: Tensor,
-    scale: Tensor,
-    noise: Tensor,
-    is_greedy: Tensor | None,
-    kernels: Kernels | None,
+    logits: Tensor, scale: Tensor, noise: Tensor, is_greedy: Tensor | None, kernels: Kernels | None
 ) -> Columns:
     """H = log Z - Σ_v e_v s_v / Z with s = logits / T - max, e = exp(s), Z = Σ_v e_v, so that no
     log-probability is written out."""

@@ -68,9 +68,7 @@ def credit_trees(
     outcomes: Sequence[Floats | None] = [None] * len(trees)
     if kind in ("reinforce++", "reinforce++-baseline"):
         outcomes = batch_outcomes(
-            trees,
-            has_baseline=kind == "reinforce++-baseline",
-            restarts=config.credit.restarts,
+            trees, has_baseline=kind == "reinforce++-baseline", restarts=config.credit.restarts
         )
     credited = [how(tree, outcomes=known) for tree, known in zip(trees, outcomes, strict=True)]
     for refine, weight in _refinements(config):

@@ -53,12 +53,7 @@ from treegraft.policy.learn.plan import (
     with_steps,
 )
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.scores import (
-    Scores,
-    ScoringModel,
-    check_head,
-    packing_problem,
-)
+from treegraft.policy.learn.scores import Scores, ScoringModel, check_head, packing_problem
 from treegraft.policy.output_head import base_model
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
@@ -115,28 +115,21 @@ class MarkedFormat(ABC):
     """Remarks for the user on how the format came about."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tools: Sequence[Tool],
-        *,
-        system_prompt: str | None = None,
-        require_think: bool = True,
-        require_boxed: bool = True,
-        answer: AnswerRule | None = None,
-        max_context: int | None = None,
-        end_ids: Sequence[int] | None = None,
-        mentions_retrieval: bool = False,
+        self, tokenizer: Tokenizer, tools: Sequence[Tool], **options: Unpack[FormatOptions]
     ) -> None:
-        """Args: see `FormatOptions`."""
         self._tokenizer = tokenizer
         self._short_ids = lru_cache(maxsize=NUM_SHORT)(self._encode_anew)
-        self._require_think, self._require_boxed = require_think, require_boxed
-        self._answer_rule = answer or AnswerRule()
-        self._max_context = max_context
+        self._require_think = options.get("require_think", True)
+        self._require_boxed = options.get("require_boxed", True)
+        self._answer_rule = options.get("answer") or AnswerRule()
+        self._max_context = options.get("max_context")
+        end_ids = options.get("end_ids")
         given = [tokenizer.eos_token_id] if end_ids is None else end_ids
         self._end_ids = {index for index in given if index is not None}
+        system_prompt = options.get("system_prompt")
         if system_prompt is None:
-            system_prompt = self._composed_prompt(tools, mentions_retrieval=mentions_retrieval)
+            mentions = options.get("mentions_retrieval", False)
+            system_prompt = self._composed_prompt(tools, mentions_retrieval=mentions)
         self._system_prompt = system_prompt
 
     @abstractmethod

@@ -58,10 +58,7 @@ class TagsFormat(MarkedFormat):
     """Steps as tags. `stop` holds the closing tags of the tools, `final` that of the answer."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tools: Sequence[Tool],
-        **options: Unpack[FormatOptions],
+        self, tokenizer: Tokenizer, tools: Sequence[Tool], **options: Unpack[FormatOptions]
     ) -> None:
         """Raises `SettingError` for a tool whose name is no tag or one of the format's own."""
         for tool in tools:

@@ -44,16 +44,13 @@ class Encoder(Protocol):
     @property
     def name(self) -> str:
         """The name that a buffer records."""
-        ...
 
     @property
     def dim(self) -> int:
         """Length of a vector."""
-        ...
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Returns [texts, dim] of unit length."""
-        ...
 
 
 def encoder_name(name: str) -> str:

@@ -88,11 +88,7 @@ class SearchTool:
 
 
 def open_corpus(
-    corpus: str,
-    kind: str = "bm25",
-    *,
-    encoder: str = "minilm",
-    index_dir: str = "",
+    corpus: str, kind: str = "bm25", *, encoder: str = "minilm", index_dir: str = ""
 ) -> CorpusSearch:
     """Returns a search over a JSONL file of {"id", "contents"} rows; a missing index is built.
 
