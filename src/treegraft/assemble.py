@@ -44,11 +44,10 @@ from treegraft.settings.contradictions import (
     refuse,
 )
 from treegraft.settings.explore import retrieving
-from treegraft.tasks.build import build_tasks
-from treegraft.tasks.readers import FILE_TYPES, words_in
+from treegraft.tasks.build import build_tasks, closed_vocabulary
 from treegraft.tasks.rewards import WeightedReward, build_rewards, build_scorer, check_rewards
 from treegraft.tasks.scoring import require_math
-from treegraft.tools.build import build_tools, open_environments, words_of
+from treegraft.tools.build import build_tools, open_environments
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.environments.trial import Trial, try_environment
@@ -469,7 +468,8 @@ class _Scenario:
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        words = self._vocabulary() if settings.path == "tiny" else []
+        is_tiny = settings.path == "tiny"
+        words = closed_vocabulary(self.tasks, self.tools, config.warmup) if is_tiny else []
         with about("model.path"):
             model, tokenizer = load_model(
                 settings,
@@ -480,15 +480,6 @@ class _Scenario:
         if path is not None and has_weights:
             model = with_saved_adapter(model, Path(path))
         return model, tokenizer
-
-    def _vocabulary(self) -> list[str]:
-        """The words of tasks, tools and demonstrations; none where the tasks' language is open."""
-        words, warmup = self.tasks.vocabulary(), self.config.warmup
-        if not words:
-            return []
-        is_shown = warmup.num_steps > 0 and warmup.traces.endswith(FILE_TYPES)
-        shown = words_in(warmup.traces) if is_shown else []
-        return [*words, *words_of(self.tools), *shown]
 
     def parts(
         self,

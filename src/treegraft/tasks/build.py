@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from treegraft.core.interfaces import TaskSource
+from treegraft.core.interfaces import TaskSource, Tool
 from treegraft.core.plugin import chosen, make
+from treegraft.settings.policy import WarmupSettings
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.datasets import DatasetSource
+from treegraft.tasks.readers import FILE_TYPES, words_in
 from treegraft.tasks.search_world import SearchWorld
+from treegraft.tools.build import words_of
 
 
 def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
@@ -47,3 +50,16 @@ TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
         settings.dataset, num_train=settings.num_train, num_eval=settings.num_eval
     ),
 }
+
+
+def closed_vocabulary(
+    source: TaskSource, tools: Sequence[Tool], warmup: WarmupSettings
+) -> list[str]:
+    """Returns the words of tasks, tools and the file of demonstrations; none where the tasks'
+    language is open."""
+    words = source.vocabulary()
+    if not words:
+        return []
+    is_file = warmup.num_steps > 0 and warmup.traces.endswith(FILE_TYPES)
+    shown = words_in(warmup.traces) if is_file else []
+    return [*words, *words_of(tools), *shown]
