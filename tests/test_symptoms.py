@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chat_templates import GOOD
 from tests.families import build_model
 from tests.test_format_chat import TOOLS, ends_of, tokenizer_of
 from tests.tiny import is_timing, tiny
@@ -25,6 +26,7 @@ from treegraft.policy.learn.symptoms import (
     symptoms,
 )
 from treegraft.rollout.copied import found_metrics
+from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.policy import LearnSettings, LossSettings
@@ -131,13 +133,16 @@ def test_the_change_of_successes_is_of_learned_trees_and_sampled_tokens() -> Non
     }
     # Against an engine's scores it would be the gap of two implementations.
     shut: Any = object()  # a format that can open nothing
-    both = symptoms(Later(), [tree, learned], shut)  # type: ignore[arg-type]
-    own = symptoms(Later(), [tree, learned], shut, has_own_scores=False)  # type: ignore[arg-type]
+    both = symptoms(Later(), [tree, learned], shut, [])  # type: ignore[arg-type]
+    own = symptoms(Later(), [tree, learned], shut, [], has_own_scores=False)  # type: ignore[arg-type]
     assert "learn/success_logprob_change" in both and own == {}
     failed = replace(
         learned, leaves=tuple(replace(leaf, is_correct=False) for leaf in learned.leaves)
     )
     assert success_change(Later(), [failed]) == {}  # type: ignore[arg-type]
+
+
+NAMES = [tool.name for tool in TOOLS]
 
 
 class ByText:
@@ -181,20 +186,35 @@ def test_probabilities_of_openings_on_paper() -> None:
     tree = wrote(form, call, StepContent(thought="an answer", answer="4"))
     # The same words in a thought do not count, though they have the same scores.
     learner = ByText(words, {"search": -1.0, "answer": -2.0, " search": -5.0, " answer": -5.0})
-    found = opening_probs(learner, [tree], form)  # type: ignore[arg-type]
+    found = opening_probs(learner, [tree], form, ["search"])  # type: ignore[arg-type]
     assert found == {
         "learn/open_call_prob": pytest.approx(math.exp(-1)),
         "learn/open_answer_prob": pytest.approx(math.exp(-2)),
         "learn/open_prob": pytest.approx(math.exp(-1) + math.exp(-2)),
     }
-    # A second tool that was called counts beside the first one.
-    other = replace(call, calls=(ToolCall("add", "1"),))
-    mixed = opening_probs(learner, [wrote(form, call, other, call)], form)  # type: ignore[arg-type]
-    assert mixed["learn/open_call_prob"] == pytest.approx(math.exp(-1) + 1)
+    # A second tool counts beside the first one, called or not.
+    both = opening_probs(learner, [tree], form, NAMES)  # type: ignore[arg-type]
+    assert both["learn/open_call_prob"] == pytest.approx(math.exp(-1) + 1)
     # Nobody decided anything on a trajectory that broke the format, or is another agent's.
     broken = replace(tree, steps=(tree.root, *(replace(s, violation="x") for s in tree.steps[1:])))
-    assert opening_probs(learner, [broken], form) == {}  # type: ignore[arg-type]
-    assert opening_probs(learner, [tree], object()) == {}  # type: ignore[arg-type]
+    assert opening_probs(learner, [broken], form, NAMES) == {}  # type: ignore[arg-type]
+    assert opening_probs(learner, [tree], object(), NAMES) == {}  # type: ignore[arg-type]
+    # Without tools there is no call to open.
+    bare = TagsFormat(words, [], end_ids=ends_of("qwen25"))
+    alone = wrote(bare, StepContent(thought="an answer", answer="4"))
+    assert opening_probs(learner, [alone], bare, []) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", sorted(GOOD))
+def test_chat_formats_score_the_openings_of_calls(kind: str) -> None:
+    """Every token has the log-probability 0, so what is opened is certain."""
+    tokenizer = tokenizer_of(kind)
+    learner = ByText(tokenizer, {})
+    for tools, names in ((TOOLS, NAMES), ([], [])):
+        form = ChatFormat(tokenizer, tools, end_ids=ends_of(kind), require_think=kind != "llama31")
+        tree = wrote(form, StepContent(answer="4"))
+        found = opening_probs(learner, [tree], form, names)  # type: ignore[arg-type]
+        assert found == ({"learn/open_call_prob": 1.0} if tools else {})
 
 
 def searched(reference: str, *results: str, name: str = "search") -> Any:

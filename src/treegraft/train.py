@@ -187,14 +187,13 @@ async def publish(training: Training, number: int) -> None:
 def keep(training: Training, number: int, grown: Sampled, learned: Learned) -> None:
     """Records the update: its trees, its metrics, and the state that the next one begins with."""
     run, parts, config = training.run, training.parts, training.run.config
-    trees, every = learned.trees.kept + learned.trees.dropped, config.health.symptoms_every
+    own, every = learned.trees, config.health.symptoms_every
     shown_late: dict[str, float] = {}
     with training.clock("symptoms"):
         if every > 0 and number % every == 0:
-            has_own = config.loss.old_logprobs == "learner"
-            learnt = learned.trees.kept
-            shown_late = symptoms(parts.learner, learnt, parts.format, has_own_scores=has_own)
-    num_drawn = run.state.num_drawn + grown.num_drawn
+            seen = (parts.learner, own.kept, parts.format, parts.toolbox.tools)
+            shown_late = symptoms(*seen, has_own_scores=config.loss.old_logprobs == "learner")
+    trees, num_drawn = own.kept + own.dropped, run.state.num_drawn + grown.num_drawn
     # After learning, so that traces of this update are never retrieved within it.
     added = training.buffer.grow(trees, number)
     if training.book is not None and training.buffer.origin == "self":

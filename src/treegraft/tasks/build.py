@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from treegraft.core.errors import about
 from treegraft.core.interfaces import TaskSource, Tool
 from treegraft.core.plugin import chosen, make
 from treegraft.settings.policy import WarmupSettings
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.datasets import DatasetSource
-from treegraft.tasks.readers import FILE_TYPES, words_in
+from treegraft.tasks.readers import words_in
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.build import words_of
 
@@ -60,6 +61,8 @@ def closed_vocabulary(
     words = source.vocabulary()
     if not words:
         return []
-    is_file = warmup.num_steps > 0 and warmup.traces.endswith(FILE_TYPES)
-    shown = words_in(warmup.traces) if is_file else []
+    # Demonstrations are JSONL whatever a file is called; only where it says so it is read as rows.
+    is_file = warmup.num_steps > 0 and warmup.traces.endswith(".jsonl")
+    with about("warmup.traces"):
+        shown = words_in(warmup.traces) if is_file else []
     return [*words, *words_of(tools), *shown]

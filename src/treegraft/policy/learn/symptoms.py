@@ -8,7 +8,7 @@ them and no random number is drawn, so weights and trees are the same without th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import fmean
@@ -26,18 +26,24 @@ NUM_DECIDING = 8
 
 
 def symptoms(
-    learner: LearnerLike, trees: Sequence[Tree], fmt: Format, *, has_own_scores: bool = True
+    learner: LearnerLike,
+    trees: Sequence[Tree],
+    fmt: Format,
+    tools: Collection[str],
+    *,
+    has_own_scores: bool = True,
 ) -> dict[str, float]:
     """Returns learn/success_logprob_change, learn/question_information and the learn/open_* of an
     update's trees as `LearnerLike.learn` has returned them, each only where there is something to
     measure.
 
     Args:
+        tools: their names.
         has_own_scores: whether old log-probabilities are the learner's. Those of an engine differ
             from it without any learning, so no change is measured against them.
     """
     change = success_change(learner, trees) if has_own_scores else {}
-    return change | question_information(learner, trees) | opening_probs(learner, trees, fmt)
+    return change | question_information(learner, trees) | opening_probs(learner, trees, fmt, tools)
 
 
 def success_change(learner: LearnerLike, trees: Sequence[Tree]) -> dict[str, float]:
@@ -97,7 +103,9 @@ def question_information(learner: LearnerLike, trees: Sequence[Tree]) -> dict[st
     return {"learn/question_information": fmean(gains) / math.log(len(pairs))}
 
 
-def opening_probs(learner: LearnerLike, trees: Sequence[Tree], fmt: Format) -> dict[str, float]:
+def opening_probs(
+    learner: LearnerLike, trees: Sequence[Tree], fmt: Format, tools: Collection[str]
+) -> dict[str, float]:
     """Returns the mean probability, at the steps where the policy called or answered, that it opens
     a call (learn/open_call_prob), an answer (learn/open_answer_prob), or either of them
     (learn/open_prob).
@@ -105,14 +113,15 @@ def opening_probs(learner: LearnerLike, trees: Sequence[Tree], fmt: Format) -> d
     p(o) = Π_t π(o_t | path, thought, o_<t)
 
     over the tokens o of an opening, such as "<search>", behind the step's own thought; summed over
-    the tools that the tree's steps called. A text may be split into other tokens, so that each is a
+    the tools. A text may be split into other tokens, so that each is a
     lower bound. Nothing of answers where the format cannot open one; nothing at all where it cannot
-    open a call. The steps are those of the first own trajectory of `NUM_DECIDING` trees.
+    open a call, or without tools. The steps are those of the first own trajectory of
+    `NUM_DECIDING` trees.
     """
-    if not isinstance(fmt, Opening):
+    if not (isinstance(fmt, Opening) and tools):
         return {}
     paths = [path for tree in trees if (path := _first_own(tree)) is not None]
-    made = [_with_openings(path, fmt) for path in paths[:NUM_DECIDING]]
+    made = [_with_openings(path, fmt, tools) for path in paths[:NUM_DECIDING]]
     if not made:
         return {}
     calls, answers = [], []
@@ -158,15 +167,16 @@ def _decides(step: Step) -> bool:
     return step.origin is Origin.POLICY and step.violation is None and has_kind
 
 
-def _with_openings(path: Trajectory, fmt: Opening) -> tuple[Tree, list[list[_Scored]]]:
+def _with_openings(
+    path: Trajectory, fmt: Opening, tools: Collection[str]
+) -> tuple[Tree, list[list[_Scored]]]:
     """The trajectory as a tree with all openings beside each step that decides, and the openings of
     each such step."""
-    tools = dict.fromkeys(call.name for step in path.steps for call in step.content.calls)
     steps, leaves = list(path.steps), [path.leaf]
     places: list[list[_Scored]] = []
     for step in filter(_decides, path.steps):
         places.append([])
-        for ids, (kind, num_tokens) in _ways(step.written_ids, list(tools) or [None], fmt).items():
+        for ids, (kind, num_tokens) in _ways(step.written_ids, tools, fmt).items():
             step_id = f"{step.parent}.{step.ordinals[-1] + len(places[-1]) + 1}"
             written = Written(StepContent(), [(ids, Origin.POLICY)])
             steps.append(plain_step(step_id, step.parent, written))
@@ -178,7 +188,7 @@ def _with_openings(path: Trajectory, fmt: Opening) -> tuple[Tree, list[list[_Sco
 
 
 def _ways(
-    own: Sequence[int], tools: Sequence[str | None], fmt: Opening
+    own: Sequence[int], tools: Collection[str], fmt: Opening
 ) -> dict[tuple[int, ...], tuple[str, int]]:
     """The different openings behind a step's thought: each one's kind, and how many of its tokens
     are not the thought's."""
