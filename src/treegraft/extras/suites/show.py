@@ -81,11 +81,13 @@ def _scores(report: SuiteNumbers, title: str) -> Table:
 
 
 def _within(report: SuiteNumbers) -> Table:
-    ks = sorted({k for one in report.sets for k in one.pass_at})
-    table = _table("right within T calls", ["", "T", *(f"pass@({k}, T)" for k in ks)])
+    """The shares with all samples, a column for each number of calls."""
+    limits = sorted({most for one in report.sets for most in one.pass_within})
+    table = _table("", ["right within T calls", "k", *(f"T = {most}" for most in limits)])
     for one in report.sets:
-        for most, passed in one.pass_within.items():
-            table.add_row(one.name, str(most), *(percent(passed.get(k)) for k in ks))
+        k = max(one.pass_at)
+        shares = (one.pass_within.get(most, {}).get(k) for most in limits)
+        table.add_row(one.name, str(k), *map(percent, shares))
     return table
 
 
