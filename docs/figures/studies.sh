@@ -24,7 +24,7 @@ done >"$made/exploring.jsonl"
     --only "SFT, pruned, then commit" --only "SFT, raw, then GRPO" --only RAPO --only "whole trajectories, pruned" --only GRPO --lines \
     >"$made/imperfect.jsonl"
 "$treegraft" study studies/rapo-ablations.toml --only imperfect --lines >"$made/ablations.jsonl"
-"$treegraft" study studies/rapo-figure8.toml --pairs 5 --lines >"$made/rapo-figure8.jsonl"
+"$treegraft" study studies/rapo-figure8.toml --lines >"$made/rapo-figure8.jsonl"
 mkdir -p docs/figures/studies
 draw exploring accuracy-against-cost
 draw imperfect accuracy-against-cost
