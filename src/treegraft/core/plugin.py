@@ -202,6 +202,10 @@ class Plugin:
     toolsets: Mapping[str, Any] = field(default_factory=dict)
     """By the setting of [tools] whose value asks for them: makers of several tools, called with the
     value and `taken`, the names that others have. Or import paths."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    """By settings whose value "auto" leaves a choice to this machine: each called with the
+    configuration, returns the value, which a run shows, records and keeps when it is resumed. Or
+    import paths."""
     searches: Mapping[str, Any] = field(default_factory=dict)
     """By names in `tools.search.kind`: makers of a `SearchBackend`, called with the table
     [tools.search]; or import paths."""
@@ -246,7 +250,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "attributions": ("soft", "hard"),
     "objectives": ("clip", "gspo", "cispo", "gppo"),
     "tasks": ("search_world", "dataset"),
-    "tools": ("python", "search"),
+    "tools": ("search",),
     "searches": ("bm25", "dense"),
     "samplers": ("epochs",),
     "engines": ("native", "vllm", "auto"),

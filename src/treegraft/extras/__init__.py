@@ -23,6 +23,7 @@ BUILT_IN = (
     "treegraft.extras.environments.verifiers.plugin",
     "treegraft.extras.tasks.plugin",
     "treegraft.extras.mcp.plugin",
+    "treegraft.extras.python.plugin",
     "treegraft.extras.search.plugin",
     "treegraft.extras.trackers.plugin",
     "treegraft.extras.hub.plugin",
