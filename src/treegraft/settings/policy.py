@@ -259,6 +259,12 @@ class EngineSettings(Settings):
     options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
     """Settings of an engine given by import path, which reads them itself."""
 
+    @property
+    def shares_card(self) -> bool:
+        """Whether servers of this run's own may lie on the GPUs that learn."""
+        vllm = self.vllm
+        return self.kind == "vllm" and (vllm.sleep or not (vllm.servers or vllm.gpus))
+
 
 class CreditSettings(Settings):
     advantage: str = setting("grpo", plugins="outcomes")

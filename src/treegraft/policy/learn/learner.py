@@ -86,6 +86,7 @@ class Learner:
         length_constant: int,
         num_updates: int = 0,
         team: Team | None = None,
+        shares_card: bool = False,
     ) -> None:
         """Takes over `model`, which must not be trained elsewhere.
 
@@ -95,6 +96,8 @@ class Learner:
             num_updates: those of the whole run, for a schedule of the learning rate.
             team: the processes that learn together, each of which makes the same calls with the
                 same trees; None for this one alone.
+            shares_card: another process may want what passes took of a GPU, so it is given back
+                after each update.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -109,7 +112,7 @@ class Learner:
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if is_packed := self.packing_problem is None:
             install_attention(model)
-        self._team = team or Alone()
+        self._team, self._shares_card = team or Alone(), shares_card
         self._scoring = self._placed(ScoringModel(model, learn, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
@@ -298,8 +301,8 @@ class Learner:
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
             self._write_back(plan, [pack for pack in packs[part] if pack.parts], written)
-        # What the passes took of a GPU: a server beside may want it.
-        torch.cuda.empty_cache()
+        if self._shares_card:
+            torch.cuda.empty_cache()
         return [
             self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
             for n, tree in enumerate(trees)

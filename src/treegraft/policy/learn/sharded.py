@@ -75,6 +75,7 @@ class ShardedLearner(Learner):
             length_constant=config.rollout.max_completion_tokens,
             num_updates=config.run.num_updates,
             team=ranks,
+            shares_card=config.engine.shares_card,
         )
         self._source = self._weight_files = None
 
