@@ -312,8 +312,9 @@ class Grove:
             return credit_trees(trees, config, now.rule)
 
     def remember(self, trees: Sequence[Tree], number: int) -> None:
-        """Adds the best trajectories of an update to the buffer, as [buffer.grow] says; nothing
-        where buffer.grow.num_best is 0. After learning, so that no tree finds its own steps."""
+        """Adds the best trajectories of an update to the buffer, by [buffer.grow]; none if
+        buffer.grow.num_best is 0. Call it after learning, so that no tree retrieves its own
+        steps."""
         now = self._open()
         if now.buffer is None:
             return

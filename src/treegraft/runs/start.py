@@ -81,8 +81,7 @@ class Start:
         return self.folder
 
     def give_up(self, folder: RunFolder | None) -> None:
-        """Leaves the folder as it was: one just made is removed, one to go on in is left to
-        others."""
+        """Leaves the folder as it was: removes a folder just made, and releases one to go on in."""
         if folder is not None:
             folder.release()
             if self.folder is None:

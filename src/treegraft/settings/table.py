@@ -113,8 +113,8 @@ def takes_path(other: str) -> Condition:
 
 
 def by_model(*, tiny: Any, full: Any, lora: Any = None) -> Callable[[Any], Any]:
-    """Returns the default of a setting that depends on the model: the tiny one, a language model,
-    and one of which only adapters are trained (None: as without)."""
+    """Returns a default that depends on the model: `tiny` for the tiny one, `lora` for a language
+    model with adapters alone (None: as `full`), `full` for any other language model."""
 
     def default(config: Any) -> Any:
         if config.model.path == "tiny":

@@ -29,7 +29,7 @@ class StartsFirst(Independent):
         self._settings = settings
 
     def starts(self, max_leaves: int) -> Start:
-        """Returns the first-level rollouts, or as many as there are leaves."""
+        """Returns the first-level rollouts, at most `max_leaves`."""
         return Start(min(int(self._settings.num_starts), max_leaves))
 
 

@@ -150,7 +150,7 @@ class Learner:
         return logprobs[:count], entropies[:count], logprobs[count:]
 
     def argmax(self, batch: TreeBatch) -> Tensor:
-        """Returns [U] the most likely token where each unique sampled token stands."""
+        """Returns the most likely token id at each unique sampled position, as [U]."""
         best: Tensor = self._scoring(batch, wants_argmax=True)
         return best
 
