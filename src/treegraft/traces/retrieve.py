@@ -17,7 +17,7 @@ from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.settings.config import Config
-from treegraft.settings.explore import BufferSettings, chosen_kinds
+from treegraft.settings.explore import BufferSettings, chosen_kinds, with_graft
 from treegraft.settings.table import value_of
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
@@ -47,6 +47,24 @@ def question_of(
     is_random = keyed_unit(*noise_key, "noise rate") < settings.random_prob
     draw = keyed_int(*noise_key, "random trace") if is_random else None
     return Question(retrieval_key(task.question, contents), task.id, whole, draw)
+
+
+def too_short(buffer: TraceBuffer | None, config: Config) -> str:
+    """Returns why hardly a step of this buffer will be grafted: all but first ones hold an answer;
+    "" where that is not so."""
+    settings = config.buffer
+    if buffer is None or settings.path == "self" or settings.terminal != "skip":
+        return ""
+    between = buffer.sources_between()
+    if not with_graft(config) or (between & {*settings.sources} if settings.sources else between):
+        return ""
+    # A graft follows a step of the agent's own, and is then most like what followed a first step.
+    return (
+        "explore.graft: no trajectory of the buffer has a step between its first and its answer."
+        " After the agent's first step an answer is nearest, for which buffer.terminal = 'skip'"
+        " grafts nothing. Set buffer.terminal = 'exclude' to graft first steps, or name a buffer of"
+        f" longer trajectories ({settings.path})."
+    )
 
 
 def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) -> str:
