@@ -17,7 +17,7 @@ from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.settings.config import Config
-from treegraft.settings.explore import BufferSettings, chosen_kinds, with_graft
+from treegraft.settings.explore import BufferSettings, chosen_kinds
 from treegraft.settings.table import value_of
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
@@ -52,11 +52,11 @@ def question_of(
 def too_short(buffer: TraceBuffer | None, config: Config) -> str:
     """Returns why hardly a step of this buffer will be grafted: all but first ones hold an answer;
     "" where that is not so."""
-    settings = config.buffer
-    if buffer is None or settings.path == "self" or settings.terminal != "skip":
+    settings, does_graft = config.buffer, "graft" in config.explore.explorers
+    if buffer is None or not does_graft or settings.path == "self" or settings.terminal != "skip":
         return ""
     between = buffer.sources_between()
-    if not with_graft(config) or (between & {*settings.sources} if settings.sources else between):
+    if between & {*settings.sources} if settings.sources else between:
         return ""
     # A graft follows a step of the agent's own, and is then most like what followed a first step.
     return (
