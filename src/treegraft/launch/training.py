@@ -39,7 +39,7 @@ from treegraft.settings.table import value_of, with_choices
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.sampler import build_sampler
 from treegraft.traces.demonstrations import lesson_book
-from treegraft.traces.retrieve import unusable
+from treegraft.traces.retrieve import too_short, unusable
 from treegraft.traces.run_buffer import RunBuffer
 
 if TYPE_CHECKING:
@@ -208,8 +208,10 @@ class Training:
                 # What later updates had added is gone only now.
                 self.book = lesson_book(config, self.buffer, parts)
             self.replay = Replay(config, run.folder, run.state.update)
-            if doubt := unusable(self.buffer.buffer, config, parts.train_tasks):
-                run.display.warn(doubt)
+            held = self.buffer.buffer
+            for doubt in (unusable(held, config, parts.train_tasks), too_short(held, config)):
+                if doubt:
+                    run.display.warn(doubt)
             run.checkpoints.replays(self.replay.labels)
             self.grower = parts.grower(parts.explorer, retriever=self.buffer.retriever)
             yield
