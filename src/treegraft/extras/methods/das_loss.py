@@ -115,9 +115,9 @@ def preference_loss(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tens
     place remain. Ties make no pair.
 
     Sources: DPO (Rafailov et al., arXiv 2305.18290, eq. 7) on the pairs of DAS (Zhang et al., arXiv
-    2602.03304). Departures: the loss is on the deciding token, not on the whole step. The side
-    whose leaves have the higher mean reward is preferred; the paper also prefers the answer where
-    both sides are right, since it saves searches.
+    2602.03304). Assumed or changed: the loss is on the deciding token alone. The side whose leaves
+    have the higher mean reward is preferred; to the paper a needless search is an error, so that
+    the answer is preferred where both sides are right.
 
     Args:
         logprobs, ref_logprobs: [P, 2] of a and b; the latter detached.
