@@ -8,6 +8,7 @@ BUILT_IN = (
     "treegraft.extras.methods.call_rewards",
     "treegraft.extras.methods.commit",
     "treegraft.extras.methods.continuation",
+    "treegraft.extras.methods.das",
     "treegraft.extras.methods.dots.plugin",
     "treegraft.extras.methods.eapo",
     "treegraft.extras.methods.ecpo",
