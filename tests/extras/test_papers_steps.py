@@ -20,7 +20,7 @@ from tests.test_agents import said, serving
 from treegraft.cli import main as cli
 from treegraft.core.listener import address_of, listen
 from treegraft.extras.search.serve import search_app
-from treegraft.extras.suites.sets import GROUPS, load_sets, parse_names
+from treegraft.extras.suites.sets import load_sets, parse_names
 from treegraft.tools.search.tool import open_corpus
 
 SMOKE = ROOT / "recipes" / "papers" / "smoke"
