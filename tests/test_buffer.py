@@ -21,10 +21,14 @@ from hypothesis import strategies as st
 from tests.error_codes import raises_code
 from tests.examples import at_most
 from tests.killed_adds import CHUNK, endless
+from tests.tiny import tiny
 
 from treegraft.core.types import Observation, StepContent, ToolCall, Trace
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
 from treegraft.traces import buffer as buffer_module
 from treegraft.traces.buffer import SourceStats, TraceBuffer
+from treegraft.traces.retrieve import too_short
 
 CONTENT = StepContent(
     thought="two hops left",
@@ -248,6 +252,24 @@ def test_the_rest_of_a_trajectory(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         buffer.add([*others, *reversed(mine)])
         assert [buffer.rest(one) for one in mine] == [tuple(mine[place:]) for place in range(4)]
+
+
+def test_trajectories_without_a_step_to_graft_are_said_before_training(tmp_path: Path) -> None:
+    def config(**changes: object) -> Config:
+        own = {"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", **changes}}
+        return load_config(tiny(**own))
+
+    with opened(tmp_path / "b") as buffer:
+        buffer.add(steps(2, source="short"))
+        assert "buffer.terminal = 'exclude'" in too_short(buffer, config())
+        alone = load_config(tiny(buffer={"path": "b"}))
+        for other in (config(terminal="exclude"), config(terminal="allow"), config(path="self")):
+            assert too_short(buffer, other) == ""
+        assert too_short(buffer, alone) == too_short(None, config()) == ""
+        # The third of four steps can be grafted; the second is that of "short".
+        buffer.add(steps(4, source="long"))
+        assert buffer.sources_between() == {"long"} and too_short(buffer, config()) == ""
+        assert too_short(buffer, config(sources=["short"]))
 
 
 def test_a_step_that_two_trajectories_share_belongs_to_both(tmp_path: Path) -> None:

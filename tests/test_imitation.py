@@ -172,6 +172,18 @@ def test_rewards_of_a_file(
         chosen(path, **settings)
 
 
+def test_a_missing_file_is_told_with_the_nearest_one_that_exists(tmp_path: Path) -> None:
+    buffer_of(tmp_path / "demos.sqlite", traces(TASKS[0], "a"))
+    for name, found in {
+        "demo.sqlite": "Did you mean 'demos.sqlite'",
+        "elsewhere/demos.sqlite": "folder '.*elsewhere' does not exist",
+    }.items():
+        with raises_code("demonstrations-missing", match=found):
+            read_demonstrations(tmp_path / name, WarmupSettings(), TASKS)
+        with raises_code("buffer-missing", match=found):
+            TraceBuffer.open_as_built(tmp_path / name)
+
+
 def test_filters_need_stored_trajectories() -> None:
     for override in ("warmup.min_reward=0.5", "warmup.num_best=1"):
         with raises_code("override-idle"):

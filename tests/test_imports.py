@@ -219,6 +219,10 @@ def test_messages_with_tags() -> None:
             [{"role": "user", "content": "q"}, {"role": "tool", "content": "r"}],
             "a tool's message without a call",
         ),
+        (
+            [{"role": "user", "content": "q"}, {"role": "asistant", "content": "a"}],
+            "the role 'asistant' .expected system, .*, tool, function; did you mean 'assistant'",
+        ),
         ([{"role": "user", "content": 7}], "content is 7, expected text"),
     ],
 )

@@ -302,7 +302,7 @@ def test_a_storm_of_restarts_ends(caplog: pytest.LogCaptureFixture) -> None:
             asyncio.run(talk())
     told = [one.getMessage() for one in caplog.records if one.name == "treegraft.extras.mcp.client"]
     assert len(told) == 4 and "stays so after 3 restarts" in told[-1]
-    assert "its last line on stderr: not again" in told[1]
+    assert "Its last lines on stderr: not again" in told[1]
 
 
 @pytest.mark.smoke
@@ -331,7 +331,7 @@ def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCapt
         for record in caplog.records
         if record.name == "treegraft.extras.mcp.client"
     ]
-    assert "restart 1" in reported[0] and "its last line on stderr: the end is near" in reported[0]
+    assert "restart 1" in reported[0] and "Its last lines on stderr: the end is near" in reported[0]
     assert "stays so after 1 restarts" in reported[1]
 
 
@@ -367,6 +367,24 @@ def test_a_server_that_is_not_there_is_refused_before_the_run(
     with raises_code(code):
         McpServer(McpSettings(name="x", **{"start_timeout_s": STARTED_S, **server}))
     assert not [thread for thread in threading.enumerate() if thread.name == "treegraft-mcp-x"]
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (
+            {"command": [sys.executable, "-c", "import sys; sys.exit('one\\ntwo\\nno licence')"]},
+            "Connection closed. Its last lines on stderr: one | two | no licence",
+        ),
+        ({"command": ["no-such-command"]}, "there is no command 'no-such-command'"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "ConnectError: All connection attempts failed"),
+    ],
+)
+def test_a_dead_server_is_told_in_one_sentence(server: dict[str, Any], said: str) -> None:
+    with raises_code("mcp-not-started") as told:
+        McpServer(McpSettings(name="x", start_timeout_s=STARTED_S, **server))
+    assert str(told.value).startswith("tools.mcp: server 'x' (")
+    assert said in str(told.value) and "ExceptionGroup" not in str(told.value)
 
 
 def test_without_the_sdk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,20 @@ def test_other_lists_and_objects_are_refused(prompt: Any, code: str, tmp_path: P
         load(path, eval=[path], question_column="prompt").train_tasks()
 
 
+def test_an_unknown_role_is_told_with_the_known_ones(tmp_path: Path) -> None:
+    prompt = [{"role": "sytem", "content": "x"}, ASKED]
+    path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "42"}])
+    with raises_code("no-usable-row", match="expected system, developer, user, .*mean 'system'"):
+        load(path, eval=[path], question_column="prompt").train_tasks()
+
+
+def test_an_answer_after_the_question_is_told_where_it_belongs(tmp_path: Path) -> None:
+    prompt = [ASKED, {"role": "assistant", "content": "42"}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "42"}])
+    with raises_code("no-usable-row", match="nothing after the user's question; a reference"):
+        load(path, eval=[path], question_column="prompt").train_tasks()
+
+
 @pytest.mark.parametrize(
     ("columns", "code"),
     [

@@ -160,3 +160,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = {one.casefold(): one for one in reversed(list(known))}
     matches = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.5)
     return f" Did you mean '{names[matches[0]]}'?" if matches else ""
+
+
+def nearest_file(path: Path) -> str:
+    """Returns what `nearest` says of a path with nothing there, among what lies in its folder; that
+    its folder is not there or empty, where it is so."""
+    inside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    absent = f" The folder '{path.parent}' does not exist or is empty."
+    return nearest(path.name, inside) if inside else absent

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from treegraft.core.errors import nearest
+
 QUESTION_COLUMNS = (
     *("extra_info.question", "question", "problem", "query", "instruction", "prompt", "input"),
 )
@@ -184,8 +186,16 @@ def read_messages(value: Any) -> tuple[dict[str, Any], ...]:
     if messages[-1]["role"] not in ("user", "tool") or not last_question(messages).strip():
         raise ValueError(
             f"messages that end with the role '{messages[-1]['role']}' and do not ask anything"
+            " (expected nothing after the user's question; a reference has a column of its own)"
         )
     return messages
+
+
+def check_role(role: Any, known: Sequence[str] = ROLES) -> None:
+    """Raises ValueError for a role of a chat message that is not among the known ones."""
+    if role not in known:
+        hint = nearest(str(role), known).replace(" Did", "; did")
+        raise ValueError(f"a message with the role {role!r} (expected {', '.join(known)}{hint})")
 
 
 def last_question(messages: Any) -> str:
@@ -197,8 +207,7 @@ def last_question(messages: Any) -> str:
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     # A parquet file has every field in every message, None where it was not given.
     message = {key: one for key, one in given.items() if one is not None}
-    if message.get("role") not in ROLES:
-        raise ValueError(f"a message with the role {message.get('role')!r}")
+    check_role(message.get("role"))
     message["content"] = _text(message.get("content"))
     calls = message.pop("tool_calls", None)
     if calls:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.errors import DataError, SettingError, nearest_file
 from treegraft.core.given import GIVEN
 from treegraft.core.packages import require
 from treegraft.core.plugin import load_object
@@ -124,12 +124,10 @@ def _resolve(spec: str) -> Path:
             code="data-folder",
         )
     if not path.is_file():
-        siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         given = "" if spec == str(path) else f" (given as '{spec}')"
-        place = "" if siblings else f" The folder '{path.parent}' does not exist or is empty."
         raise DataError(
             f"there is no file '{path}'{given}; expected a .jsonl, .json, .csv or .parquet file, or"
-            f" 'hub:NAME:CONFIG/SPLIT'.{place}{nearest(path.name, siblings)}",
+            f" 'hub:NAME:CONFIG/SPLIT'.{nearest_file(path)}",
             code="data-missing",
         )
     return path

@@ -401,6 +401,14 @@ class TraceBuffer:
             " t.id = m.trace WHERE t.evicted_at IS NULL GROUP BY m.source, m.task_id"
         )
 
+    def sources_between(self) -> set[str]:
+        """Returns the agents with a step after the first of its trajectory that holds no answer."""
+        rows = self._file.query(
+            "SELECT DISTINCT m.source FROM members m JOIN traces t ON t.id = m.trace WHERE"
+            " m.position > 0 AND NOT t.terminal AND t.evicted_at IS NULL"
+        )
+        return {source for (source,) in rows}
+
     @property
     def num_keys_cut(self) -> int:
         """Keys given to `add` and `search` so far that were longer than the encoder reads, and lost

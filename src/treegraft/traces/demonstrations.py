@@ -12,7 +12,7 @@ from pathlib import Path
 
 from treegraft.assemble import Parts, TrainingParts
 from treegraft.core.demonstration import Demonstration
-from treegraft.core.errors import DataError
+from treegraft.core.errors import DataError, nearest_file
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.policy.learn.lessons import Lesson, LessonBook
 from treegraft.policy.learn.sft import demonstration_tree, few_unfit
@@ -134,7 +134,8 @@ def _is_buffer(path: Path) -> bool:
     if not path.exists():
         raise DataError(
             f"warmup.traces: there is no file '{path}'; expected JSONL of trajectories, a run"
-            ' folder, a Step-Trace Buffer, "buffer" for that of [buffer], or "expert"',
+            ' folder, a Step-Trace Buffer, "buffer" for that of [buffer], or "expert".'
+            f"{nearest_file(path)}",
             code="demonstrations-missing",
         )
     if path.is_dir():

@@ -26,7 +26,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import DataError, nearest
+from treegraft.core.errors import DataError, nearest, nearest_file
 from treegraft.core.keyed import keyed_int
 from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import (
@@ -42,6 +42,7 @@ from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import read_trajectory
 from treegraft.runs.tree_files import TreePart, parts_in
 from treegraft.runs.tree_json import tree_from_json
+from treegraft.tasks.fields import ROLES, check_role
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import StoredCounts
 from treegraft.traces.keys import says_something, split_steps
@@ -150,7 +151,7 @@ def check_paths(paths: Sequence[Path]) -> None:
         if not path.exists():
             raise DataError(
                 f"'{path}': there is no such file or folder; expected JSONL of trajectories, or a"
-                " run folder",
+                f" run folder.{nearest_file(path)}",
                 code="import-missing",
             )
         if path.is_dir() and not _parts(path):
@@ -304,12 +305,14 @@ def _traces(reward: float, found: Read, source: str) -> Iterator[Trace]:
 
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
 """Of ShareGPT; "system", "tool" and the roles of chat messages are themselves."""
+_KNOWN = (*ROLES, "function")
 
 
 def _messages(turns: Any) -> list[dict[str, Any]]:
     """The turns of a conversation as ShareGPT has them, as chat messages."""
     found: list[dict[str, Any]] = []
     for turn in turns:
+        check_role(turn["from"], (*_ROLES, *_KNOWN))
         message = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
         if turn["from"] == "function_call":
             calls = json.loads(turn["value"])
@@ -343,6 +346,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
     last = max((n for n, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
     for number, message in enumerate(messages):
         role, text = message["role"], _message_text(message)
+        check_role(role, _KNOWN)
         if role in ("system", "developer"):
             continue
         if question is None:

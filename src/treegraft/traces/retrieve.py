@@ -49,6 +49,24 @@ def question_of(
     return Question(retrieval_key(task.question, contents), task.id, whole, draw)
 
 
+def too_short(buffer: TraceBuffer | None, config: Config) -> str:
+    """Returns why hardly a step of this buffer will be grafted: all but first ones hold an answer;
+    "" where that is not so."""
+    settings, does_graft = config.buffer, "graft" in config.explore.explorers
+    if buffer is None or not does_graft or settings.path == "self" or settings.terminal != "skip":
+        return ""
+    between = buffer.sources_between()
+    if between & {*settings.sources} if settings.sources else between:
+        return ""
+    # A graft follows a step of the agent's own, and is then most like what followed a first step.
+    return (
+        "explore.graft: no trajectory of the buffer has a step between its first and its answer."
+        " After the agent's first step an answer is nearest, for which buffer.terminal = 'skip'"
+        " grafts nothing. Set buffer.terminal = 'exclude' to graft first steps, or name a buffer of"
+        f" longer trajectories ({settings.path})."
+    )
+
+
 def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) -> str:
     """Returns why rollouts below stored trajectories of these tasks are impossible, "" where they
     are possible or not asked for."""

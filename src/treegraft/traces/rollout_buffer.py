@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import DataError, about
+from treegraft.core.errors import DataError, about, nearest_file
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.spans import span
@@ -145,8 +145,8 @@ class RolloutBuffer:
         if not path.is_file():
             raise DataError(
                 f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer, or .jsonl"
-                " of trajectories. Make a buffer with: treegraft buffer build RECIPE"
-                f" {path.with_suffix('.sqlite')}",
+                f" of trajectories.{nearest_file(path)} Make a buffer with: treegraft buffer build"
+                f" RECIPE {path.with_suffix('.sqlite')}",
                 code="buffer-missing",
             )
         if self.origin == "import":

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.errors import DataError
+from treegraft.core.errors import DataError, nearest_file
 from treegraft.core.steps import observation_from
 from treegraft.core.types import StepContent, ToolCall, Trace
 
@@ -82,8 +82,8 @@ class TraceFile:
         self.path, self._is_frozen = path, is_frozen
         if (is_frozen or not create) and not path.exists():
             raise DataError(
-                f"buffer '{path}': there is no such file; build one with: treegraft buffer build"
-                f" RECIPE {path}",
+                f"buffer '{path}': there is no such file.{nearest_file(path)} Build one with:"
+                f" treegraft buffer build RECIPE {path}",
                 code="buffer-missing",
             )
         if path.is_dir():

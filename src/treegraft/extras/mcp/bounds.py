@@ -43,10 +43,11 @@ class Pipes:
         """Requests without an answer yet."""
         self._errors = bytearray()
 
-    def last_words(self) -> str:
-        """Returns the last line that the server wrote to its standard error; empty without one."""
-        lines = self._errors.decode("utf-8", "replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    def last_lines(self) -> list[str]:
+        """Returns the last lines that the server wrote to its standard error, at most 3."""
+        lines = (line.strip() for line in self._errors.decode("utf-8", "replace").splitlines())
+        # Without those in which a traceback underlines a place.
+        return [line for line in lines if line.strip("~^ ")][-3:]
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[tuple[Any, Any]]:

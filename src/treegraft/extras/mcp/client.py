@@ -208,10 +208,7 @@ class McpServer:
             try:
                 await self._connect()
             except Exception as error:  # no such command, no server at the port, a failed handshake
-                cause: BaseException = error
-                while isinstance(cause, BaseExceptionGroup) and cause.exceptions:
-                    cause = cause.exceptions[0]  # the SDK's tasks wrap it in groups
-                self._error = _said(cause)
+                self._error = _said(error)
                 if not self._listed.done():
                     raise
             if self._is_closing:
@@ -272,9 +269,9 @@ class McpServer:
         )
 
     def _last_words(self) -> str:
-        """The last line of a command's standard error, for a message; empty without one."""
-        line = plain(self._pipes.last_words(), 300) if self._pipes else ""
-        return f" (its last line on stderr: {line})" if line else ""
+        """The last lines of a command's standard error, for a message; empty without any."""
+        lines = [plain(line, 300) for line in self._pipes.last_lines()] if self._pipes else []
+        return f". Its last lines on stderr: {' | '.join(lines)}" if lines else ""
 
     def close(self) -> None:
         """Ends the connection, and the process behind it. May be called again."""
@@ -329,6 +326,10 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list
 
 
 def _said(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # the SDK's tasks wrap it in groups
+    if isinstance(error, FileNotFoundError):
+        return f"there is no command '{error.filename}'"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.errors import DataError, SettingError, ToolUnavailable
+from treegraft.core.errors import DataError, SettingError, ToolUnavailable, nearest_file
 from treegraft.core.interfaces import Passage
 
 
@@ -50,9 +50,8 @@ def corpus_path(corpus: str) -> Path:
     path = os.path.expanduser(os.path.expandvars(corpus))
     if not os.path.isfile(path):
         unset = re.search(r"\$\{?\w+\}?", path)
-        hint = (
-            f" The variable {unset.group()} is not set." if unset else " Check tools.search.corpus."
-        )
+        near = f" Check tools.search.corpus.{nearest_file(Path(path))}"
+        hint = f" The variable {unset.group()} is not set." if unset else near
         raise DataError(f"corpus '{path}': there is no such file.{hint}", code="corpus-missing")
     return Path(path)
 
