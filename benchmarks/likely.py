@@ -29,7 +29,7 @@ from treegraft.core.types import Sampling
 from treegraft.policy.attention_hook import plain_attention
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.served import NUM_ASKED
-from treegraft.policy.engine.vllm.protocol import likely_columns
+from treegraft.policy.engine.vllm.protocol import likely_columns, tail_bounds
 from treegraft.policy.load import load_model
 from treegraft.settings.policy import EngineSettings, ModelSettings, NativeSettings
 
@@ -70,6 +70,8 @@ class Path(NamedTuple):
     """Of that behind it."""
     logprob_gap: float
     """Farthest of a drawn token's log-probability from what its own column says."""
+    bounds: np.ndarray
+    """[tokens of both] The most that each likely entropy may lack; `rollout/entropy_tail_bound`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -126,12 +128,13 @@ def _scored(model: Any, key: tuple[int | str, ...], pieces: Sequence[Sequence[in
     largest = logprobs.topk(NUM_ASKED, dim=-1).values
     own = logprobs[:-1].gather(1, ids[1:, None])
     # The row before a token is that which it was drawn from.
-    said, likely = likely_columns(torch.cat([own, largest[:-1]], dim=1).numpy())
+    said, likely, tails = likely_columns(torch.cat([own, largest[:-1]], dim=1).numpy())
     ends = [*itertools.accumulate(map(len, pieces))]
     spans = [slice(ends[0] - 1, ends[1] - 1), slice(ends[2] - 1, ends[3] - 1)]
     first, after = (Pair(exact[:-1].numpy()[span], likely[span]) for span in spans)
     gap = float(np.abs(said - own[:, 0].numpy()).max())
-    return Path(key, first, after, gap)
+    bounds = tail_bounds(tails, logits.shape[-1] - NUM_ASKED)
+    return Path(key, first, after, gap, np.concatenate([bounds[span] for span in spans]))
 
 
 def errors(paths: Sequence[Path]) -> dict[str, float]:
@@ -139,6 +142,7 @@ def errors(paths: Sequence[Path]) -> dict[str, float]:
     pairs = [pair for path in paths for pair in (path.first, path.after)]
     exact = np.concatenate([pair.exact for pair in pairs])
     missed = exact - np.concatenate([pair.likely for pair in pairs])
+    bounds = np.concatenate([path.bounds for path in paths])
     return {
         "tokens": len(exact),
         "entropy_mean": round(float(exact.mean()), 4),
@@ -146,6 +150,8 @@ def errors(paths: Sequence[Path]) -> dict[str, float]:
         "missed_median": round(statistics.median(missed), 5),
         "missed_p99": round(float(np.quantile(missed, 0.99)), 4),
         "missed_worst": round(float(missed.max()), 4),
+        "bound_mean": round(float(bounds.mean()), 4),
+        "bound_least_room": float((bounds - missed).min()),
         "logprob_worst": max(path.logprob_gap for path in paths),
     }
 

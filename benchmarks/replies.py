@@ -20,7 +20,7 @@ import numpy as np
 
 from treegraft.core.interfaces import Request
 from treegraft.core.types import EntropyKind, Sampling
-from treegraft.policy.engine.served import Draft, StopFinder, TokenReply
+from treegraft.policy.engine.served import Draft, StopFinder
 from treegraft.policy.engine.vllm.protocol import packed, unpacked
 
 TOKENS, ROUNDS = 500, 15
@@ -54,11 +54,7 @@ def replies() -> dict[str, Mapping[str, Any]]:
     return {
         "JSON, 2 entries": {"token_ids": ids, "logprobs": {"content": content(2)}},
         "JSON, 20 entries": {"token_ids": ids, "logprobs": {"content": content(20)}},
-        "columns": {
-            "token_ids": packed(np.array(ids), "<i4"),
-            "logprobs": packed(-column, "<f4"),
-            "entropies": packed(column, "<f4"),
-        },
+        "columns": packed(ids, -column, column),
     }
 
 
@@ -76,7 +72,7 @@ def main() -> None:
             times.append(time.process_time())
             columns = unpacked(read)
             times.append(time.process_time())
-            draft.take(TokenReply(*columns))
+            draft.take(columns)
             times.append(time.process_time())
             parts = [end - start for start, end in itertools.pairwise(times)]
             best = [min(pair) for pair in zip(best, parts, strict=True)]

@@ -21,9 +21,9 @@ from functools import partial
 
 from benchmarks.speed.measure import compare
 from treegraft.core.types import Task
-from treegraft.settings.tools import PythonToolSettings
-from treegraft.tools.python.bwrap import Sandbox, SandboxLimits
-from treegraft.tools.python.bwrap_tool import BwrapTool
+from treegraft.extras.python.bwrap import Sandbox, SandboxLimits
+from treegraft.extras.python.bwrap_tool import BwrapTool
+from treegraft.extras.python.plugin import PythonToolSettings
 
 CODES = {
     "code": "print(sum(n * n for n in range(100)))",

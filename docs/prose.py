@@ -1,7 +1,7 @@
 """Checks the English of the pages by ten rules.
 
-    python docs/prose.py               # all pages that are not listed in docs/unedited.txt
-    python docs/prose.py PAGE ...      # these alone, whether they are listed or not
+    python docs/prose.py               # all pages
+    python docs/prose.py PAGE ...      # these alone
     python docs/prose.py --count       # findings and sentences of every page
 
 Code, tables and headings have no sentences; the words of a table's cells are looked at by the rules
@@ -54,9 +54,6 @@ EXCEPTIONS = {
     }
 }
 """Page -> rule -> reason why the whole page is excepted."""
-
-UNEDITED = ROOT / "docs" / "unedited.txt"
-"""Lists the pages that nobody has edited by these rules yet; it only shrinks."""
 
 
 class Finding(NamedTuple):
@@ -209,12 +206,6 @@ def pages() -> dict[str, str]:
     return {str(one.relative_to(ROOT)): one.read_text(encoding="utf-8") for one in sorted(own)}
 
 
-def unedited() -> list[str]:
-    """Returns the pages that are not checked yet."""
-    lines = UNEDITED.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if not line.startswith("#")]
-
-
 def main(arguments: list[str]) -> int:
     """Prints the findings of the pages asked for; returns the exit code."""
     every = pages()
@@ -228,8 +219,7 @@ def main(arguments: list[str]) -> int:
                 f"p90 {p90([num_words(one) for one in said]):>3}"
             )
         return 0
-    chosen = arguments or [name for name in every if name not in unedited()]
-    found = [one for name in chosen for one in findings(name, every[name])]
+    found = [one for name in arguments or every for one in findings(name, every[name])]
     for one in found:
         print(f"{one}  ({RULES[one.rule]})")
     return int(bool(found))

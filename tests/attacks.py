@@ -44,7 +44,7 @@ FILES: Mapping[str, str] = {
     "write to the system": f"open('/usr/lib/sitecustomize.py', 'w').write('x')\n{_SAY}",
     "write to the packages": f"import numpy\nopen(numpy.__file__, 'a').write('x')\n{_SAY}",
     "write to the worker": (
-        f"open('/worker/treegraft/tools/python/output.py', 'a').write('x')\n{_SAY}"
+        f"open('/worker/treegraft/extras/python/output.py', 'a').write('x')\n{_SAY}"
     ),
     "write to the root": f"open('/x', 'w').write('x')\n{_SAY}",
     "follow a link out": (

@@ -54,10 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    *("test_resume", "extras/test_trl", "distributed/test_laws", "test_sandbox", "test_plugins"),
-    *("test_train", "test_objects", "test_readme", "test_report", "test_view_browser"),
-    *("extras/test_scienceworld", "test_study", "test_engine", "distributed/test_jobs"),
-    *("test_package", "test_packages", "test_tools", "test_toolstar", "test_vllm_engine"),
+    *("test_resume", "extras/test_trl", "distributed/test_laws", "extras/test_sandbox"),
+    *("test_plugins", "test_train", "test_objects", "test_readme", "test_report"),
+    *("test_view_browser", "extras/test_scienceworld", "test_study", "test_engine"),
+    *("distributed/test_jobs", "test_package", "test_packages", "test_tools", "test_toolstar"),
+    "test_vllm_engine",
 )
 """Files that take long begin first, so that no process is left with one of them at the end."""
 

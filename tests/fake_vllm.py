@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import os
 import threading
 import time
@@ -53,6 +54,7 @@ class FakeVllm:
             **identity_of_model(model, dtype="float32", max_context=96),
             "plugin": PLUGIN_VERSION,
             "draws": draws_of_sampling(),
+            "draws_here": True,
             "max_rows": 16,
             "max_logprobs": 20,
             "logprobs_mode": "processed_logits",
@@ -90,6 +92,8 @@ class FakeVllm:
         """Starts, with the first weights and without an owner."""
         self.model = copy.deepcopy(self._first)
         self.label, self.owner, self.is_paused = "default", "", False
+        self.measures = False
+        """Whether it was asked to report entropies where vLLM draws."""
         self.asleep: set[str] = set()
         self.num_running, self.num_tokens = 0, 0
         self.adapters: dict[str, str] = {}
@@ -212,6 +216,10 @@ class FakeVllm:
         result = getattr(self, body["method"])(*body["args"])
         return JSONResponse({"results": [result]})
 
+    def treegraft_measure(self) -> dict[str, Any]:
+        self.measures = True
+        return {}
+
     def treegraft_identity(self) -> dict[str, Any]:
         return self.identity
 
@@ -301,13 +309,11 @@ class FakeVllm:
             return {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": spans}
         table = np.array([[one["logprob"], *one["largest"]] for one in content])
         is_marked = "extra_args" in params
-        logprobs, entropies = (drawn_columns if is_marked else likely_columns)(table)
-        return {
-            "token_ids": packed(np.array(ids), "<i4"),
-            "logprobs": packed(logprobs, "<f4"),
-            "entropies": packed(entropies, "<f4"),
-            "weight_versions": spans,
-        }
+        if not is_marked and params["logprobs"] == 1:
+            table[:, 1] = [one["entropy"] if self.measures else math.nan for one in content]
+            return packed(ids, *table.T) | {"weight_versions": spans}
+        columns = (drawn_columns if is_marked else likely_columns)(table)
+        return packed(ids, *columns) | {"weight_versions": spans}
 
 
 def _marked(
@@ -340,7 +346,8 @@ def _plain(
     top = [{"token_id": place, "logprob": value} for place, value in rows.items()]
     kept = top[: params["logprobs"]]
     found = {"token_id": token, "logprob": rows[token], "top_logprobs": kept}
-    return {**found, "largest": values.tolist()}
+    entropy = -float((logprobs.exp() * logprobs).sum())
+    return {**found, "largest": values.tolist(), "entropy": entropy}
 
 
 @contextlib.contextmanager

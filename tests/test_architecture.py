@@ -76,8 +76,7 @@ NEVER = {
     "policy.engine": ("policy.learn",),
     "policy.learn": ("policy.engine",),
     "policy.kernels": ("policy.engine", "policy.learn"),
-    "tools.python": ("tools.search", "tools.environments"),
-    "tools.search": ("tools.python", "tools.environments"),
+    "tools.search": ("tools.environments",),
 }
 """What a folder must not import of its neighbours."""
 
@@ -93,9 +92,9 @@ TORCH = (
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
 """Exceptions from the above: what must answer without torch."""
 
-MOST_CORE_LINES = 34_000
+MOST_CORE_LINES = 33_000
 """Lines of code outside `extras`."""
-MOST_LINES_BELOW_TRAIN = 40_200
+MOST_LINES_BELOW_TRAIN = 38_700
 """Lines of `train.py` and all that it imports, directly or not."""
 LONGEST_CHAIN = 18
 """Files of the core that import one another in a row."""

@@ -266,11 +266,3 @@ def test_a_model_of_another_architecture_is_read_from_its_gguf_file(tmp_path: Pa
     assert shape == memory.ModelShape(
         num_weights=48, num_layers=3, num_kv_heads=2, head_dim=2, hidden_size=8, vocab_size=5
     )
-
-
-def test_a_sandbox_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    config = Config.model_validate({"tools": {"use": ["python"], "python": {"backend": "bwrap"}}})
-    found = {finding.name: finding for finding in doctor.placement(config)}["tool python"]
-    assert not found.is_good
-    assert "apt-get install bubblewrap" in found.note

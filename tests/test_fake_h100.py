@@ -16,7 +16,10 @@ from tests.fake_h100.table import NAMES, case_of, compiled, is_backward
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "treegraft"
-SITES = {("policy/learn/flex.py", "compiled_flex"): "tests.fake_h100.flex"}
+SITES = {
+    ("policy/learn/flex.py", "compiled_flex"): "tests.fake_h100.flex",
+    ("extras/entropies/kernel.py", "the module"): "tests.fake_h100.entropies",
+}
 """Every place that has something compiled for a GPU, and the program here that compiles it."""
 SHARED = 232_448
 SPILLED = 1024
@@ -28,7 +31,8 @@ def compiles(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute) and node.attr == "compile":
         return isinstance(node.value, ast.Name) and node.value.id == "torch"
     names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    if isinstance(node, ast.ImportFrom):
+        names += [node.module or "", *(one.name for one in node.names)]
     return any(name.partition(".")[0] == "triton" for name in names)
 
 
@@ -81,3 +85,21 @@ def test_attention_compiles_for_a_card(
         assert not [one for one in programs if one["spilled"] and not is_backward(one)]
         assert max(one["spilled"] for one in programs) <= SPILLED
     assert len(set(found["graphs"])) == 1
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.parametrize("capability", [90, 100])
+def test_entropies_compile_for_a_card(
+    capability: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of both types of logits, at vocabularies that are multiples of 16 and are not."""
+    program = SITES["extras/entropies/kernel.py", "the module"]
+    cases = ["bfloat16:151936", "float32:151936", "float32:49152", "bfloat16:32003"]
+    found = [*compiled(tmp_path_factory.getbasetemp(), capability, cases, program)]
+    assert [one["case"] for one in found] == cases
+    for one in found:
+        (needs,) = one["programs"]
+        print(one["case"], needs)
+        assert needs["shared"] <= SHARED and not needs["spilled"]

@@ -20,7 +20,13 @@ from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.plan import split_evenly
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import plain_weights
-from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
+from treegraft.settings.policy import (
+    EngineSettings,
+    LearnSettings,
+    LoraSettings,
+    LossSettings,
+    ModelSettings,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -48,6 +54,38 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
             )
     ratios = [r for step in learned[0].steps for r in step.ratios or ()]
     assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
+
+
+@pytest.mark.parametrize("shares_card", [True, False])
+def test_a_card_that_is_shared_is_given_back_once_an_update(
+    shares_card: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
+    learner = Learner(
+        build_model("llama"),
+        LearnSettings(num_minibatches=2, num_epochs=2),
+        LossSettings(),
+        length_constant=7,
+        shares_card=shares_card,
+    )
+    learner.learn([example_trees(1)[0], example_trees(4)[3]])
+    assert len(given) == shares_card
+
+
+@pytest.mark.parametrize(
+    ("engine", "shares"),
+    [
+        ({}, False),
+        ({"kind": "vllm"}, True),
+        ({"kind": "vllm", "vllm": {"gpus": ["1"]}}, False),
+        ({"kind": "vllm", "vllm": {"gpus": ["0"], "sleep": True}}, True),
+        ({"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:8000"]}}, False),
+        ({"kind": "my_package.engines:Mine"}, False),
+    ],
+)
+def test_who_shares_a_card(engine: dict, shares: bool) -> None:
+    assert EngineSettings.model_validate(engine).shares_card is shares
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from treegraft.train import train
 
 ROOT = Path(__file__).parents[1]
 OF_EXTRAS = {
-    "tools.python.monty_tool": "pydantic_monty",
     "tools.search.lexical": "bm25s",
     "tasks.math_worker": "math_verify",
 }

@@ -242,8 +242,8 @@ def test_the_table_of_the_readme_is_that_of_its_studies() -> None:
     rows = [row.strip("| ").split(" | ") for row in demo.table()]
     ranges = {row[0]: row[1] for row in rows if len(row) > 1}
     rapo, grpo = (ranges[name] for name in ("RAPO + learning from grafts", "GRPO"))
-    said = f"learning from grafts it reaches {rapo}, GRPO {grpo} (ten seeds"
-    assert said in " ".join(PAGE.split())
+    words = " ".join(PAGE.split())
+    assert f"learning from grafts it reaches {rapo}, GRPO {grpo} (ten seeds" in words
 
 
 def first_commands(page: str) -> list[str]:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -35,7 +37,7 @@ from tests.tiny import tiny
 
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Request
-from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, StopReason
 from treegraft.extras.memory import pipe
 from treegraft.extras.memory.pipe import buckets, parts_of
 from treegraft.extras.memory.senders import Senders
@@ -56,6 +58,12 @@ from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.fleet import Fleet, State
 from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
 from treegraft.policy.engine.vllm.loading import CHANGED, Due, Held, give_weights
+from treegraft.policy.engine.vllm.protocol import (
+    likely_columns,
+    packed,
+    tail_bounds,
+    unpacked,
+)
 from treegraft.policy.engine.vllm.server import Process, Server, Unreachable
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import with_adapters
@@ -743,14 +751,19 @@ def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
     key gives the same tokens on another server."""
     sampling = Sampling(max_new_tokens=6, temperature=temperature)
 
-    async def work(engine: VllmEngine) -> tuple[list[Completion], list[Completion]]:
+    async def work(engine: VllmEngine) -> tuple[list[Completion], list[Completion], float]:
         first = await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
+        await engine.canaries()
+        bound = engine.take_metrics()["rollout/entropy_tail_bound"]
+        assert "rollout/entropy_tail_bound" not in engine.take_metrics()
         await asyncio.to_thread(servers[0].die)
-        return first, await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
+        again = await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
+        return first, again, bound
 
     with plain_fakes(2) as servers:
-        first, again = run(servers, tmp_path, work, entropies="top_k")
+        first, again, bound = run(servers, tmp_path, work, entropies="top_k")
     assert same(first, again)
+    missed, bounds = list[float](), list[float]()
     assert (len({one.token_ids for one in first}) > 4) == (temperature > 0)
     for one in first:
         assert one.entropy_kind is EntropyKind.TOP_K
@@ -764,6 +777,84 @@ def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
         assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=1e-5)
         assert torch.allclose(torch.tensor(one.entropies), partial, atol=1e-5)
         assert (partial < full - 1e-3).all()
+        missed += (full - partial).tolist()
+        tail = 1 - likely.exp().sum(dim=1)
+        bounds += (tail * ((logprobs.shape[1] - 20) / tail).log()).tolist()
+    assert bound == pytest.approx(sum(bounds) / len(bounds), abs=1e-5)
+    assert all(one < most for one, most in zip(missed, bounds, strict=True))
+
+
+def test_measured_entropies_are_exact_where_vllm_draws(tmp_path: Path) -> None:
+    """The tokens are those of "top_k", also on a server that dies and is back: it is asked to
+    measure anew. Filters are refused, since vLLM's order is another."""
+
+    async def work(engine: VllmEngine) -> list[Completion]:
+        first = await asyncio.gather(*(ask(engine, one, LONG) for one in range(4)))
+        await asyncio.to_thread(servers[0].die)
+        later = asyncio.create_task(ask(engine, 4, LONG))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(servers[0].revive)
+        if measures:
+            with pytest.raises(EngineError, match="apply in another order"):
+                await ask(engine, 5, Sampling(max_new_tokens=2, filters=Filters(top_k=2)))
+            assert "rollout/entropy_tail_bound" not in engine.take_metrics()
+        return [*first, await later]
+
+    found = {}
+    for measures in (True, False):
+        with plain_fakes(runner=2) as servers:
+            kind = "measured" if measures else "top_k"
+            found[kind] = run(servers, tmp_path, work, entropies=kind)
+            assert servers[0].measures is measures
+    for one, other in zip(*found.values(), strict=True):
+        assert (one.token_ids, one.sampling_logprobs) == (other.token_ids, other.sampling_logprobs)
+        assert one.entropy_kind is EntropyKind.EXACT and other.entropy_kind is EntropyKind.TOP_K
+        logits = MODEL(torch.tensor([[*PREFIX, *one.token_ids]])).logits[0, len(PREFIX) - 1 : -1]
+        logprobs = logits.log_softmax(dim=-1)
+        exact = -(logprobs.exp() * logprobs).sum(dim=1)
+        assert torch.allclose(torch.tensor(one.entropies), exact, atol=1e-5)
+        assert all(a > b for a, b in zip(one.entropies, other.entropies, strict=True))
+
+
+def test_only_the_v2_runner_measures(tmp_path: Path) -> None:
+    async def work(engine: VllmEngine) -> None:
+        raise AssertionError("a server was taken that cannot measure")
+
+    with plain_fakes() as servers, raises_code("server-without-draws"):
+        run(servers, tmp_path, work, entropies="measured")
+    config = load_config(tiny(engine={"kind": "vllm", "vllm": {"entropies": "measured"}}))
+    words = " ".join(options(config, tmp_path / "http-0"))
+    assert "processed_logprobs" in words and "--logits-processors" not in words
+    found = _environment(config.engine.vllm, 0, tmp_path, tmp_path)
+    assert found["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_the_bound_of_what_is_left_out_by_hand() -> None:
+    """Four tokens, of which two are kept: .5 and .3. The other two have .2 together."""
+    table = np.log([[0.1, 0.5, 0.3], [0.5, 0.5, 0.3]])
+    logprobs, entropies, tails = likely_columns(table)
+    assert logprobs == pytest.approx([math.log(0.1), math.log(0.5)])
+    assert entropies == pytest.approx(2 * [0.5 * math.log(2) - 0.3 * math.log(0.3)])
+    assert tails == pytest.approx([0.2, 0.2])
+    (bound, _) = tail_bounds(tails, 4 - 2)
+    assert bound == pytest.approx(0.2 * math.log(10))
+    for one, other in ((0.1, 0.1), (0.15, 0.05), (0.19, 0.01)):
+        left_out = -one * math.log(one) - other * math.log(other)
+        assert 0.2 * math.log(5) < left_out <= bound + 1e-12
+    # Nothing is left out, also where rounding says less than nothing.
+    assert tail_bounds(np.array([0.0, -1e-7, 1e-3]), 0) == pytest.approx(
+        [0, 0, 1e-3 * math.log(1e3)]
+    )
+
+
+def test_a_reply_in_columns_lacks_its_tails(tmp_path: Path) -> None:
+    """One by a server of an earlier version is refused; exact entropies have none."""
+    columns = packed([3], [-1.0], [-1.0])
+    assert unpacked(columns) == ([3], [-1.0], [-1.0], None)
+    with pytest.raises(KeyError, match="tails"):
+        unpacked(columns, 50)
+    columns = packed([3], [-1.0], [-1.0], [0.5])
+    assert unpacked(columns, 22).bounds == pytest.approx([0.5 * math.log(4)])
 
 
 def test_a_draw_by_seed_and_position_does_not_see_how_a_path_is_asked_for(tmp_path: Path) -> None:
@@ -976,6 +1067,19 @@ def test_another_program_is_not_taken_for_a_server(tmp_path: Path) -> None:
         with raises_code("server-without-plugin"):
             run([], tmp_path, work, servers=[f"http://127.0.0.1:{pages.server_port}"])
         pages.shutdown()
+
+
+def test_the_socket_that_a_killed_server_has_left_does_not_stop_the_next(tmp_path: Path) -> None:
+    place = tmp_path / "http-0"
+    bind = "import socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1])"
+    own = {"environment": {}, "log": tmp_path / "log", "sockets": [place]}
+    process = Process([sys.executable, "-c", bind, str(place)], **own)
+    for _ in range(2):
+        process.start()
+        while (status := process.exit_status) is None:
+            time.sleep(0.05)
+        process.stop(for_good=False)
+        assert status == 0 and place.is_socket(), process.tail()
 
 
 def test_a_server_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> None:

@@ -437,6 +437,7 @@ def _build_learner(
         config.loss,
         length_constant=config.rollout.max_completion_tokens,
         num_updates=config.run.num_updates,
+        shares_card=config.engine.shares_card,
     )
     if checkpoint is not None:
         learner.load(checkpoint)

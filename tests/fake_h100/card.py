@@ -197,11 +197,11 @@ def _precompile(self: Any, *_: Any, **__: Any) -> None:
             fault = f"{type(error).__name__}: {error}"
         finally:
             triton.compile = triton_heuristics.triton.compile = original
-        compiled.append({"name": self.fn.__name__, "form": str(form)} | _needs(found, fault))
+        compiled.append({"name": self.fn.__name__, "form": str(form)} | needs(found, fault))
     self.launchers = [_always(None)]
 
 
-def _needs(found: list[Any], fault: str) -> dict[str, Any]:
+def needs(found: list[Any], fault: str = "") -> dict[str, Any]:
     """What ptxas says of a program; why there is none."""
     if not found:
         return {"fault": fault[:300]}

@@ -28,6 +28,7 @@ from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Tre
 from treegraft.policy.attention_hook import plain_attention
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm.build import build_engine, find_python
+from treegraft.policy.engine.vllm.protocol import ROUTE
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.publish import Publisher
@@ -100,7 +101,7 @@ def killer(folder: Path, after: int) -> Iterator[list[int]]:
     def watch() -> None:
         while not is_over.wait(0.2):
             logs = [*folder.rglob("*server-0.log")]
-            if logs and logs[0].read_text(errors="replace").count("/inference/v1/generate") > after:
+            if logs and logs[0].read_text(errors="replace").count(ROUTE) > after:
                 break
         else:
             return
@@ -278,7 +279,7 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
     """Given all weights, or LoRA's adapters alone, or started without our options: before and after
     each of two steps of SFT on the server's own completions, the canary and all log-probabilities
     and entropies are the learner's, and the same keys give the same tokens once more. Without the
-    plugin entropies are lower bounds."""
+    plugin entropies are lower bounds, and the metric says how much they may lack."""
     is_plain, is_adapted = what == "without the plugin", what == "adapters"
     config = load_config(
         tiny(
@@ -318,8 +319,12 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
                 ]
                 assert [one.token_ids for one in found] == [one.token_ids for one in again]
                 assert len({one.token_ids for one in found}) > 1
-                for one in found:
-                    check_against_the_model(one)
+                bounds = [bound for one in found for bound in check_against_the_model(one)]
+                said = engine.take_metrics().get("rollout/entropy_tail_bound")
+                assert (said is not None) is is_plain
+                if said is not None:
+                    print(f"entropies lack at most {said:.4f} nats")
+                    assert abs(said - sum(bounds) / len(bounds)) < LIMIT
                 seen.append(found[0].sampling_logprobs[0])
                 learner.imitate([demonstration(found[0])], lr=1e-4)
             assert len(set(seen)) == 3
@@ -330,7 +335,7 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
         parts = Part("p" * len(prompt), (Part("s" * len(one.token_ids)),))
         return build_tree(parts, tokens=[*prompt, *one.token_ids])
 
-    def check_against_the_model(one: Completion) -> None:
+    def check_against_the_model(one: Completion) -> list[float]:
         with torch.inference_mode(), plain_attention(learner.model):
             path = torch.tensor([[*prompt, *one.token_ids]])
             logits = learner.model(path).logits[0, len(prompt) - 1 : -1].float()
@@ -341,6 +346,13 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
         assert one.entropy_kind is (EntropyKind.TOP_K if is_plain else EntropyKind.EXACT)
         assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=LIMIT)
         assert torch.allclose(torch.tensor(one.entropies), entropies, atol=LIMIT)
+        if not is_plain:
+            return []
+        tails = 1 - counted.double().exp().sum(dim=1)
+        bounds = tails * ((logprobs.shape[1] - 20) / tails).log()
+        missed = -(logprobs.exp() * logprobs).sum(dim=1) - entropies
+        assert (missed < bounds + LIMIT).all()
+        return bounds.tolist()
 
     asyncio.run(main())
 

@@ -20,11 +20,7 @@ from treegraft.algo.groups import (
     split_advantages,
     whitened,
 )
-from treegraft.algo.rapo import (
-    combined_advantages,
-    path_retrieval_reward,
-    path_retrieved_frac,
-)
+from treegraft.algo.rapo import combined_advantages, path_retrieval_reward, path_retrieved_frac
 from treegraft.core.plugin import OutcomeKind, loaded
 from treegraft.core.types import (
     ROOT_ID,

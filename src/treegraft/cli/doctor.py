@@ -32,8 +32,7 @@ from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 from treegraft.settings.explore import MADE_BY_RUN, retrieving, takes_warmup_of_buffer
 from treegraft.settings.packages import missing_packages
-from treegraft.settings.table import with_value
-from treegraft.tools.build import with_backend
+from treegraft.settings.table import with_choices
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -201,14 +200,6 @@ def placement(config: Config, planned: str = "") -> Iterator[Finding]:
     yield Finding("engine", engine)
     search = config.tools.search
     for tool in config.tools.use:
-        if tool == "python" and config.tools.python.backend == "bwrap":
-            from treegraft.tools.python.bwrap import find_problem
-
-            problem = find_problem()
-            value = f"{config.tools.python.num_workers} bubblewrap sandboxes"
-            value = "missing" if problem else value
-            yield Finding("tool python", value, problem is None, problem or "")
-            continue
         where = "in this process"
         if num := getattr(getattr(config.tools, tool, None), "num_workers", 0):
             where = f"{num} worker processes"
@@ -318,7 +309,7 @@ def examine(config: Config | None, **asked: Any) -> Examination:
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
-    config = with_value(config, "tools", with_backend(config.tools))
+    config = with_choices(config)
     gaps = missing_packages(config)
     planned, more = "", dict[str, list[Finding]]()
     parts: list[Finding] = []

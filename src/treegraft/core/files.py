@@ -52,7 +52,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def checksum(data: bytes) -> str:
-    """Returns what `file_checksum` says of a file of these bytes."""
+    """Returns the checksum that `file_checksum` computes for a file of these bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

@@ -52,7 +52,7 @@ class Measured(Protocol):
     """A part of a run that counts something."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call, and starts counting anew."""
+        """Returns the metrics since the last call and resets the counts."""
 
 
 class WeightSource(Protocol):
@@ -91,19 +91,19 @@ class LearnerLike(Protocol):
         default of `weight_decay` is that of [learn]."""
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
-        """Returns (steps of demonstrations in which every token with loss is the most likely one,
-        steps)."""
+        """Returns two counts: the steps of demonstrations whose tokens with loss are all the most
+        likely ones, and all steps."""
 
     def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
         """Returns the trees with the log-probabilities of their sampled tokens under the present
         weights as `Step.old_logprobs`."""
 
     def forget_moments(self) -> None:
-        """Resets the optimiser, as between warm-up and training."""
+        """Resets the optimiser's moments, such as between warm-up and training."""
 
     def keep_reference(self, folder: Path, *, is_new: bool) -> None:
-        """Freezes the reference of the KL term: the present weights, which are written to the
-        folder, or for a resumed run those that lie there."""
+        """Freezes the present weights as the reference of the KL term and writes them to the
+        folder; a resumed run reads the reference from there."""
 
     def weights(self) -> WeightSource:
         """Returns the plain model's weights with adapters merged into them."""
@@ -141,11 +141,12 @@ class Engine(Measured, Protocol):
 
     @property
     def capacity(self) -> int:
-        """Completions that run at the same time; more wait for a place."""
+        """Number of completions that run at the same time; further ones wait."""
 
     @property
     def max_context(self) -> int | None:
-        """Longest path it completes, prompt included, in tokens; None where it has no limit."""
+        """Longest path that the engine completes, prompt included, in tokens; None without a
+        limit."""
 
     @property
     def fingerprint(self) -> str:
@@ -154,7 +155,7 @@ class Engine(Measured, Protocol):
 
     @property
     def death(self) -> BaseException | None:
-        """Why no completion can come from it any more; None while it serves."""
+        """Why the engine can complete nothing any more; None while it serves."""
 
     async def complete(self, request: Request) -> Completion:
         """Returns one completion, by one version of the policy.
@@ -165,7 +166,7 @@ class Engine(Measured, Protocol):
         """
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Says that no request below this prefix will come again before the next publish."""
+        """Tells the engine that no request below this prefix comes before the next publish."""
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
@@ -234,7 +235,7 @@ class SearchBackend(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Names everything but the query that results depend on."""
+        """A text that changes whenever results of the same query would."""
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Returns for each query its best passages, best first, `top_k` at most.
@@ -284,7 +285,7 @@ class LiveEnvironment(Protocol):
         """Returns the reward of the present state; None for none."""
 
     async def fork(self) -> LiveEnvironment:
-        """Returns a further one in the same state, which goes its own way."""
+        """Returns a copy in the same state; later calls change only one of both."""
 
     async def close(self) -> None: ...
 
@@ -302,7 +303,7 @@ class EnvironmentKind(Protocol):
     """Whether its environments have rewards."""
 
     def make(self) -> LiveEnvironment:
-        """Returns a fresh one, not yet reset. Does no work."""
+        """Returns a fresh environment that is not yet reset. Does no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,8 +479,8 @@ class TaskSource(Protocol):
         no expert."""
 
     def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
-        """Returns the answer that an impatient agent would give after these steps, or None where
-        that makes no sense."""
+        """Returns the answer that an impatient agent would give after these steps; None if there is
+        none."""
 
     def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
         """Returns tasks for demonstrations, disjoint from training and evaluation; empty where
@@ -494,9 +495,8 @@ class TaskSource(Protocol):
 
 
 class TaskSampler(Protocol):
-    """Deals the training tasks of a run. What it deals is a function of the seed, the update's
-    number and `state`, so that a resumed run deals the same; one process asks it, update after
-    update."""
+    """Deals the training tasks of a run. Its tasks are a function of the seed, the update's number
+    and `state`, so that a resumed run deals the same. One process asks it, update after update."""
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -506,8 +506,8 @@ class TaskSampler(Protocol):
         """Goes on from the state of a checkpoint, which is empty for a new run."""
 
     def references(self, number: int) -> Sequence[Task]:
-        """Returns tasks that are rolled out before update `number` for what they tell of the
-        others; they are not learned from. Often none."""
+        """Returns tasks that are rolled out before update `number` to estimate the other tasks'
+        success; they are not learned from. Often empty."""
 
     def label(self, number: int, trees: Sequence[Tree]) -> None:
         """Takes the scored trees of the references."""
@@ -515,7 +515,7 @@ class TaskSampler(Protocol):
     def draw(
         self, number: int, first: int, *, size: int, without: Collection[str] = ()
     ) -> Sequence[Task]:
-        """Returns at most `size` different tasks for update `number`; none where all are left out.
+        """Returns at most `size` different tasks for update `number`; empty if all are left out.
 
         Args:
             first: tasks drawn before, by all updates and by earlier rounds of this one.
@@ -523,10 +523,10 @@ class TaskSampler(Protocol):
         """
 
     def take(self, number: int, trees: Sequence[Tree]) -> None:
-        """Takes the scored trees of an update that is learned, its references left out."""
+        """Takes the scored trees of an update, without those of its references."""
 
     def drawn(self, first: int) -> Sequence[str]:
-        """Returns the ids of the tasks of earlier updates, `first` in number; they may repeat."""
+        """Returns the ids of the `first` tasks that earlier updates drew; they may repeat."""
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the sampler/* metrics of the last update."""
@@ -564,7 +564,7 @@ class Retriever(Measured, Protocol):
     async def retrieve(
         self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
     ) -> Retrieved | None:
-        """Returns the trace whose key is nearest to the history, or None where nothing is eligible.
+        """Returns the trace whose key is nearest to the history; None if nothing is eligible.
 
         Args:
             contents: the steps so far, oldest first.
@@ -673,7 +673,7 @@ class Tracker(Protocol):
         "health/NAME"."""
 
     def close(self) -> None:
-        """The process goes on without it; the run may be resumed with another one."""
+        """Ends the tracker's work. The process goes on, and a later run may resume its record."""
 
 
 class TrackerMore(Protocol):
@@ -699,8 +699,8 @@ class TreeScorer(Protocol):
 
 
 class Display(Protocol):
-    """Shows the progress of a run. Methods return at once and never raise for faults of the
-    run."""
+    """Shows the progress of a run. Methods return at once, and no fault of the run makes them
+    raise."""
 
     def started(self, run_dir: Path, title: str, num_updates: int) -> None:
         """The run folder exists and work begins; `title` names model and tasks."""

@@ -176,6 +176,10 @@ class Plugin:
     """Policy-gradient objectives by their names in `loss.objective`: each called with the table
     [loss], [C] log-probabilities, old ones, advantages, owners and shaping; returns
     `SurrogateTerms`. Or import paths."""
+    losses: Mapping[str, Any] = field(default_factory=dict)
+    """Further losses, by the setting of [loss] that is their weight, 0 for none: each called in
+    every optimiser step with its trees, the table [loss], the learner and its `MetricSums`; adds
+    the gradient of its loss and returns the loss. Or import paths."""
     rewards: Mapping[str, Any] = field(default_factory=dict)
     """Reward functions or their import paths."""
     formats: Mapping[str, Any] = field(default_factory=dict)
@@ -202,6 +206,10 @@ class Plugin:
     toolsets: Mapping[str, Any] = field(default_factory=dict)
     """By the setting of [tools] whose value asks for them: makers of several tools, called with the
     value and `taken`, the names that others have. Or import paths."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    """By settings whose value "auto" leaves a choice to this machine: each called with the
+    configuration, returns the value, which a run shows, records and keeps when it is resumed. Or
+    import paths."""
     searches: Mapping[str, Any] = field(default_factory=dict)
     """By names in `tools.search.kind`: makers of a `SearchBackend`, called with the table
     [tools.search]; or import paths."""
@@ -246,7 +254,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "attributions": ("soft", "hard"),
     "objectives": ("clip", "gspo", "cispo", "gppo"),
     "tasks": ("search_world", "dataset"),
-    "tools": ("python", "search"),
+    "tools": ("search",),
     "searches": ("bm25", "dense"),
     "samplers": ("epochs",),
     "engines": ("native", "vllm", "auto"),
@@ -331,6 +339,13 @@ def loaded(entry: Any) -> Any:
         SettingError: the import path leads to nothing.
     """
     return load_object(entry) if isinstance(entry, str) else entry
+
+
+def weighed(kind: str, table: Any) -> list[tuple[Any, float]]:
+    """Returns what plugins bring of a kind whose names are settings of `table`, with the weights
+    that these are; those of weight 0 are left out."""
+    weights = {name: getattr(table, name, 0.0) for name in offered(kind)}
+    return [(loaded(offered(kind)[name]), weight) for name, weight in weights.items() if weight]
 
 
 def chosen(name: str, core: Mapping[str, Any], kind: str, setting: str) -> Any:

@@ -127,7 +127,7 @@ class SessionSource(Protocol):
     """Sessions with a state for each trajectory: the environments of a run."""
 
     def sessions(self, runner: Runner, task: Task) -> Sessions:
-        """Returns the sessions of one tree, whose calls `runner` runs."""
+        """Returns the sessions of one tree; `runner` runs their calls."""
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""

@@ -192,8 +192,7 @@ class Worker:
         return self._is_ready
 
     def ask(self, request: Any, deadline_s: float) -> Any:
-        """Returns the answer; None where there is none in time: the worker is then of no more
-        use."""
+        """Returns the answer; None if it is late, after which the worker is of no use."""
         assert self.process.stdin is not None
         try:
             # A worker reads a whole line before it begins, so writing never waits for its answer.

@@ -22,7 +22,7 @@ from treegraft.traces.run_buffer import RunBuffer
 async def demonstrations_of(
     run: Run, parts: TrainingParts, buffer: RunBuffer
 ) -> Demonstrations | None:
-    """Returns the demonstrations that are still to come; None where their buffer is not built
+    """Returns the demonstrations of the remaining warm-up steps; None if their buffer is not built
     yet."""
     config, stored = run.config, None
     if config.warmup.traces != "expert":

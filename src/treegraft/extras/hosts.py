@@ -19,7 +19,7 @@ class Only(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """An argument of a trainer that a recipe gives."""
+    """An argument of a foreign trainer whose value follows from the recipe."""
 
     value: Any
     source: str

@@ -34,8 +34,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
 from treegraft.settings.objects import Objects, with_objects
 from treegraft.settings.packages import missing_packages
-from treegraft.settings.table import with_value
-from treegraft.tools.build import with_backend
+from treegraft.settings.table import with_choices
 from treegraft.traces.rollout_buffer import RolloutBuffer
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def grove(
         )
     if missing := missing_packages(config):
         raise SettingError("\n".join(missing.values()), code="packages-missing")
-    config = with_value(config, "tools", with_backend(config.tools))
+    config = with_choices(config)
     return Grove(config, given, engine, retriever)
 
 
@@ -313,8 +312,9 @@ class Grove:
             return credit_trees(trees, config, now.rule)
 
     def remember(self, trees: Sequence[Tree], number: int) -> None:
-        """Adds the best trajectories of an update to the buffer, as [buffer.grow] says; nothing
-        where buffer.grow.num_best is 0. After learning, so that no tree finds its own steps."""
+        """Adds the best trajectories of an update to the buffer, by [buffer.grow]; none if
+        buffer.grow.num_best is 0. Call it after learning, so that no tree retrieves its own
+        steps."""
         now = self._open()
         if now.buffer is None:
             return

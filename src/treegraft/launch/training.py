@@ -35,10 +35,9 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
 from treegraft.settings.objects import Objects, with_objects
 from treegraft.settings.packages import missing_packages
-from treegraft.settings.table import with_value
+from treegraft.settings.table import value_of, with_choices
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.sampler import build_sampler
-from treegraft.tools.build import with_backend
 from treegraft.traces.demonstrations import lesson_book
 from treegraft.traces.retrieve import too_short, unusable
 from treegraft.traces.run_buffer import RunBuffer
@@ -180,8 +179,7 @@ def _start(
             code="nothing-resumed",
         )
     start = new_start(config, recipe, given)
-    tools = with_backend(start.config.tools)
-    return replace(start, config=with_value(start.config, "tools", tools))
+    return replace(start, config=with_choices(start.config))
 
 
 @dataclass
@@ -304,9 +302,9 @@ async def _tell_beforehand(run: Run, parts: TrainingParts) -> None:
     """Shows what the user should know before any work."""
     for text in parts.notes:
         run.display.note(text)
-    if "python" in run.config.tools.use:
-        backend = {"bwrap": "bubblewrap", "monty": "Monty"}[run.config.tools.python.backend]
-        run.display.note(f"python tool runs in {backend}")
+    for name in offered("choices"):
+        if (chosen := value_of(run.config, name)) != "auto":
+            run.display.note(f"{name} = {chosen!r}")
     if run.start.checkpoint is None:
         for one in await Preflight(parts).findings():
             if one.is_doubtful or not one.is_good:

@@ -39,7 +39,7 @@ CANARY_SAMPLING = Sampling(max_new_tokens=8)
 
 
 def canary_key(number: int) -> NoiseKey:
-    """Returns the noise key of the completion of a prompt, the same for every server."""
+    """Returns the noise key of a prompt's completion; it is the same for every server."""
     return ("canary", number)
 
 

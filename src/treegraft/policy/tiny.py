@@ -15,8 +15,8 @@ from treegraft.settings.policy import TinySettings
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draws inside the block are those of `seed`, on every device; the generators outside stay as
-    they are, so that a run's other draws do not depend on how many were made here."""
+    """Seeds the random generators of every device inside the block, and restores them afterwards,
+    so that a run's later draws do not depend on the draws made here."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield

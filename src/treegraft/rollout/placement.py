@@ -1,4 +1,5 @@
-"""A placement: where the engines and growers of a run stand, if not in the run's own process."""
+"""A placement: the processes or machines of a run's engines and growers, if not the run's own
+process."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def rules() -> tuple[Rule, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HealthWarning:
-    """One warning that stands after an update."""
+    """A warning that is active after an update."""
 
     rule: Rule
     subject: str

@@ -28,7 +28,7 @@ from treegraft.runs.trust import CHECKPOINT, RUN, key_problem, mark, require_tru
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import config_json, differences, load_config
 from treegraft.settings.objects import with_objects
-from treegraft.settings.table import with_value
+from treegraft.settings.table import with_choices, with_value
 
 Source = Config | Mapping[str, Any] | str | Path | None
 
@@ -81,8 +81,7 @@ class Start:
         return self.folder
 
     def give_up(self, folder: RunFolder | None) -> None:
-        """Leaves the folder as it was: one just made is removed, one to go on in is left to
-        others."""
+        """Leaves the folder as it was: removes a folder just made, and releases one to go on in."""
         if folder is not None:
             folder.release()
             if self.folder is None:
@@ -181,8 +180,7 @@ def resumed_start(
     if settings.run.name is None:
         settings = with_value(settings, "run.name", own.run.name)
     # Chosen when the run began; on another machine the choice could be another.
-    if settings.tools.python.backend == "auto":
-        settings = with_value(settings, "tools.python.backend", own.tools.python.backend)
+    settings = with_choices(settings, own)
     may_change = settings_with("resumable")
     refused = [one for one in differences(own, settings) if not one.startswith(may_change)]
     if refused:

@@ -1,4 +1,5 @@
-"""The file `trackers.json` of a run folder: the run's id elsewhere, and how far each tracker is."""
+"""The file `trackers.json` of a run folder: the run's id at each tracker, and the last update that
+each one has."""
 
 from __future__ import annotations
 

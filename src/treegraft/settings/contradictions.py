@@ -11,6 +11,7 @@ from treegraft.core.plugin import offered, plugins, unknown_name
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, has_own, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
+from treegraft.settings.policy import OWN_DRAWS
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
 from treegraft.settings.secrets import secrets_written
 from treegraft.settings.table import Contradiction, value_of
@@ -142,7 +143,7 @@ def _engine_wrong(config: Config) -> Iterator[Contradiction]:
             "publish.kind: got 'external', expected engine.vllm.servers and engine.vllm.entropies ="
             ' "top_k" beside it: servers of somebody else, who gives them weights.',
         )
-    if vllm.entropies != "top_k":
+    if vllm.entropies in OWN_DRAWS:
         return
     plain = {"repetition_penalty": 1.0}
     if config.eval.num_samples:
@@ -152,8 +153,7 @@ def _engine_wrong(config: Config) -> Iterator[Contradiction]:
             yield Contradiction(
                 (f"eval.{name}", "engine.vllm.entropies"),
                 f"eval.{name}: got {getattr(config.eval, name)}, expected {value} with"
-                ' engine.vllm.entropies = "top_k": servers without Treegraft\'s plugin filter'
-                " tokens in another order.",
+                f" engine.vllm.entropies = '{vllm.entropies}': vLLM filters in another order.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Settings of the warnings while training: the limit from which each one is given."""
+"""Settings of the warnings while training: the limit at which each warning is given."""
 
 from __future__ import annotations
 

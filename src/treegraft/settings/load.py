@@ -334,7 +334,7 @@ def idle_reasons(name: str, config: Config, used: Sequence[str] = ()) -> list[st
 
 
 def default_of(config: Config, name: str) -> Any:
-    """The value of a setting that nothing names, under these other settings."""
+    """Returns the default of a setting if the other settings are these."""
     told = default_told(config, name)
     if told is not None:
         return told

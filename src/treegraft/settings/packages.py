@@ -18,8 +18,6 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
         yield spec.startswith("hub:"), f"the data set '{spec}'", "datasets"
         yield spec.lower().endswith(".parquet"), f"reading '{spec}'", "pyarrow"
     yield "math" in (config.reward.accuracy, *config.reward.funcs), "reward 'math'", "math_verify"
-    is_monty = "python" in tools.use and tools.python.backend == "monty"
-    yield is_monty, "the python tool without bubblewrap", "pydantic_monty"
     yield searches and search.kind == "bm25", "tools.search.kind = 'bm25'", "bm25s"
     is_dense = searches and search.kind == "dense"
     yield is_dense, "tools.search.kind = 'dense'", "faiss"

@@ -186,6 +186,11 @@ class NativeSettings(Settings):
         return CPU_CACHE_GB if self.cache_gb == "auto" else self.cache_gb
 
 
+OWN_DRAWS = ("auto", "exact")
+"""Values of engine.vllm.entropies with which servers draw by Treegraft's own sampling; "auto" where
+it has been decided."""
+
+
 class VllmSettings(Settings):
     servers: list[str] = setting([], same_answers=True)
     """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
@@ -203,11 +208,13 @@ class VllmSettings(Settings):
     cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
     """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
     takes 1 on a CPU."""
-    entropies: Literal["auto", "exact", "top_k"] = setting("auto")
+    entropies: Literal["auto", "exact", "measured", "top_k"] = setting("auto")
     """"exact": servers draw by Treegraft's own sampling, as the native engine does, and report
     exact entropies; vLLM has a place for that in its former runner alone. "top_k": vLLM draws by
     itself, by seeds that follow from the noise keys; entropies are sums over the 20 most likely
-    tokens, a lower bound. "auto": "top_k" for servers of this run's own on GPUs, else "exact"."""
+    tokens, a lower bound. "measured": vLLM draws so too, and a kernel of ours in its V2 runner, on
+    GPUs alone, reports exact entropies; it was never run on one. "auto": "top_k" for servers of
+    this run's own on GPUs, else "exact"."""
     batch_invariant: bool = setting(False, idle_unless=(_starts_servers,))
     """Start servers with VLLM_BATCH_INVARIANT=1: on GPUs a token then does not depend on what else
     is computed beside it, at a price in speed that has not been measured here."""
@@ -258,6 +265,12 @@ class EngineSettings(Settings):
     """Servers of the engine "vllm"."""
     options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
     """Settings of an engine given by import path, which reads them itself."""
+
+    @property
+    def shares_card(self) -> bool:
+        """Whether servers of this run's own may lie on the GPUs that learn."""
+        vllm = self.vllm
+        return self.kind == "vllm" and (vllm.sleep or not (vllm.servers or vllm.gpus))
 
 
 class CreditSettings(Settings):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import CORE_NAMES, offered
+from treegraft.core.plugin import CORE_NAMES, loaded, offered
 
 
 class Settings(BaseModel):
@@ -41,6 +41,19 @@ def with_value(settings: _Settings, name: str, value: Any) -> _Settings:
     first, _, rest = name.partition(".")
     changed = with_value(getattr(settings, first), rest, value) if rest else value
     return settings.model_copy(update={first: changed})
+
+
+def with_choices(config: _Settings, before: Settings | None = None) -> _Settings:
+    """Returns a configuration with what it leaves to this machine, by the plugins that choose it.
+
+    Args:
+        before: the configuration of the run that goes on, which has chosen already; None chooses.
+    """
+    for name, choice in offered("choices").items():
+        if value_of(config, name) == "auto":
+            value = value_of(before, name) if before else loaded(choice)(config)
+            config = with_value(config, name, value)
+    return config
 
 
 class Contradiction(NamedTuple):
@@ -100,8 +113,8 @@ def takes_path(other: str) -> Condition:
 
 
 def by_model(*, tiny: Any, full: Any, lora: Any = None) -> Callable[[Any], Any]:
-    """Returns the default of a setting that depends on the model: the tiny one, a language model,
-    and one of which only adapters are trained (None: as without)."""
+    """Returns a default that depends on the model: `tiny` for the tiny one, `lora` for a language
+    model with adapters alone (None: as `full`), `full` for any other language model."""
 
     def default(config: Any) -> Any:
         if config.model.path == "tiny":

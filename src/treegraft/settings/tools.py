@@ -13,24 +13,6 @@ from treegraft.settings.table import Settings, has, setting, takes_path, when
 S = TypeVar("S", bound=Settings)
 
 
-class PythonToolSettings(Settings):
-    backend: Literal["auto", "monty", "bwrap"] = "auto"
-    """"monty": a small interpreter without libraries, anywhere; "bwrap": CPython with numpy, scipy
-    and sympy in a bubblewrap sandbox (Linux); "auto": bubblewrap where it works, else Monty. A run
-    records which one it began with and keeps it."""
-    max_duration_s: float = setting(2.0, gt=0)
-    """Execution time of one call, in seconds."""
-    max_memory_mb: int | None = setting(None, ge=1)
-    """Memory of one call, in MiB, libraries not counted; None is 64 for "monty" and 512 for
-    "bwrap"."""
-    max_files_mb: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "auto", "bwrap"))
-    """Room for the files of one call in its private /tmp, in MiB ("bwrap")."""
-    max_threads: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "auto", "bwrap"))
-    """Threads of one call, which cannot start processes ("bwrap")."""
-    num_workers: int = setting(2, ge=1)
-    """Worker processes ("monty") or sandboxes ("bwrap")."""
-
-
 class SearchToolSettings(Settings):
     """Settings of the search tool."""
 
@@ -52,7 +34,7 @@ class SearchToolSettings(Settings):
 
 class ToolsSettings(Settings):
     use: list[str] = setting([], plugins="tools")
-    """"python", "search", names that plugins bring ("browse"), or import paths
+    """"search", names that plugins bring ("python", "browse"), or import paths
     "package.module:function"; the tasks' own tools are always on."""
     deadline_s: float = setting(30.0, gt=0)
     """Longest wait for one call, in seconds; past it the agent reads that the call timed out."""
@@ -74,9 +56,6 @@ class ToolsSettings(Settings):
     """Wait before the first of them, in seconds; it doubles each time."""
     max_calls_per_s: float | None = setting(None, gt=0)
     """Calls of one remote tool started in a second; None for no limit."""
-    python: PythonToolSettings = setting(
-        PythonToolSettings(), idle_unless=has("tools.use", "python")
-    )
     search: SearchToolSettings = setting(
         SearchToolSettings(), idle_unless=has("tools.use", "search")
     )

@@ -91,7 +91,7 @@ class Symbols:
         return words[4] if len(words) == 5 and words[3] == "is" else None
 
     def thought(self, entity: str, relation: str, *, is_last: bool) -> str:
-        """Returns "need r2 of e9"; no thought where the expert has none before the answer."""
+        """Returns a thought such as "need r2 of e9"; empty if the expert writes no thoughts."""
         return f"need {relation} of {entity}" if self.last_thought else ""
 
     def vocabulary(self) -> tuple[str, ...]:

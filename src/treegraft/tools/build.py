@@ -7,9 +7,7 @@ from typing import Any
 
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import EnvironmentKind, SearchBackend, Tool
-from treegraft.core.packages import require
 from treegraft.core.plugin import CORE_NAMES, blaming, chosen, loaded, offered
-from treegraft.settings.table import with_value
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
 from treegraft.tools.function import FunctionTool
@@ -81,32 +79,7 @@ def _search(settings: ToolsSettings) -> Tool:
     return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
 
 
-def with_backend(settings: ToolsSettings) -> ToolsSettings:
-    """Returns the settings with the python tool's backend by name, where that tool is used and its
-    backend is "auto": bubblewrap where a first sandbox works, else Monty."""
-    if "python" not in settings.use or settings.python.backend != "auto":
-        return settings
-    from treegraft.tools.python.bwrap import find_problem
-
-    return with_value(settings, "python.backend", "monty" if find_problem() else "bwrap")
-
-
-def _python(settings: ToolsSettings) -> Tool:
-    settings = with_backend(settings)
-    if settings.python.backend == "monty":
-        require("the python tool without bubblewrap", "pydantic_monty")
-        from treegraft.tools.python.monty_tool import MontyTool
-
-        return MontyTool(settings.python)
-    from treegraft.tools.python.bwrap_tool import BwrapTool
-
-    return BwrapTool(settings.python)
-
-
-TOOLS: Mapping[str, Callable[[ToolsSettings], Tool]] = {
-    "python": _python,
-    "search": _search,
-}
+TOOLS: Mapping[str, Callable[[ToolsSettings], Tool]] = {"search": _search}
 
 
 def open_search(settings: SearchToolSettings) -> SearchBackend:

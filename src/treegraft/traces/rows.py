@@ -15,7 +15,7 @@ from treegraft.tools.search.nearest import FLAT_LIMIT, Hits, IvfIndex, Mask, sea
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One state of the buffer; later additions and evictions leave it as it is."""
+    """A snapshot of the buffer; later additions and evictions do not change it."""
 
     ids: npt.NDArray[np.int64]
     """[rows] in the file, ascending."""

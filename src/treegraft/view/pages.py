@@ -41,9 +41,9 @@ def _num_tokens(steps: Sequence[Step]) -> int:
 
 
 def best_leaf(paths: Sequence[Trajectory]) -> int | None:
-    """Returns the number of the path with the highest reward, of equals the correct one, then that
-    with the highest advantage, then that with the fewest tokens, then the first; None without
-    rewards."""
+    """Returns the number of the path with the highest reward; None without rewards. Ties go to a
+    correct path, then to the highest advantage, then to the fewest tokens, then to the first
+    path."""
     scored = [
         (
             -path.reward,

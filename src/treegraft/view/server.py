@@ -330,7 +330,8 @@ class Api:
         return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
 
     def settings(self, _: Request) -> Any:
-        """Every setting with its meaning, its default, and whether that follows from others."""
+        """Returns every setting with its meaning, its default, and whether the default follows from
+        other settings."""
         return [
             {
                 "name": row.name,

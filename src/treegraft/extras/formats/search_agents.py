@@ -147,8 +147,8 @@ class MarkedAgent:
         return Read(StepContent(thought=thought, answer=body))
 
     def answer_of(self, content: StepContent, task: Task) -> str | None:
-        """Returns the answer that is compared with the task's reference, by format.answer; None
-        where the step has none."""
+        """Returns the answer that is compared with the task's reference, by format.answer; None if
+        the step has none."""
         if content.answer is None or self._rule is None:
             return content.answer
         answer: str | None = self._rule.read(content.answer, task.reference)

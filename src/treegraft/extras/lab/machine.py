@@ -29,8 +29,8 @@ def machine(num_threads: int) -> dict[str, Any]:
 
 
 def load_average() -> float | None:
-    """Returns the mean number of busy processes in the last minute; None where the system does not
-    tell."""
+    """Returns the mean number of busy processes in the last minute; None if the system reports
+    none."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
@@ -51,5 +51,5 @@ def _cpu_name() -> str:
 
 
 def number(value: float) -> str:
-    """Returns a number with three or four digits that matter."""
+    """Returns a number with three or four significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

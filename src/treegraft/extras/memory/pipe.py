@@ -141,7 +141,7 @@ def buckets(source: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> I
 
 
 def bucket_of(tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
-    """Returns named tensors as bytes, where the first of them lies."""
+    """Returns the bytes of named tensors, on the device of the first one."""
     meta: Meta = [(name, str(x.dtype).removeprefix("torch."), list(x.shape)) for name, x in tensors]
     places = _places(meta)
     device = tensors[0][1].device if tensors else None

@@ -51,7 +51,7 @@ class BalancedBranching(EntropyBranching):
         self.probe_tokens = settings.probe_tokens
 
     def starts(self, max_leaves: int) -> Start:
-        """Returns one start, the probe."""
+        """Returns one start, whose rollout is the probe."""
         return Start(1)
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:

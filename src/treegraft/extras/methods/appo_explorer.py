@@ -33,7 +33,7 @@ class EntropyPeaks(Independent):
         self._settings = settings
 
     def starts(self, max_leaves: int) -> Start:
-        """Returns the first-level rollouts, or as many as there are leaves."""
+        """Returns the first-level rollouts, at most `max_leaves`."""
         return Start(min(self._settings.num_starts, max_leaves))
 
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:

@@ -6,11 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import compress, islice
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
-from treegraft import Origin, Step, Trajectory, Tree
+from treegraft import Step, Trajectory, Tree
 from treegraft.extras.methods.axpo import names_tools
-from treegraft.extras.methods.leaves import quarter_of_the_leaves
+from treegraft.extras.methods.leaves import (
+    is_own,
+    marks_answers,
+    openings,
+    quarter_of_the_leaves,
+)
 from treegraft.parts import (
     ExplorerKind,
     Independent,
@@ -21,14 +26,9 @@ from treegraft.parts import (
     Start,
     has,
     setting,
-    value_of,
 )
 
 RULE = "commit"
-
-
-def _marks_answers(config: Any) -> bool:
-    return bool(value_of(config, "format.kind") != "chat")
 
 
 class CommitSettings(Settings):
@@ -47,7 +47,7 @@ class CommitSettings(Settings):
     tool: str = setting("", idle_unless=(names_tools,))
     """The tool whose call is opened in place of an answer; empty for each one that the tree's
     rollouts called, in turn, and for the first where they called one or none."""
-    answers: bool = setting(True, default_of=_marks_answers)
+    answers: bool = setting(True, default_of=marks_answers)
     """Whether answers are begun in place of calls, too, where no rollout has answered; the format
     "chat" has no mark that begins one."""
     min_reward: float = 1.0
@@ -118,7 +118,7 @@ class CommitBranching(Independent):
             step
             for step in longest.steps[2:]
             if step.content.observations
-            and _is_own(step)
+            and is_own(step)
             and step.parent not in answered
             and step.id not in tried
         ]
@@ -134,13 +134,13 @@ class CommitBranching(Independent):
         """Calls in place of the answer that came after the most calls."""
         own = self._settings
         ends = [(path.num_tool_calls, path.steps[-1]) for path in members if _has_answered(path)]
-        places = [(calls, step) for calls, step in ends if _is_own(step) and step.id not in tried]
+        places = [(calls, step) for calls, step in ends if is_own(step) and step.id not in tried]
         if not places:
             return Start(0)
         # Equal ones by their place in the tree.
         _, step = min(places, key=lambda one: (-one[0], -_uncertainty(one[1]), one[1].ordinals))
-        openings = list(islice(self._openings(step, members, "call"), own.num_retries))
-        ways: list[tuple[str | None, tuple[int, ...]]] = [(None, one) for one in openings]
+        begun = list(islice(self._openings(step, members, "call"), own.num_retries))
+        ways: list[tuple[str | None, tuple[int, ...]]] = [(None, one) for one in begun]
         ways = ways or [(one, ()) for one in self._tools(members)]
         # Each way once at least; a retry more for the first ones where they do not go up evenly.
         num = min(max(own.num_retries, len(ways)), num_left)
@@ -155,39 +155,20 @@ class CommitBranching(Independent):
         """The tools whose calls are begun in turn; None for the first one."""
         if self._settings.tool:
             return [self._settings.tool]
-        steps = {step.id: step for path in members for step in path.steps if _is_own(step)}
+        steps = {step.id: step for path in members for step in path.steps if is_own(step)}
         called = dict.fromkeys(call.name for one in steps.values() for call in one.content.calls)
         return [*called] if len(called) > 1 else [None]
 
     def _openings(
         self, step: Step, members: Sequence[Trajectory], kind: Literal["call", "answer"]
     ) -> Iterator[tuple[int, ...]]:
-        """Different beginnings of the tree's own steps of a kind, up to the first token that is not
-        the one of `step`, those after the most results first; none where the thought is kept."""
         if self._settings.form == "kept":
-            return
-        steps = {one.id: one for path in members for one in path.steps[1:] if _is_own(one)}
-        ours, seen = step.written_ids, set[tuple[int, ...]]()
-        tool = self._settings.tool
-        for one in sorted(steps.values(), key=lambda one: (-one.depth, one.ordinals)):
-            calls, written = one.content.calls, one.written_ids
-            is_call = bool(calls) and (not tool or calls[0].name == tool)
-            if not (is_call if kind == "call" else one.content.answer is not None):
-                continue
-            pairs = enumerate(zip(ours, written, strict=False))
-            num = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(written)))
-            if num < len(written) and (opening := written[: num + 1]) not in seen:
-                seen.add(opening)
-                yield opening
+            return iter(())
+        return openings(step, members, kind, self._settings.tool)
 
 
 def _has_answered(path: Trajectory) -> bool:
     return path.steps[-1].content.answer is not None
-
-
-def _is_own(step: Step) -> bool:
-    """Whether the policy wrote it, in its format."""
-    return step.origin is Origin.POLICY and not step.violation
 
 
 def _uncertainty(step: Step) -> float:

@@ -58,7 +58,7 @@ class TreeSearch(Independent):
         self._settings = settings
 
     def starts(self, max_leaves: int) -> Start:
-        """Returns M starts, or as many as there are leaves."""
+        """Returns M starts, at most `max_leaves`."""
         return Start(min(self._settings.num_starts, max_leaves))
 
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:

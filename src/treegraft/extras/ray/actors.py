@@ -28,7 +28,7 @@ MAX_LOGGED = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What an actor needs to be like the run's own process, as it travels to it."""
+    """What an actor needs to resemble the run's own process, as sent to it."""
 
     cwd: str
     """The folder that relative paths of the recipe begin at."""

@@ -396,7 +396,7 @@ class Keeper:
         )
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Does nothing: each tree's engine has dropped what it cached for it."""
+        """Does nothing: the engine of each tree drops its own cache."""
 
     # ------------------------------------------------------------------ what others see
 

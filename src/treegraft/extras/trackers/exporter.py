@@ -162,7 +162,7 @@ class Exporter:
         ).start()
 
     def close(self) -> None:
-        """Gives the port up."""
+        """Closes the port."""
         self._server.shutdown()
         self._server.server_close()
 

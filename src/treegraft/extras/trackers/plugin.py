@@ -21,7 +21,7 @@ class _Tables(Settings):
 
 
 def address_of(place: str) -> tuple[str, int] | None:
-    """Returns host and port of "host:port"; None for a text of another shape."""
+    """Returns host and port of a text "host:port"; None for any other text."""
     host, _, port = place.rpartition(":")
     is_address = host and port.isdecimal() and int(port) <= 65535
     return (host.strip("[]"), int(port)) if is_address else None

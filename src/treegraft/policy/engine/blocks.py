@@ -212,7 +212,7 @@ class PathCache:
             row.nodes[index].extend(row.token_ids[first : min(row.fed, (index + 1) * BLOCK)])
 
     def close(self, row: Row) -> None:
-        """Ends a row; its keys and values stay until they are needed elsewhere."""
+        """Ends a row; its keys and values stay until other paths need the room."""
         self.rows.remove(row)
         self._free_slots.append(row.slot)
         # From the end on: a block becomes idle once nothing hangs below it.

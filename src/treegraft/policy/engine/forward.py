@@ -61,7 +61,7 @@ class Forward(Protocol):
         [tokens]."""
 
     def refresh(self) -> None:
-        """Takes over weights that have changed in place."""
+        """Reads the weights again after they changed in place."""
 
 
 class HookedForward:

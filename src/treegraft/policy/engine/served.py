@@ -54,6 +54,8 @@ class TokenReply(NamedTuple):
     """[tokens] Of the drawn tokens, under that distribution."""
     entropies: Sequence[float] | None = None
     """[tokens] By `top_k_entropy`; None where the server reports nothing but the drawn tokens."""
+    bounds: Sequence[float] | None = None
+    """[tokens] The most that these entropies lack, in nats; None where that is not known."""
 
 
 class TokenServer(Protocol):
@@ -188,6 +190,8 @@ class ServerEngine:
     fingerprint = ""
     _kind = EntropyKind.TOP_K
     """Of the entropies in replies that have any."""
+    _draws_here = False
+    """Whether the server draws by our own sampling, and so filters as we do."""
 
     def __init__(
         self,
@@ -259,7 +263,7 @@ class ServerEngine:
         return draft.completion(self.policy_version)
 
     def _draft(self, request: Request) -> Draft:
-        if self._kind is not EntropyKind.EXACT and request.sampling.filters != NO_FILTERS:
+        if not self._draws_here and request.sampling.filters != NO_FILTERS:
             raise EngineError(
                 f"engine: got {request.sampling.filters}, which servers without Treegraft's plugin"
                 " apply in another order; expected none. Leave them out, or use the engine"

@@ -1,7 +1,7 @@
 """The engine's own kernels (engine.c) on a CPU, called through ctypes.
 
-Where there is no compiler, or its result does not compute the right numbers, the engine runs on
-torch's operators, with a notice.
+Without a compiler, or if the compiled kernels compute wrong numbers, the engine runs on torch's
+operators, with a notice.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from treegraft.algo.advantages import assign_credit, batch_outcomes, scale_of
 from treegraft.algo.groups import Floats
 from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import CreditRule, LearnerLike
-from treegraft.core.plugin import OutcomeKind, load_object, loaded, offered
+from treegraft.core.plugin import OutcomeKind, load_object, loaded, offered, weighed
 from treegraft.core.types import Step, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.policy import CreditSettings
@@ -71,7 +71,7 @@ def credit_trees(
             trees, has_baseline=kind == "reinforce++-baseline", restarts=config.credit.restarts
         )
     credited = [how(tree, outcomes=known) for tree, known in zip(trees, outcomes, strict=True)]
-    for refine, weight in _refinements(config):
+    for refine, weight in weighed("refinements", config.credit):
         credited = refine(credited, weight=weight)
     if rule is None:
         return credited
@@ -86,7 +86,7 @@ def credit_by_entropy(
     if not trees:
         return []
     # Refinements compare tokens, whose entropies have to be of one kind.
-    is_weighed = bool(_refinements(config))
+    is_weighed = bool(weighed("refinements", config.credit))
     return credit_trees(learner.with_exact_entropies(trees, everywhere=is_weighed), config, rule)
 
 
@@ -112,15 +112,6 @@ def _attribution(credit: CreditSettings) -> Any:
         return name
     found = loaded(offered("attributions").get(name, name))
     return partial(found, credit=credit, scale=scale_of(credit.advantage))
-
-
-def _refinements(config: Config) -> list[tuple[Callable[..., list[Tree]], float]]:
-    """What plugins do with credited trees, where its setting is not 0."""
-    return [
-        (loaded(found), weight)
-        for name, found in offered("refinements").items()
-        if (weight := getattr(config.credit, name, 0.0))
-    ]
 
 
 def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:

@@ -19,6 +19,7 @@ from treegraft.algo.losses import (
 )
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
+from treegraft.core.plugin import weighed
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
@@ -86,6 +87,7 @@ class Learner:
         length_constant: int,
         num_updates: int = 0,
         team: Team | None = None,
+        shares_card: bool = False,
     ) -> None:
         """Takes over `model`, which must not be trained elsewhere.
 
@@ -95,6 +97,8 @@ class Learner:
             num_updates: those of the whole run, for a schedule of the learning rate.
             team: the processes that learn together, each of which makes the same calls with the
                 same trees; None for this one alone.
+            shares_card: another process may want what passes took of a GPU, so it is given back
+                after each update.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -102,6 +106,7 @@ class Learner:
         self.model = model
         self.settings = learn
         self._loss, self._surrogate = loss, find_surrogate(loss)
+        self._further = [one for one, _ in weighed("losses", loss)]
         self._length_constant = float(loss.length_constant or length_constant)
         check_head(model)
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
@@ -109,12 +114,13 @@ class Learner:
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if is_packed := self.packing_problem is None:
             install_attention(model)
-        self._team = team or Alone()
+        self._team, self._shares_card = team or Alone(), shares_card
         self._scoring = self._placed(ScoringModel(model, learn, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
-        self._reference: Reference | None = None
+        self.reference: Reference | None = None
+        """Of the KL term; None without one."""
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
         """The module through which all passes run, where its weights are to lie."""
@@ -147,7 +153,7 @@ class Learner:
         return logprobs[:count], entropies[:count], logprobs[count:]
 
     def argmax(self, batch: TreeBatch) -> Tensor:
-        """Returns [U] the most likely token where each unique sampled token stands."""
+        """Returns the most likely token id at each unique sampled position, as [U]."""
         best: Tensor = self._scoring(batch, wants_argmax=True)
         return best
 
@@ -221,7 +227,7 @@ class Learner:
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
         total = 0.0
-        for batch in self._demonstrations(trees):
+        for batch in self.demonstrations(trees):
             logprobs, _ = self.scores(batch)
             chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
             loss = -chosen.sum() / max(1, count)
@@ -235,12 +241,13 @@ class Learner:
         """Returns (steps of demonstrations in which every token with loss is the most likely one,
         steps)."""
         counts = [
-            count_right_steps(batch, self.argmax(batch)) for batch in self._demonstrations(trees)
+            count_right_steps(batch, self.argmax(batch)) for batch in self.demonstrations(trees)
         ]
         right = combined(self._team, sum(hits for hits, _ in counts), sum)
         return right, combined(self._team, sum(total for _, total in counts), sum)
 
-    def _demonstrations(self, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
+    def demonstrations(self, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
+        """Returns the passes of this process over trees that are no rollouts, each whole."""
         packs = imitation_packs(trees, self.settings.max_pack_tokens)
         whole = [tuple(Part(0, tree) for tree in pack) for pack in packs]
         sizes = [sum(map(num_tree_tokens, pack)) for pack in packs]
@@ -285,8 +292,10 @@ class Learner:
         sums = MetricSums(newest_of_several(trees))
         for part in passes:
             # Gradients add up until the step.
-            sums.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, sums)
-            denominators = self._denominators([trees[n] for n in part])
+            sums.loss += teach(taught[part], self._loss, self.demonstrations, self.scores, sums)
+            mine = [trees[n] for n in part]
+            sums.loss += sum(one(mine, self._loss, self, sums) for one in self._further)
+            denominators = self._denominators(mine)
             packs[part] = self._optimiser_step(packs[part], denominators, sums)
         for own in packs.values():
             sums.add_sizes([pack.batch for pack in own if pack.parts])
@@ -298,8 +307,8 @@ class Learner:
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
             self._write_back(plan, [pack for pack in packs[part] if pack.parts], written)
-        # What the passes took of a GPU: a server beside may want it.
-        torch.cuda.empty_cache()
+        if self._shares_card:
+            torch.cuda.empty_cache()
         return [
             self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
             for n, tree in enumerate(trees)
@@ -345,15 +354,15 @@ class Learner:
         if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
             return True
         # Without an advantage, the KL term still pulls to the reference, the bonus to entropy.
-        has_more = bool(self._reference or self._loss.entropy_coef)
+        has_more = bool(self.reference or self._loss.entropy_coef)
         return has_more and any(leaf.has_loss for leaf in tree.leaves)
 
     @torch.no_grad()
     def _scored_packs(self, packs: Sequence[_Pack], needs_old: bool) -> list[_Pack]:
         if needs_old:
             packs = [replace(pack, old_logprobs=self.scores(pack.batch)[0]) for pack in packs]
-        if self._reference is not None:
-            with self._reference.in_place():
+        if self.reference is not None:
+            with self.reference.in_place():
                 packs = [replace(pack, ref_logprobs=self.scores(pack.batch)[0]) for pack in packs]
         return list(packs)
 
@@ -493,7 +502,7 @@ class Learner:
 
     def freeze_reference(self) -> None:
         """Makes the present weights the reference of the KL term."""
-        self._reference = Reference(self.model)
+        self.reference = Reference(self.model)
 
     def keep_reference(self, folder: Path, *, is_new: bool) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the
@@ -502,12 +511,12 @@ class Learner:
         Raises:
             CheckpointError: they do not lie there.
         """
-        self._reference = Reference(self.model)
+        self.reference = Reference(self.model)
         if is_new:
             Reference.clear(folder)
-            self._reference.save(folder)
+            self.reference.save(folder)
         else:
-            self._reference.load(folder)
+            self.reference.load(folder)
 
     def forget_moments(self) -> None:
         """Resets the optimiser, as between warm-up and training."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from treegraft.algo.losses import SurrogateTerms, clipped_surrogate
 from treegraft.algo.objectives import capped_surrogate, kept_gradient_surrogate, sequence_surrogate
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import loaded, offered
+from treegraft.core.plugin import loaded, offered, weighed
 from treegraft.core.text import describe
 from treegraft.settings.policy import LossSettings
 
@@ -34,9 +34,7 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
     objective: Objective = loaded(known.get(settings.objective, settings.objective))
     if settings.objective not in known:
         _try(objective, settings)
-    factors = [
-        loaded(found) for name, found in offered("factors").items() if getattr(settings, name, 0.0)
-    ]
+    factors = [factor for factor, _ in weighed("factors", settings)]
 
     def surrogate(*columns: Tensor, owners: Tensor, shaping: Tensor, positions: Tensor) -> Any:
         logprobs, old, advantages = columns

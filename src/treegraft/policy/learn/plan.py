@@ -64,8 +64,8 @@ class Plan:
 
 
 def deal(costs: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """Returns who makes each pass: the most expensive first, each to whom has the least so far;
-    equals by number."""
+    """Returns the rank of each pass: passes are dealt in order of cost, the most expensive first,
+    each to the rank with the least cost so far; ties by number."""
     loads, owners = [0.0] * num_ranks, [0] * len(costs)
     for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
         owners[n] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))

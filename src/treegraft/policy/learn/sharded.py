@@ -75,6 +75,7 @@ class ShardedLearner(Learner):
             length_constant=config.rollout.max_completion_tokens,
             num_updates=config.run.num_updates,
             team=ranks,
+            shares_card=config.engine.shares_card,
         )
         self._source = self._weight_files = None
 
@@ -205,12 +206,12 @@ class ShardedLearner(Learner):
         if is_new and self._ranks.rank == 0:
             Reference.clear(folder)
         self._ranks.barrier()
-        self._reference = Reference(self.model)
+        self.reference = Reference(self.model)
         if is_new:
             if self._ranks.rank < self._num_shards:
-                self._reference.save(folder, self._suffix, is_first=self._ranks.rank == 0)
+                self.reference.save(folder, self._suffix, is_first=self._ranks.rank == 0)
         else:
-            self._reference.load(folder)
+            self.reference.load(folder)
         self._ranks.barrier()
 
     def save(self, folder: Path, *, keep_adapter: bool) -> None:

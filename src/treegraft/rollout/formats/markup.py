@@ -246,7 +246,7 @@ class MarkedFormat(ABC):
 
     def answer_of(self, content: StepContent, task: Task) -> str | None:
         """Returns the answer that is compared with the task's reference, by the rule of the format;
-        None where the step has none."""
+        None if the step has none."""
         if content.answer is None:
             return None
         answer = self._answer_rule.read(content.answer, task.reference)

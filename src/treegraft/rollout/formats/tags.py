@@ -133,10 +133,10 @@ class TagsFormat(MarkedFormat):
         return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
 
     def parse_text(self, text: str) -> ParsedStep:
-        """Returns the content of a step that comes as text, from a server or a file; by the rules
+        """Returns the content of a step that comes as text, from a server or a file, by the rules
         of `parse_step`.
 
-        A call may be followed by its results in their tags, which no sampled step may.
+        Unlike in a sampled step, results in their tags may follow a call.
         """
         for token in self._end_ids:
             text = text.rstrip().removesuffix(self._decode([token]))

@@ -210,7 +210,7 @@ class TreeEnvironments:
             raise
 
     async def fork(self, live: LiveEnvironment) -> LiveEnvironment:
-        """Returns a copy, not counted among the forks. Raises `ToolUnavailable`."""
+        """Returns a copy that is not counted as a fork. Raises `ToolUnavailable`."""
         self.run.counts.num_copies += 1
         making = asyncio.create_task(live.fork())
 

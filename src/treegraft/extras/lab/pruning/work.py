@@ -75,7 +75,7 @@ class PruneReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneChoice:
-    """What is pruned, with which model, and how."""
+    """The buffer to prune, the model that judges it, and the options."""
 
     model: str
     """A checkpoint, a model's folder or its name."""

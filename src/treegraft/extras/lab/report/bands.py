@@ -76,7 +76,7 @@ def wilson(share: float, num: int) -> tuple[float, float]:
 
 
 def values_at(lines: Sequence[MetricsLine], key: str) -> dict[int, float]:
-    """Returns a metric by update, where it was recorded."""
+    """Returns the values of a metric by update, for updates that recorded it."""
     return {int(line["update"]): line[key] for line in lines if key in line}
 
 

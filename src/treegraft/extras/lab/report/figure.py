@@ -42,7 +42,7 @@ def _safe(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReportFigure:
-    """A figure that the runs have data for."""
+    """A figure, drawn from runs that recorded its data."""
 
     title: str
     caption: str

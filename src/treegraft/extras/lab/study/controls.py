@@ -14,10 +14,10 @@ Stored = tuple[Trace, ...]
 
 
 def shuffled(trajectories: Iterable[Stored], seed: int) -> Iterator[Trace]:
-    """Yields the traces of each trajectory with its steps in another order: histories stay, and no
-    step stays at its own. A final answer remains the last step.
+    """Yields the traces of each trajectory with its steps in another order, each under the history
+    of another step. A final answer stays last.
 
-    A trajectory with fewer than two steps before its answer has no other order and stays as it is.
+    A trajectory with fewer than two steps before its answer has no other order and stays unchanged.
     """
     for traces in trajectories:
         num_moved = len(traces) - traces[-1].terminal

@@ -173,7 +173,7 @@ class Difficulty(Epochs):
         return [self._tasks[n] for _, n in sorted(keys)[:num]]
 
     def label(self, number: int, trees: Sequence[Tree]) -> None:
-        """Takes the rates of the reference set in place of those before."""
+        """Replaces the known rates by those that the trees of the reference set show."""
         rewards = {tree.task.id: own for tree in trees if (own := _own_rewards(tree))}
         self._seen = {
             name: _Seen(math.fsum(own), float(len(own)), number) for name, own in rewards.items()

@@ -38,7 +38,7 @@ from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config
 from treegraft.settings.here import vllm_pythons
 from treegraft.settings.load import load_config
-from treegraft.settings.policy import VllmSettings
+from treegraft.settings.policy import OWN_DRAWS, VllmSettings
 
 MODEL_NAME = "policy"
 _WEIGHTS = "treegraft-weights-"
@@ -67,7 +67,7 @@ def build_engine(
     if draws_by_vllm(config.engine.vllm):
         # What contradicts it is refused there.
         config = load_config(config, ["engine.vllm.entropies=top_k"])
-    settings, draws_here = config.engine.vllm, config.engine.vllm.entropies != "top_k"
+    settings = config.engine.vllm
     if settings.sleep and (settings.servers or not torch.cuda.is_available()):
         why = "engine.vllm.servers are not ours" if settings.servers else "there is no GPU"
         raise SettingError(
@@ -112,14 +112,13 @@ def build_engine(
             dtype=config.model.dtype,
             max_context=1
             + max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0),
-            draws_here=draws_here,
+            entropies=settings.entropies,
         ),
         end_ids=end_token_ids(model, tokenizer.eos_token_id),
         max_context=max_context(model),
         weights=weights,
         folders=folders,
         initial=None if python or is_external else ModelWeights(plain_weights(model)),
-        draws_here=draws_here,
         kind=config.publish.kind,
     )
 
@@ -127,8 +126,7 @@ def build_engine(
 def draws_by_vllm(settings: VllmSettings) -> bool:
     """Returns whether entropies = "auto" leaves the draw to vLLM: on GPUs, whose runner has no
     place for ours."""
-    is_open = settings.entropies == "auto" and not settings.servers
-    return is_open and torch.cuda.is_available()
+    return settings.entropies == "auto" and not settings.servers and torch.cuda.is_available()
 
 
 def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
@@ -293,6 +291,7 @@ def _processes(
             environment=_environment(settings, number, packages, folders[-1]),
             log=work / f"server-{number}.log",
             folders=folders,
+            sockets=[path],
         )
 
 
@@ -303,7 +302,7 @@ def options(config: Config, path: Path) -> list[str]:
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
     found += ["--enable-scale-out", "--enable-prompt-tokens-details"]
     found += ["--middleware", COLUMNS, "--worker-extension-cls", f"{PLUGIN}.Extension"]
-    if settings.entropies == "top_k":
+    if settings.entropies not in OWN_DRAWS:
         found += ["--logprobs-mode", "processed_logprobs"]
     else:
         found += ["--logprobs-mode", "processed_logits", "--logits-processors", DRAW_CLASS]
@@ -347,8 +346,8 @@ def _environment(
         "VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant)),
     }
     if settings.entropies != "top_k":
-        # The other runner takes logits processors by another interface, and none on a CPU.
-        kept["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        # Our draw is a logits processor by the interface of the former runner, the one on a CPU.
+        kept["VLLM_USE_V2_MODEL_RUNNER"] = str(int(settings.entropies not in OWN_DRAWS))
     if own := gpus_of(settings, number):
         kept["CUDA_VISIBLE_DEVICES"] = own
     elif not torch.cuda.is_available():

@@ -19,6 +19,7 @@ from treegraft.policy.engine.vllm.protocol import (
     check_size,
 )
 from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable, runs
+from treegraft.settings.policy import OWN_DRAWS
 
 LEASE_S = 300.0
 """A server whose run has died without giving it up is free after so many seconds."""
@@ -27,18 +28,17 @@ _HOW = "start it with the options that docs/serving.md names"
 
 
 def identity_of_model(
-    model: Any, *, dtype: str, max_context: int | None, draws_here: bool = True
+    model: Any, *, dtype: str, max_context: int | None, entropies: str = "exact"
 ) -> dict[str, Any]:
     """Returns the identity that a server has to have for sampling from this model.
 
     Args:
-        draws_here: it draws by our own sampling.
         max_context: longest path of the run, in tokens; None for no limit.
+        entropies: engine.vllm.entropies.
     """
     text = model.config.get_text_config()
     found = {name: getattr(text, name, None) for name in _MODEL}
-    own = {"dtype": dtype, "max_context": max_context, "draws_here": draws_here}
-    return {**found, **own}
+    return found | {"dtype": dtype, "max_context": max_context, "entropies": entropies}
 
 
 async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,14 +65,18 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
                 code="server-other-model",
             )
     check_size(name, found, expected)
-    draws = bool(expected["draws_here"])
-    if draws and not found["draws_here"]:
+    draws, measures = expected["entropies"] in OWN_DRAWS, expected["entropies"] == "measured"
+    if (draws and not found["draws_here"]) or (measures and found["runner"] != 2):
+        what = "draws without the keys" if draws else "has vLLM's former runner"
+        way = f"--logits-processors {DRAW_CLASS}" if draws else "VLLM_USE_V2_MODEL_RUNNER=1, a GPU"
         raise SettingError(
-            f"{name} draws without the keys; expected --logits-processors {DRAW_CLASS}. Restart it"
-            ' with that option, or set engine.vllm.entropies = "top_k".',
+            f"{name} {what}, so it has no exact entropies; expected {way}. Restart it with that,"
+            ' or set engine.vllm.entropies = "top_k".',
             code="server-without-draws",
         )
-    least = MIN_LOGPROBS if draws else NUM_ASKED
+    if measures:
+        await server.call("treegraft_measure", timeout_s=CONTROL_TIMEOUT_S)
+    least = MIN_LOGPROBS if draws or measures else NUM_ASKED
     if 0 <= found["max_logprobs"] < least:
         raise SettingError(
             f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"

@@ -1,4 +1,4 @@
-"""The route of a vLLM server that answers in columns: three arrays a reply, no text a token.
+"""The route of a vLLM server that answers in columns: arrays in place of rows, no text a token.
 
 An ASGI middleware of the server's own process (`vllm serve --middleware`).
 """
@@ -16,13 +16,7 @@ from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from treegraft.policy.engine.vllm.protocol import (
-    DRAW,
-    ROUTE,
-    drawn_columns,
-    likely_columns,
-    packed,
-)
+from treegraft.policy.engine.vllm.protocol import DRAW, ROUTE, drawn_columns, likely_columns, packed
 
 
 class Columns:
@@ -66,13 +60,11 @@ async def _reply(request: Any, results: AsyncGenerator[Any, None], *_: Any) -> d
     # Of each token its own entry, and then those of the largest.
     table = np.array(output.logprobs.logprobs).reshape(len(output.token_ids), -1)
     is_marked = DRAW in (request.sampling_params.extra_args or {})
-    logprobs, entropies = (drawn_columns if is_marked else likely_columns)(table)
-    choice = {
-        "token_ids": packed(np.array(output.token_ids), "<i4"),
-        "logprobs": packed(logprobs, "<f4"),
-        "entropies": packed(entropies, "<f4"),
-        "weight_versions": [asdict(one) for one in output.weight_versions or ()],
-    }
+    read = drawn_columns if is_marked else likely_columns
+    # Of two, the second one is the entropy; see the extension `entropies`.
+    columns = table.T if table.shape[1] == 2 else read(table)
+    versions = [asdict(one) for one in output.weight_versions or ()]
+    choice = packed(output.token_ids, *columns) | {"weight_versions": versions}
     usage = {
         "prompt_tokens": len(final.prompt_token_ids),
         "prompt_tokens_details": {"cached_tokens": final.num_cached_tokens},

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -33,7 +34,7 @@ from treegraft.policy.engine.vllm.folder import (
 from treegraft.policy.engine.vllm.loading import Due
 from treegraft.policy.engine.vllm.protocol import DRAW, unpacked
 from treegraft.policy.engine.vllm.server import Server, Unreachable
-from treegraft.settings.policy import EngineSettings
+from treegraft.settings.policy import OWN_DRAWS, EngineSettings
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,6 @@ class VllmEngine(ServerEngine):
         weights: Path,
         folders: Sequence[Path],
         initial: WeightSource | None,
-        draws_here: bool,
         kind: str = "auto",
     ) -> None:
         """Starts nothing; `open` does.
@@ -64,7 +64,6 @@ class VllmEngine(ServerEngine):
             weights: a folder of its own for published weights.
             folders: removed at the end.
             initial: the weights to begin with; None for those that servers of ours start with.
-            draws_here: servers draw by our own sampling, see `build.draws_by_plugin`.
             kind: publish.kind.
         """
         super().__init__(
@@ -75,14 +74,19 @@ class VllmEngine(ServerEngine):
         )
         self._is_open.clear()
         self.settings, self.fingerprint = settings, ""
-        self._initial, self._publishing, self._draws_here = initial, kind, draws_here
+        self._initial, self._publishing, entropies = initial, kind, expected["entropies"]
+        self._draws_here = entropies in OWN_DRAWS
         self._http, self._weights, self._folders = http, weights, folders
         self._fleet = Fleet(servers, settings, expected, kind == "external")
         if kind in (ways := offered("senders")):
             self._fleet.senders = loaded(ways[kind])(settings.vllm.start_timeout_s)
-        if draws_here:
-            self._kind = EntropyKind.EXACT
+        # How many log-probabilities of likely tokens; of one, the entropy stands in its place.
+        self._num_asked, self._num_tokens = NUM_ASKED, expected["vocab_size"]
+        if entropies != "top_k":
+            self._kind, self._num_asked, self._num_tokens = EntropyKind.EXACT, 1, None
         self._num_published = self._num_bytes = 0
+        self._bounds: list[float] = []
+        """Of the entropies of tokens since the last metrics."""
         self._lock = ExitStack()
         with suppress(OSError):
             # Not every file system knows locks.
@@ -103,8 +107,7 @@ class VllmEngine(ServerEngine):
             self._fleet.base = self._fleet.due.folder
         await self._fleet.open()
         self._initial = None
-        found = [member.identity for member in self._fleet.members]
-        limits = [one["max_context"] for one in found if "max_context" in one]
+        limits = [one.identity["max_context"] for one in self._fleet.members if one.identity]
         self.max_context = min(limits, default=self.max_context)
         self._is_open.set()
 
@@ -121,7 +124,9 @@ class VllmEngine(ServerEngine):
 
     async def _ask(self, draft: Draft) -> TokenReply:
         body = self._body(draft)
-        return self._read(await self._fleet.ask(draft.request.noise_key[:-1], body))
+        reply = self._read(await self._fleet.ask(draft.request.noise_key[:-1], body))
+        self._bounds += reply.bounds or ()
+        return reply
 
     def _body(self, draft: Draft) -> dict[str, Any]:
         """The body of a draft's next request."""
@@ -152,7 +157,7 @@ class VllmEngine(ServerEngine):
             # often the path is cut into requests. The former one begins anew with each request.
             is_v2 = all(one.identity.get("runner") == 2 for one in self._fleet.members)
             seed = keyed_int("seed", *request.noise_key) >> 1 if is_v2 else asked.seed
-            return {"temperature": asked.temperature, "seed": seed, "logprobs": NUM_ASKED}
+            return {"temperature": asked.temperature, "seed": seed, "logprobs": self._num_asked}
         draw: dict[str, Any] = {
             "key": list(request.noise_key),
             "offset": len(draft.ids),
@@ -170,7 +175,7 @@ class VllmEngine(ServerEngine):
             EngineError: a reply without tokens or without their two entries.
         """
         try:
-            return TokenReply(*unpacked(reply["choices"][0]))
+            return unpacked(reply["choices"][0], self._num_tokens)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
                 f"engine: a server's reply lacks tokens or their log-probabilities ({error!r});"
@@ -281,7 +286,8 @@ class VllmEngine(ServerEngine):
         fleet.num_requests = fleet.num_moved = fleet.num_repeated = fleet.num_revivals = 0
         fleet.num_cached = fleet.num_prompt = fleet.num_drained = 0
         self._num_bytes = 0
-        return metrics
+        bounds, self._bounds = self._bounds, []
+        return metrics | ({"rollout/entropy_tail_bound": fmean(bounds)} if bounds else {})
 
     # ------------------------------------------------------------------ the end
 

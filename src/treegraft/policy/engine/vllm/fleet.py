@@ -213,8 +213,7 @@ class Fleet:
                 await asyncio.wait([asking])
                 if asking.cancelled():
                     raise Unreachable(member.fault)
-                reply: dict[str, Any] = asking.result().json()
-                return reply
+                return dict(asking.result().json())
             except ValueError as error:
                 raise Unreachable(f"{member.server} did not reply in JSON: {error}") from error
             finally:
@@ -342,11 +341,10 @@ class Fleet:
         server = member.server
         if server.process is not None and server.process.exit_status is not None:
             return False
-        try:
+        with suppress(Unreachable, EngineError, *_UNREADABLE):
             is_due = self.is_external or await server.version() == self.due.label
-        except (Unreachable, EngineError, *_UNREADABLE):
-            return False
-        return is_due and await server.is_healthy()
+            return is_due and await server.is_healthy()
+        return False
 
     async def _raise_up(self, member: Member, *, is_first: bool = False) -> None:
         """Waits until the server answers, started anew where it is ours, and has the weights that

@@ -111,6 +111,5 @@ def write_folder(path: Path, source: WeightSource) -> WeightsFolder:
         if sum(own.nbytes for _, own in held.values()) >= FILE_BYTES:
             close()
     close()
-    text = json.dumps({"files": files, "twins": twins})
-    (path / _INDEX).write_text(text, encoding="utf-8")
+    (path / _INDEX).write_text(json.dumps({"files": files, "twins": twins}), encoding="utf-8")
     return WeightsFolder(path)

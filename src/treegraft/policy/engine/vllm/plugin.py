@@ -80,6 +80,11 @@ class Extension:
             self._owner = None
         return {}
 
+    def treegraft_measure(self) -> dict[str, Any]:
+        """Has vLLM's V2 runner report exact entropies; see the extension `entropies`."""
+        importlib.import_module(f"{EXTRAS}.entropies.kernel").measure()
+        return {}
+
     def treegraft_load(self, path: str) -> dict[str, Any]:
         """Takes over the weights of a folder; returns their checksum as read."""
         return self._take((name, tensor.to(self.device)) for name, tensor in WeightsFolder(path))

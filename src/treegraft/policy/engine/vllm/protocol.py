@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import SettingError
-from treegraft.policy.engine.served import top_k_entropy
+from treegraft.policy.engine.served import NUM_ASKED, TokenReply
 
-PLUGIN_VERSION = 3
+PLUGIN_VERSION = 4
 """Grows with every change of what client and plugin say to each other."""
 DRAW = "treegraft"
 """Name of our part of a request's extra arguments: {"key", "offset", "temperature",
@@ -26,6 +26,9 @@ COLUMNS = "treegraft.policy.engine.vllm.columns.Columns"
 ROUTE, PLAIN_ROUTE = "/treegraft/v1/generate", "/inference/v1/generate"
 """Our route for requests, answered in columns; vLLM's own, for servers without anything of
 ours."""
+KINDS = {"token_ids": "<i4", "logprobs": "<f4", "entropies": "<f4", "tails": "<f4"}
+"""The columns of a reply, in their order, and what they hold; tails beside entropies over the most
+likely tokens alone."""
 MIN_LOGPROBS = 2
 """Log-probabilities a token that a drawn row has to carry: its own entry and the other."""
 TESTED = "0.32"
@@ -66,41 +69,70 @@ def drawn_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(logprobs >= -small, 0.0, logprobs), np.where(entropies <= small, 0.0, entropies)
 
 
-def likely_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the drawn tokens' log-probabilities, and Σ -p ln p over the most likely tokens.
+def likely_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the drawn tokens' log-probabilities, Σ -p ln p over the most likely tokens, and the
+    tails: the probability of all others.
 
     Args:
         table: [tokens, 1 + k] log-probabilities: of the drawn token, and of the k most likely ones.
     """
     likely = table[:, 1:]
     with np.errstate(invalid="ignore"):  # of a token that cannot be drawn: 0 times infinity
-        return table[:, 0], np.nansum(-np.exp(likely) * likely, axis=1)
+        entropies = np.nansum(-np.exp(likely) * likely, axis=1)
+    return table[:, 0], entropies, 1.0 - np.exp(likely).sum(axis=1)
 
 
-def packed(column: np.ndarray, kind: str) -> str:
-    """Returns a column as text: its numbers in little-endian bytes, in base64."""
-    return base64.b64encode(column.astype(kind).tobytes()).decode()
+def tail_bounds(tails: np.ndarray, num_left: int) -> np.ndarray:
+    """Returns m ln(n / m), in nats: the most that n tokens of probability m together add to an
+    entropy, where each has m / n. Where one has all of m they add m ln(1 / m), the least.
+
+    Args:
+        tails: [tokens] m; below 0 by rounding counts as 0.
+        num_left: n.
+    """
+    own = np.clip(tails, _ZERO, 1.0)
+    return own * np.log(max(num_left, 1) / own)
 
 
-def unpacked(choice: Mapping[str, Any]) -> tuple[list[int], list[float], list[float]]:
-    """Returns (token ids, log-probabilities, entropies) of a reply, in columns or as vLLM itself
-    writes it.
+def packed(*columns: Any) -> dict[str, str]:
+    """Returns columns by the names of `KINDS`, each as text: its numbers' bytes in base64."""
+    return {
+        name: base64.b64encode(np.asarray(column, kind).tobytes()).decode()
+        for (name, kind), column in zip(KINDS.items(), columns, strict=False)
+    }
+
+
+def unpacked(choice: Mapping[str, Any], num_tokens: int | None = None) -> TokenReply:
+    """Returns a reply that is in columns or as vLLM itself writes it.
+
+    Args:
+        num_tokens: size of the vocabulary, of which replies have the most likely tokens; None for
+            replies with exact entropies.
 
     Raises KeyError, TypeError or ValueError for one that lacks them.
     """
     if isinstance(choice["token_ids"], str):
-        kinds = {"token_ids": "<i4", "logprobs": "<f4", "entropies": "<f4"}
-        ids, logprobs, entropies = (
-            np.frombuffer(base64.b64decode(choice[name], validate=True), kind).tolist()
-            for name, kind in kinds.items()
-        )
-        return ids, logprobs, entropies
-    rows = choice["logprobs"]["content"]
-    own = [float(row["logprob"]) for row in rows]
-    tops = [[float(top["logprob"]) for top in row["top_logprobs"]] for row in rows]
-    if not all(tops) or max((max(top) for top in (own, *tops)), default=0.0) > 0:
+        named = [*KINDS.items()][: 3 if num_tokens is None else 4]
+        texts = [base64.b64decode(choice[name], validate=True) for name, _ in named]
+        columns = [np.frombuffer(text, kind) for text, (_, kind) in zip(texts, named, strict=True)]
+        num_kept = NUM_ASKED
+    else:
+        columns, num_kept = _columns_of(choice), NUM_ASKED - 1
+    bounds = [] if num_tokens is None else [tail_bounds(columns[3], num_tokens - num_kept)]
+    return TokenReply(*(one.tolist() for one in (*columns[:3], *bounds)))
+
+
+def _columns_of(choice: Mapping[str, Any]) -> list[np.ndarray]:
+    # Of 20 an unlikely token that was drawn takes the place of the last one.
+    table = np.array(
+        [
+            [row["logprob"], *sorted((top["logprob"] for top in row["top_logprobs"]), reverse=True)]
+            for row in choice["logprobs"]["content"]
+        ]
+    )[:, :NUM_ASKED]
+    if table.shape[1] < 2 or table.max() > 0:
         raise ValueError("no log-probabilities")
-    return list(choice["token_ids"]), own, [top_k_entropy(top) for top in tops]
+    return [np.array(choice["token_ids"]), *likely_columns(table)]
 
 
 def check_size(name: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -37,10 +37,8 @@ def runs(pid: int) -> bool:
     """Returns whether this machine has a process of that number."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:  # it may be another user's
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -54,6 +52,7 @@ class Process:
         environment: Mapping[str, str],
         log: Path,
         folders: Sequence[Path] = (),
+        sockets: Sequence[Path] = (),
     ) -> None:
         """Starts nothing.
 
@@ -61,23 +60,21 @@ class Process:
             command: of the server.
             log: appended to.
             folders: removed by the launcher at the end of the run, of whatever kind.
+            sockets: at which it listens; removed before a start, since a killed one leaves them.
         """
         launcher = Path(__file__).with_name("launch.py")
         # Isolated, so that no module beside the launcher is taken for one of Python's own.
-        self._command = [
-            sys.executable,
-            "-I",
-            str(launcher),
-            json.dumps([*map(str, folders)]),
-            *command,
-        ]
-        self._environment, self.log = dict(environment), log
+        removed = json.dumps([*map(str, folders)])
+        self._command = [sys.executable, "-I", str(launcher), removed, *command]
+        self._environment, self.log, self._sockets = dict(environment), log, sockets
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Starts it. Raises EngineError where the program or its log cannot be opened."""
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
+            for left in self._sockets:
+                left.unlink(missing_ok=True)
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
                     self._command,
@@ -174,11 +171,10 @@ class Server:
 
     async def is_healthy(self) -> bool:
         """Returns whether the server answers and says that it is well."""
-        try:
+        with suppress(Unreachable, EngineError):
             await self.request("GET", "/health", timeout_s=CONTROL_TIMEOUT_S)
-        except (Unreachable, EngineError):
-            return False
-        return True
+            return True
+        return False
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
         """Returns what a method of our extension returns in each of the server's workers.
@@ -188,8 +184,7 @@ class Server:
         """
         body = {"method": method, "args": list(args)}
         response = await self.request("POST", "/collective_rpc", body, timeout_s=timeout_s)
-        results: list[dict[str, Any]] = response.json()["results"]
-        return results
+        return list(response.json()["results"])
 
     async def version(self) -> str:
         """Returns the label of the weights that it holds."""

@@ -12,13 +12,14 @@ from tests.error_codes import raises_code
 from tests.tiny import tiny
 
 from treegraft.cli.doctor import examine
+from treegraft.extras.python import bwrap
+from treegraft.extras.python.monty_tool import MontyTool
+from treegraft.extras.python.plugin import PythonToolSettings, plugin
 from treegraft.parts import NoDisplay
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
-from treegraft.settings.tools import PythonToolSettings, ToolsSettings
-from treegraft.tools.build import build_tools, with_backend
-from treegraft.tools.python import bwrap
-from treegraft.tools.python.monty_tool import MontyTool
+from treegraft.settings.table import with_choices
+from treegraft.tools.build import build_tools
 from treegraft.train import train
 
 
@@ -27,29 +28,38 @@ def works(monkeypatch: pytest.MonkeyPatch, does: bool) -> None:
     monkeypatch.setattr(bwrap, "find_problem", lambda: problem)
 
 
-def using(backend: str = "auto") -> ToolsSettings:
-    return ToolsSettings.model_validate({"use": ["python"], "python": {"backend": backend}})
+def using(backend: str = "auto") -> Config:
+    tools = {"use": ["python"], "python": {"backend": backend}}
+    return load_config({"tools": tools})
 
 
 def test_auto_takes_bubblewrap_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PythonToolSettings().backend == "auto"
     works(monkeypatch, True)
-    assert with_backend(using()).python.backend == "bwrap"
+    assert with_choices(using()).tools.python.backend == "bwrap"
     works(monkeypatch, False)
-    assert with_backend(using()).python.backend == "monty"
-    (tool,) = build_tools(using(), [])
+    assert with_choices(using()).tools.python.backend == "monty"
+    (tool,) = build_tools(using().tools, [])
     assert isinstance(tool, MontyTool)
 
 
 @pytest.mark.parametrize("backend", ["monty", "bwrap"])
 def test_the_word_of_the_recipe_wins(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     works(monkeypatch, backend == "monty")
-    assert with_backend(using(backend)).python.backend == backend
+    assert with_choices(using(backend)).tools.python.backend == backend
 
 
 def test_nothing_is_tried_for_a_recipe_without_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bwrap, "find_problem", lambda: pytest.fail("a sandbox was started"))
-    assert with_backend(ToolsSettings()).python.backend == "auto"
+    assert with_choices(load_config({})).tools.python.backend == "auto"
+
+
+def test_doctor_names_a_sandbox_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (found,) = plugin.findings(using("bwrap"))
+    assert (found.value, found.is_good) == ("missing", False)
+    assert "apt-get install bubblewrap" in found.note
+    assert list(plugin.findings(using("monty"))) == []
 
 
 def test_where_there_is_neither_the_error_says_what_to_install(
@@ -59,7 +69,7 @@ def test_where_there_is_neither_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pydantic_monty", None)
     sentence = r"without bubblewrap needs pydantic-monty .*pip install 'treegraft\[sandbox\]'"
     with raises_code("package-missing", match=sentence):
-        build_tools(using(), [])
+        build_tools(using().tools, [])
     with raises_code("packages-missing", match=sentence):
         train(run_in(tmp_path), display=False)
     assert list(tmp_path.iterdir()) == []
@@ -91,13 +101,13 @@ def test_a_run_says_and_records_the_choice_and_keeps_it(
     works(monkeypatch, False)
     display = Noted()
     run_dir = train(run_in(tmp_path), display=display).run_dir
-    assert display.notes.count("python tool runs in Monty") == 1
+    assert display.notes.count("tools.python.backend = 'monty'") == 1
     assert recorded(run_dir) == "monty"
     # The same recipe on a machine where bubblewrap works.
     monkeypatch.setattr(bwrap, "find_problem", lambda: pytest.fail("it was chosen anew"))
     again = Noted()
     train(run_in(tmp_path, num_updates=2), resume=run_dir, display=again)
-    assert again.notes.count("python tool runs in Monty") == 1 and recorded(run_dir) == "monty"
+    assert again.notes.count("tools.python.backend = 'monty'") == 1 and recorded(run_dir) == "monty"
     with raises_code("resumed-other-settings"):
         train(run_in(tmp_path, "bwrap", num_updates=3), resume=run_dir, display=False)
 

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from treegraft.core.interfaces import Capability, Signature
-from treegraft.core.types import Task
+from treegraft import Task
+from treegraft.parts import interfaces
 
 W = TypeVar("W")
 
@@ -23,8 +23,8 @@ class PooledPython(ABC, Generic[W]):
         "Runs Python code and shows what it prints and the value of its last expression. Each call"
         " starts afresh: names do not carry over."
     )
-    signature = Signature.of_text("code", "Python code.")
-    capability = Capability.STATELESS
+    signature = interfaces.Signature.of_text("code", "Python code.")
+    capability = interfaces.Capability.STATELESS
     cacheable = True
 
     def __init__(self, num_workers: int) -> None:

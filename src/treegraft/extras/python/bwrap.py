@@ -1,5 +1,5 @@
 """Starts bubblewrap sandboxes and hands them calls: the host's side of
-`treegraft.tools.python.worker`.
+`treegraft.extras.python.worker`.
 
 A sandbox has an isolated network, a read-only system, no files of the caller's except Python and
 the named packages, no /proc, and none of the caller's environment. Started by root, its code runs
@@ -29,12 +29,12 @@ from functools import cache
 from io import FileIO
 from pathlib import Path
 
-from treegraft.core.errors import ToolUnavailable
-from treegraft.core.packages import lacking
-from treegraft.tools.python import determinism, output, seccomp
-from treegraft.tools.python import worker as sandbox_worker
-from treegraft.tools.python.output import Printed
-from treegraft.tools.python.worker import ENDED, ERROR, KILL, MEMORY, READY, REPORT, START, VALUE
+from treegraft import ToolUnavailable
+from treegraft.extras.python import determinism, output, seccomp
+from treegraft.extras.python import worker as sandbox_worker
+from treegraft.extras.python.output import Printed
+from treegraft.extras.python.worker import ENDED, ERROR, KILL, MEMORY, READY, REPORT, START, VALUE
+from treegraft.parts import packages
 
 PACKAGES = ("numpy", "scipy", "sympy")
 """Packages imported ahead of calls."""
@@ -114,7 +114,7 @@ def find_problem() -> str | None:
             "bubblewrap sandboxes need an x86_64 or aarch64 processor; take tools.python.backend ="
             " 'monty'."
         )
-    if text := lacking("the sandbox", "scipy", "sympy"):
+    if text := packages.lacking("the sandbox", "scipy", "sympy"):
         return f"{text}."
     limits = SandboxLimits(
         max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100

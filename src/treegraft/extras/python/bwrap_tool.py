@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
 
-from treegraft.core.errors import SettingError, ToolError
-from treegraft.settings.tools import PythonToolSettings
-from treegraft.tools.python.bwrap import Sandbox, SandboxLimits, find_problem
-from treegraft.tools.python.output import MAX_OUTPUT_CHARS, NO_OUTPUT, too_large, too_long
-from treegraft.tools.python.pooled import PooledPython
+from treegraft import SettingError, ToolError
+from treegraft.extras.python.bwrap import Sandbox, SandboxLimits, find_problem
+from treegraft.extras.python.output import MAX_OUTPUT_CHARS, NO_OUTPUT, too_large, too_long
+from treegraft.extras.python.plugin import PythonToolSettings
+from treegraft.extras.python.pooled import PooledPython
 
 _Idle = SimpleQueue[Sandbox | None]
 """None: a sandbox that is still to be started, or to be started again."""

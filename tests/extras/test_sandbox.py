@@ -31,13 +31,15 @@ from tests.error_codes import raises_code
 from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.tools import PythonToolSettings, ToolsSettings
+from treegraft.extras.python import bwrap, output, seccomp
+from treegraft.extras.python.bwrap import Sandbox, SandboxLimits
+from treegraft.extras.python.bwrap_tool import BwrapTool
+from treegraft.extras.python.monty_tool import MontyTool
+from treegraft.extras.python.output import NO_OUTPUT
+from treegraft.extras.python.plugin import PythonToolSettings
+from treegraft.settings.load import load_config
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.build import build_tools
-from treegraft.tools.python import bwrap, output, seccomp
-from treegraft.tools.python.bwrap import Sandbox, SandboxLimits
-from treegraft.tools.python.bwrap_tool import BwrapTool
-from treegraft.tools.python.monty_tool import MontyTool
-from treegraft.tools.python.output import NO_OUTPUT
 from treegraft.tools.toolbox import Toolbox
 
 T = TypeVar("T")
@@ -284,12 +286,12 @@ def test_a_killed_sandbox_is_an_error_and_the_next_call_works() -> None:
 @needs_bwrap
 def test_no_sandbox_outlives_its_interpreter() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests'); import os, test_sandbox as t\nbox ="
+        "import os; from tests.extras import test_sandbox as t\nbox ="
         " t.Sandbox(t.SMALL, packages=()); print(box.run('6 * 7').text, *t.sandboxes(),"
         " flush=True); os._exit(0)"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, timeout=120
     )
@@ -307,7 +309,7 @@ def test_no_sandbox_outlives_its_interpreter() -> None:
 def home() -> Iterator[Path]:
     """A home with a key in it, whose Python was configured with the home as its prefix."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    prefix, tests = Path(sys.base_prefix).resolve(), Path(__file__).parent
+    prefix, tests = Path(sys.base_prefix).resolve(), Path(__file__).parents[1]
 
     def link(source: str, target: str) -> str:
         try:
@@ -342,7 +344,7 @@ IN_A_HOME = """
 import os, socket, sys, tempfile
 from pathlib import Path
 import attacks
-from treegraft.tools.python.bwrap import Sandbox, SandboxLimits
+from treegraft.extras.python.bwrap import Sandbox, SandboxLimits
 home = Path(sys.prefix)
 limits = SandboxLimits(
     max_duration_s=1, max_memory_mb=128, max_files_mb=4, max_threads=8, max_output_chars=2000
@@ -411,7 +413,7 @@ def test_the_systems_own_python_will_do(user: int, home: Path) -> None:
     if not python.exists():
         pytest.skip(f"there is no {python}")
     code = (
-        "from treegraft.tools.python.bwrap import Sandbox, SandboxLimits\n"
+        "from treegraft.extras.python.bwrap import Sandbox, SandboxLimits\n"
         "box = Sandbox(SandboxLimits(max_duration_s=9, max_memory_mb=64, max_files_mb=1,"
         " max_threads=4, max_output_chars=99), packages=())\n"
         "print(box.run('import sys, ssl, sqlite3; sys.prefix').text)"
@@ -574,7 +576,7 @@ def test_locks_of_a_call_do_not_reach_the_host() -> None:
     """On a file that host and sandbox share: granted inside, not there outside."""
     ours = Path(str(output.__file__)).stat().st_ino
     wait = (
-        "import fcntl, threading\nfile = open('/worker/treegraft/tools/python/output.py')\n"
+        "import fcntl, threading\nfile = open('/worker/treegraft/extras/python/output.py')\n"
         "fcntl.lockf(file, fcntl.LOCK_SH)\nthreading.Event().wait(0.5)\n'granted'"
     )
     with ThreadPoolExecutor(1) as thread:
@@ -592,7 +594,9 @@ def test_where_bubblewrap_is_missing_the_error_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with raises_code("bwrap-unusable"):
-        build_tools(ToolsSettings(use=["python"], python=PythonToolSettings(backend="bwrap")), [])
+        build_tools(
+            load_config({"tools": {"use": ["python"], "python": {"backend": "bwrap"}}}).tools, []
+        )
 
 
 def test_where_namespaces_are_forbidden_the_error_says_so(

@@ -3,7 +3,7 @@ child for each call.
 
 The worker is the sandbox's first process. It keeps one child ready: cloned from it into process,
 mount and IPC namespaces of its own, with a private /tmp, limits, no capability and the filter of
-`treegraft.tools.python.seccomp`. When the child and all of its namespace are dead, the worker
+`treegraft.extras.python.seccomp`. When the child and all of its namespace are dead, the worker
 reports the end and clones the next. It exits when the host closes its end of the control socket.
 
 Only the standard library and three further modules of this folder are inside the sandbox, and no
@@ -33,9 +33,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from treegraft.tools.python.determinism import fix_clock, seed
-from treegraft.tools.python.output import cut, show
-from treegraft.tools.python.seccomp import install
+from treegraft.extras.python.determinism import fix_clock, seed
+from treegraft.extras.python.output import cut, show
+from treegraft.extras.python.seccomp import install
 
 READY, START, KILL, ENDED = b"r", b"c", b"k", b"d"
 """Worker to host: the first child waits; host to worker: run (with three descriptors), stop; worker

@@ -24,11 +24,9 @@ from pydantic_monty import (
 )
 from pydantic_monty._binary import find_monty_binary
 
-from treegraft.core.errors import ToolError, ToolUnavailable
-from treegraft.core.text import describe
-from treegraft.settings.tools import PythonToolSettings
-from treegraft.tools.python.determinism import FROZEN_TIME
-from treegraft.tools.python.output import (
+from treegraft import ToolError, ToolUnavailable
+from treegraft.extras.python.determinism import FROZEN_TIME
+from treegraft.extras.python.output import (
     MAX_OUTPUT_CHARS,
     NO_OUTPUT,
     Printed,
@@ -37,7 +35,8 @@ from treegraft.tools.python.output import (
     too_large,
     too_long,
 )
-from treegraft.tools.python.pooled import PooledPython
+from treegraft.extras.python.plugin import PythonToolSettings
+from treegraft.extras.python.pooled import PooledPython
 
 WATCHDOG_S = 5.0
 """How long past its own limit a worker may stay silent before it is killed."""
@@ -84,7 +83,7 @@ class MontyTool(PooledPython[_Workers]):
             return pool.__enter__(), folder
         except Exception as error:
             folder.cleanup()
-            text = f"the python tool cannot start its workers: {describe(error)}"
+            text = f"the python tool cannot start its workers: {type(error).__name__}: {error}"
             raise ToolUnavailable(text, code="sandbox-busy") from error
 
     def _end(self, workers: _Workers) -> None:
@@ -124,7 +123,9 @@ class MontyTool(PooledPython[_Workers]):
             text = "RecursionError: the value is nested too deeply to be shown"
             raise ToolError(printed.text() + text, code="code-failed") from error
         except Exception as error:
-            raise ToolError(printed.text() + describe(error), code="code-failed") from error
+            raise ToolError(
+                printed.text() + f"{type(error).__name__}: {error}", code="code-failed"
+            ) from error
         return (printed.text() + shown).rstrip("\n") or NO_OUTPUT
 
 

@@ -1,0 +1,1 @@
+"""Exact entropies where vLLM's V2 runner draws."""
