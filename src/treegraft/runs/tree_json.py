@@ -202,9 +202,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
             "content": StepContent(
                 thought=content["thought"],
                 calls=tuple(ToolCall(**_shared(call)) for call in content["calls"]),
-                observations=tuple(
-                    observation_from(_shared(one)) for one in content["observations"]
-                ),
+                observations=tuple(map(observation_from, map(_shared, content["observations"]))),
                 answer=content["answer"],
             ),
             "cause": None if cause is None else CAUSES[cause.pop("kind")](**_shared(cause)),
