@@ -48,6 +48,21 @@ def test_a_tree_comes_back_equal(tree: Tree) -> None:
     assert tree_to_json(tree_from_json(line)) == line
 
 
+def test_what_steps_and_leaves_have_in_common_is_one_object() -> None:
+    """Memory: ids, names and numbers that are written alike. A negative zero stays one."""
+    leaves = tuple(
+        replace(leaf, answer="e1", weight=0.37, retrieval_reward=-0.0) for leaf in TREE.leaves
+    )
+    tree = tree_from_json(tree_to_json(replace(TREE, leaves=leaves)))
+    ids = {step.id: step.id for step in tree.steps}
+    assert len(tree.leaves) > 1
+    assert all(step.parent is ids[step.parent] for step in tree.steps if step.parent)
+    assert all(leaf.step_id is ids[leaf.step_id] for leaf in tree.leaves)
+    for name in ("answer", "weight", "retrieval_reward"):
+        assert len({id(getattr(leaf, name)) for leaf in tree.leaves}) == 1
+    assert str(tree.leaves[0].retrieval_reward) == "-0.0"
+
+
 def test_records_from_before_decisions_and_factors_are_read() -> None:
     decided = replace(
         TREE.steps[2],

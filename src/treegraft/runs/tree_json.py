@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, groupby, repeat
@@ -148,9 +149,16 @@ def tree_from_dict(data: dict[str, Any]) -> Tree:
         task=_task_from_dict(data["task"]),
         group_id=data["group_id"],
         budget=BudgetState(**data["budget"]),
-        leaves=tuple(Leaf(**{**leaf, "status": Status(leaf["status"])}) for leaf in data["leaves"]),
+        leaves=tuple(
+            Leaf(**{**_shared(one), "status": Status(one["status"])}) for one in data["leaves"]
+        ),
         steps=tuple(_step_from_dict(step) for step in data["steps"]),
     )
+
+
+def _shared(found: Mapping[str, Any]) -> dict[str, Any]:
+    # Ids, names and rules come once for each step that has them.
+    return {key: sys.intern(one) if type(one) is str else one for key, one in found.items()}
 
 
 def _expanded(runs: Sequence[Sequence[int]], kind: Callable[[int], T]) -> tuple[T, ...]:
@@ -175,14 +183,15 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
                 f"step '{data['id']}': {name} has {len(values)} entries for {count} sampled tokens"
             )
         columns[name] = filled(values, runs, name)
-    content, cause = data.pop("content"), data.pop("cause")
+    content, cause = _shared(data.pop("content")), data.pop("cause")
     # The first versions recorded neither decisions nor lesson_ids.
     decision = data.pop("decision", None)
     if decision is not None:
-        decision = BranchDecision(**{**decision, "seen": BranchCause(**decision["seen"])})
+        seen = BranchCause(**_shared(decision["seen"]))
+        decision = BranchDecision(**{**decision, "seen": seen})
     return Step(
         **{
-            **data,
+            **_shared(data),
             **columns,
             "token_ids": tuple(data["token_ids"]),
             "lesson_ids": tuple(data.get("lesson_ids", ())),
@@ -192,11 +201,11 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
             "stop_reason": None if data["stop_reason"] is None else StopReason(data["stop_reason"]),
             "content": StepContent(
                 thought=content["thought"],
-                calls=tuple(ToolCall(**call) for call in content["calls"]),
-                observations=tuple(map(observation_from, content["observations"])),
+                calls=tuple(ToolCall(**_shared(call)) for call in content["calls"]),
+                observations=tuple(map(observation_from, map(_shared, content["observations"]))),
                 answer=content["answer"],
             ),
-            "cause": None if cause is None else CAUSES[cause.pop("kind")](**cause),
+            "cause": None if cause is None else CAUSES[cause.pop("kind")](**_shared(cause)),
             "decision": decision,
         }
     )

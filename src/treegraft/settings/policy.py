@@ -187,8 +187,7 @@ class NativeSettings(Settings):
 
 
 OWN_DRAWS = ("auto", "exact")
-"""Values of engine.vllm.entropies with which servers draw by Treegraft's own sampling; "auto" where
-it has been decided."""
+"""Values of engine.vllm.entropies with which Treegraft's own sampling draws in servers."""
 
 
 class VllmSettings(Settings):

@@ -83,15 +83,11 @@ def likely_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def tail_bounds(tails: np.ndarray, num_left: int) -> np.ndarray:
-    """Returns m ln(n / m), in nats: the most that n tokens of probability m together add to an
-    entropy, where each has m / n. Where one has all of m they add m ln(1 / m), the least.
-
-    Args:
-        tails: [tokens] m; below 0 by rounding counts as 0.
-        num_left: n.
-    """
+    """Returns m ln(n / m), in nats: the most that n = `num_left` tokens of probability m together
+    add to an entropy, where each has m / n. Where one has all of m they add m ln(1 / m), the least.
+    Below 0 by rounding, m counts as 0."""
     own = np.clip(tails, _ZERO, 1.0)
-    return own * np.log(max(num_left, 1) / own)
+    return np.asarray(own * np.log(max(num_left, 1) / own))
 
 
 def packed(*columns: Any) -> dict[str, str]:
@@ -106,8 +102,7 @@ def unpacked(choice: Mapping[str, Any], num_tokens: int | None = None) -> TokenR
     """Returns a reply that is in columns or as vLLM itself writes it.
 
     Args:
-        num_tokens: size of the vocabulary, of which replies have the most likely tokens; None for
-            replies with exact entropies.
+        num_tokens: size of the vocabulary; None for replies with exact entropies.
 
     Raises KeyError, TypeError or ValueError for one that lacks them.
     """
