@@ -38,6 +38,21 @@ def broken(completions: Sequence[str], answer: Sequence[int], **_: Any) -> list[
     raise KeyError("solution")
 
 
+class Door:
+    """An environment with one tool."""
+
+    def reset(self, **row: Any) -> None:
+        self.is_open = False
+
+    def push(self) -> str:
+        """Opens the door."""
+        self.is_open = True
+        return "open"
+
+    def get_reward(self) -> float:
+        return float(self.is_open)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return byte_model(tmp_path_factory.mktemp("model") / "m")
@@ -180,3 +195,15 @@ def test_random_weights_that_nothing_teaches_are_named() -> None:
     found = faults(tiny(warmup={"num_steps": 0}))
     assert list(found) == ["warm-up"]
     assert "Set warmup.num_steps" in found["warm-up"].note
+
+
+def test_an_environment_with_the_questions_of_the_demo_is_pointed_at() -> None:
+    world = {"kind": "tests.test_preflight:Door"}
+
+    async def findings(**tables: Any) -> list[Finding]:
+        settings = tiny(reward={"funcs": ["environment"]}, **tables)
+        async with assemble_setup(load_config(settings)) as setup:
+            return await Preflight(setup).findings()
+
+    (found,) = [one for one in asyncio.run(findings(environment=world)) if one.name == "tasks.kind"]
+    assert found.is_doubtful and "name its own tasks in [tasks]" in found.note

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.error_codes import raises_code
-from tests.tiny import tiny, write_recipe
+from tests.tiny import tiny
 from typer.testing import CliRunner
 
 import treegraft
@@ -271,7 +271,7 @@ def test_what_acts_cannot_hide_from_the_list(run: Path) -> None:
         own_config(run)
 
 
-@pytest.mark.parametrize("command", ["run", "eval", "build", "resume"])
+@pytest.mark.parametrize("command", ["run", "eval", "resume"])
 def test_a_whole_checkpoint_of_another_user_is_asked_about(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -279,21 +279,14 @@ def test_a_whole_checkpoint_of_another_user_is_asked_about(
     other = tmp_path / "sent"
     shutil.copytree(made if command == "resume" else find_checkpoint(made), other)
     monkeypatch.setenv(trust.KEY_PATH, str(tmp_path / "home" / "key"))
-    recipe = write_recipe(tmp_path / "mine.json", tiny(buffer={"encoder": "hashing"}))
-    out, few = tmp_path / "b.sqlite", "buffer.build.num_samples=2"
     words: list[str | Path] = {
         "run": ["run", other, "e1 r1 ?"],
         "eval": ["eval", other],
-        "build": ["buffer", "build", recipe, out, f"buffer.build.agent={other}", few],
         "resume": ["train", "--resume", other],
     }[command]
     refused = typed(*words)
-    if command == "build":
-        # The recipe is the user's own; of the checkpoint the weights alone are read.
-        assert refused.exception is None, refused.output
-    else:
-        assert isinstance(refused.exception, CheckpointError)
-        assert refused.exception.code == "folder-untrusted"
+    assert isinstance(refused.exception, CheckpointError)
+    assert refused.exception.code == "folder-untrusted"
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl", ".config.json.partial"])

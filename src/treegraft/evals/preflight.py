@@ -147,6 +147,9 @@ async def prompts(preflight: Preflight) -> list[Finding]:
             found.append(Finding(f"format.{name}", value, True, note, True))
     if is_untaught and setup.config.model.path == "tiny":
         found.append(Finding("warm-up", "none", True, _ADVICE_UNTAUGHT, True))
+    if setup.config.environment.kind and setup.config.tasks.kind == "search_world":
+        note = "the environment is asked the demo's questions; name its own tasks in [tasks]"
+        found.append(Finding("tasks.kind", "search_world", True, note, True))
     return found
 
 
