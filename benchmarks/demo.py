@@ -97,8 +97,8 @@ def run_all(seeds: int, workers: int, out: Path) -> None:
 
 def table() -> Iterator[str]:
     """Yields the table in Markdown, over the finished runs."""
-    yield "| method | sampled | per seed | greedy | calls | tokens | CPU s |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| method | sampled | per seed | greedy | calls, tokens | CPU s |"
+    yield "|---|---|---|---|---|---|"
     for method in METHODS:
         runs = runs_of(method)
         if not runs:
@@ -110,7 +110,7 @@ def table() -> Iterator[str]:
             f"| {method} | {min(sampled):.2f} to {max(sampled):.2f} |"
             f" {' '.join(f'{one:.2f}' for one in sampled)} |"
             f" {min(greedy):.2f} to {max(greedy):.2f} |"
-            f" {statistics.fmean(calls):.0f} | {statistics.fmean(tokens) / 1000:.0f}k |"
+            f" {statistics.fmean(calls):.0f}, {statistics.fmean(tokens) / 1000:.0f}k |"
             f" {statistics.fmean(seconds):.0f} |"
         )
 

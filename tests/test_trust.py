@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import tiny
+from tests.error_codes import raises_code
+from tests.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
 import treegraft
@@ -254,6 +255,45 @@ def test_what_settings_do_is_listed() -> None:
         "run Python code of the model  (model.trust_remote_code)",
         "ask http://host:1/v1  (engine.vllm.urls)",
     ]
+
+
+def test_what_acts_cannot_hide_from_the_list(run: Path) -> None:
+    """By letters beyond ASCII, which Python imports; behind many addresses."""
+    assert [*what_acts({"tools": {"use": ["\u00e9vil.x:run", "pypi:run", "a-b:c", "x:"]}})] == [
+        "import \u00e9vil.x:run  (tools.use)",
+        "import pypi:run  (tools.use)",
+    ]
+    settings = json.loads((run / "config.json").read_text())
+    settings["engine"]["vllm"]["servers"] = [f"http://host:{port}/v1" for port in range(30)]
+    settings["tools"]["mcp"] = [{"name": "x", "command": ["evil"]}]
+    (run / "config.json").write_text(json.dumps(settings))
+    with raises_code("folder-untrusted", match=r"would:\n  run evil  \(tools.mcp.command\)"):
+        own_config(run)
+
+
+@pytest.mark.parametrize("command", ["run", "eval", "build", "resume"])
+def test_a_whole_checkpoint_of_another_user_is_asked_about(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Made by Treegraft, with checksums that are whole and a mark under another key."""
+    other = tmp_path / "sent"
+    shutil.copytree(made if command == "resume" else find_checkpoint(made), other)
+    monkeypatch.setenv(trust.KEY_PATH, str(tmp_path / "home" / "key"))
+    recipe = write_recipe(tmp_path / "mine.json", tiny(buffer={"encoder": "hashing"}))
+    out, few = tmp_path / "b.sqlite", "buffer.build.num_samples=2"
+    words: list[str | Path] = {
+        "run": ["run", other, "e1 r1 ?"],
+        "eval": ["eval", other],
+        "build": ["buffer", "build", recipe, out, f"buffer.build.agent={other}", few],
+        "resume": ["train", "--resume", other],
+    }[command]
+    refused = typed(*words)
+    if command == "build":
+        # The recipe is the user's own; of the checkpoint the weights alone are read.
+        assert refused.exception is None, refused.output
+    else:
+        assert isinstance(refused.exception, CheckpointError)
+        assert refused.exception.code == "folder-untrusted"
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl", ".config.json.partial"])

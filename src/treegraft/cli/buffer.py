@@ -227,7 +227,7 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
         "traces": f"{found.num_traces}, {found.num_terminal} of them with a final answer",
         "trajectories": f"{found.num_trajectories}, {found.steps_per_trajectory:.2f} steps each",
         "tasks": f"{found.num_tasks}",
-        "encoder": f"{found.encoder}, {found.dim} dimensions",
+        "encoder": f"{plain(found.encoder)}, {found.dim} dimensions",
         "index": found.index,
         "file": f"{found.num_bytes / 1e6:.1f} MB, fingerprint {fingerprint}",
     }
@@ -239,7 +239,7 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
     agents = table("source", "traces", "trajectories", "mean reward")
     for name, one in found.sources.items():
         counts = (str(one.num_traces), str(one.num_trajectories))
-        agents.add_row(Text(name), *counts, f"{one.mean_reward:.3f}")
+        agents.add_row(Text(plain(name)), *counts, f"{one.mean_reward:.3f}")
     Console().print(agents)
 
 

@@ -349,7 +349,6 @@ def examine(config: Config | None, **asked: Any) -> Examination:
 async def _try_first_tasks(config: Config, found: Examination) -> None:
     from treegraft.assemble import assemble_setup
     from treegraft.evals.preflight import Preflight
-    from treegraft.traces.replay import replayed
 
     title = "first tasks"
     try:
@@ -358,7 +357,8 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
             found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
-            found.sections["gold traces"] = await replayed(setup)
+            for name, trial in offered("trials").items():
+                found.sections[name] = await loaded(trial)(setup)
             found.sections[title] = [*notes, *await preflight.findings()]
             found.sample = preflight.sample(shown)
     except TreegraftError as error:

@@ -237,6 +237,9 @@ class Plugin:
     """Sections of `treegraft doctor RECIPE` by their titles: each called with the configuration and
     a `Machine`; returns `Finding`s, in place of the core's section of that title, or None for
     nothing. Or import paths."""
+    trials: Mapping[str, Any] = field(default_factory=dict)
+    """Further sections, of what needs the recipe's tools and tasks: each a coroutine function,
+    called with a `judging.Setup`; returns `Finding`s. Or import paths."""
     findings: Callable[[Any], Iterable[Any]] = _nothing
     """A function of the configuration that yields a `Finding` for each key or address that doctor
     shows beside the data."""

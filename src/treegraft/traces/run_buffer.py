@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import write_atomically
+from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interfaces import TaskSource
 from treegraft.runs.resume_inputs import ways_out
 from treegraft.runs.start import Start
@@ -37,8 +37,7 @@ def buffer_file(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    record = path / "buffer.json"
-    used = json.loads(record.read_text(encoding="utf-8")).get("path") if record.is_file() else None
+    used = _noted(path / "buffer.json", "path")
     places = [path / OWN_FILE, path / OWN_FILE.name, *([Path(used)] if used else [])]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
@@ -48,6 +47,19 @@ def buffer_file(path: Path) -> Path:
             code="folder-without-buffer",
         )
     return found
+
+
+def _noted(record: Path, name: str) -> str:
+    """What a run's note about its buffer says; empty without a note."""
+    if not record.is_file():
+        return ""
+    try:
+        return str(dict(parse_json(record.read_bytes()))[name])
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"'{record}' is damaged ({error!r}); expected the note of a run about its buffer.",
+            code="buffer-note-damaged",
+        ) from error
 
 
 class RunBuffer(RolloutBuffer):
@@ -181,7 +193,7 @@ class RunBuffer(RolloutBuffer):
                 "num_traces": len(buffer),
             }
             write_atomically(place, json.dumps(note, indent=2) + "\n")
-        elif not is_own and (noted := json.loads(place.read_text())["fingerprint"]) != fingerprint:
+        elif not is_own and (noted := _noted(place, "fingerprint")) != fingerprint:
             raise CheckpointError(
                 f"buffer.path: the buffer '{buffer.path}' has changed since the run began"
                 f" (fingerprint {fingerprint}, expected {noted}); put the old file back, or start a"

@@ -253,7 +253,7 @@ class TraceFile:
         """Returns the trace of a row of `COLUMNS`. Raises DataError for one that does not parse."""
         try:
             return trace_from_row(row)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self.damage(f"a stored trace does not parse: {error}") from error
 
     def vectors(self, after: int, last: int, num: int, dim: int) -> npt.NDArray[np.float32]:
@@ -407,7 +407,7 @@ def trace_from_row(row: Sequence[Any]) -> Trace:
     key, value, reward, source, task_id, position, terminal, trajectory, version = row
     content, text = content_from_json(json.loads(value)), json.loads(key)
     place = (source, task_id, position)
-    return Trace(text, content, reward, *place, bool(terminal), trajectory, version)
+    return Trace(text, content, float(reward), *place, bool(terminal), trajectory, version)
 
 
 def content_from_json(value: Any) -> str | StepContent:

@@ -1,4 +1,4 @@
-"""The commands that inspect data sets."""
+"""The commands that inspect data sets, and what doctor says of gold traces."""
 
 from __future__ import annotations
 
@@ -11,4 +11,5 @@ plugin = Plugin(
             path="treegraft.extras.data.command:data_app", help="Inspect data before using it."
         )
     },
+    trials={"gold traces": "treegraft.extras.data.replay:replayed"},
 )

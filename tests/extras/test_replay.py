@@ -14,12 +14,12 @@ from tests.tiny import tiny
 from treegraft.assemble import assemble_setup
 from treegraft.core.finding import Finding
 from treegraft.core.types import StepContent
+from treegraft.extras.data.replay import NUM_TRACES, replayed
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
-from treegraft.traces.replay import NUM_TRACES, replayed
 
 
 def findings(config: Config) -> dict[str, Finding]:

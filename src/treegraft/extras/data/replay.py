@@ -10,15 +10,10 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
-from treegraft.assemble import Setup
-from treegraft.core.demonstration import Demonstration, solution
-from treegraft.core.errors import DataError, ToolUnavailable
-from treegraft.core.finding import Finding
-from treegraft.core.types import StepContent, Task
-from treegraft.settings.explore import MADE_BY_RUN
-from treegraft.settings.policy import WarmupSettings
-from treegraft.tools.environments.own import ended
-from treegraft.traces.demonstrations import read_demonstrations
+from treegraft import Config, DataError, StepContent, Task, ToolUnavailable
+from treegraft.parts import Finding, judging
+
+_Trace = tuple[Task, tuple[StepContent, ...]]
 
 NUM_TRACES = 8
 """Traces of each kind that are played, spread over the file."""
@@ -38,7 +33,7 @@ class Replay:
     """The first one; empty where all results are as recorded."""
 
 
-async def replayed(setup: Setup) -> list[Finding]:
+async def replayed(setup: judging.Setup) -> list[Finding]:
     """Returns for each source of gold traces that the recipe has, the tasks' expert, warmup.traces
     and buffer.path, how many of its first traces replay as recorded.
 
@@ -55,7 +50,7 @@ async def replayed(setup: Setup) -> list[Finding]:
     return found
 
 
-async def replay(setup: Setup, task: Task, steps: Sequence[StepContent]) -> Replay:
+async def replay(setup: judging.Setup, task: Task, steps: Sequence[StepContent]) -> Replay:
     """Returns what comes of a trace's calls in a fresh session, up to the first difference."""
     tools, num_calls, num_left_out = setup.toolbox.tools, 0, 0
     async with setup.toolbox.sessions(task) as sessions:
@@ -72,7 +67,7 @@ async def replay(setup: Setup, task: Task, steps: Sequence[StepContent]) -> Repl
                     is_same = (
                         not came.is_error
                         if seen is None
-                        else came.text in (seen.text, ended(seen.text))
+                        else came.text in (seen.text, judging.ended(seen.text))
                     )
                     if not is_same:
                         expected = "no error" if seen is None else f"{seen.text!r:.120}"
@@ -84,23 +79,25 @@ async def replay(setup: Setup, task: Task, steps: Sequence[StepContent]) -> Repl
             return Replay(num_calls, num_left_out, None, str(error))
 
 
-def _sources(setup: Setup) -> Iterator[tuple[str, list[Demonstration] | str]]:
+def _sources(
+    setup: judging.Setup,
+) -> Iterator[tuple[str, list[_Trace] | str]]:
     """The sources by name, with the traces that are played, or why there are none."""
     config, tasks = setup.config, setup.train_tasks
-    solved = [(task, solution(setup.source, task, 0)) for task in tasks[:NUM_TRACES]]
+    solved = [(task, judging.solution(setup.source, task, 0)) for task in tasks[:NUM_TRACES]]
     yield "the expert", [(task, steps) for task, steps in solved if steps]
     files: list[tuple[str, str]] = []
     if config.warmup.num_steps and config.warmup.traces not in ("expert", "buffer"):
         files.append(("warmup.traces", config.warmup.traces))
-    if config.buffer.path not in ("", *MADE_BY_RUN):
+    if config.buffer.path not in ("", *judging.MADE_BY_RUN):
         files.append(("buffer.path", config.buffer.path))
     by_id = {task.id: task for task in tasks}
     by_question = {task.question: task for task in tasks}
     for name, path in files:
         place = Path(os.path.expandvars(path)).expanduser()
         try:
-            stored = read_demonstrations(
-                place, WarmupSettings(), tasks, has_environment=setup.kind is not None
+            stored = judging.read_demonstrations(
+                place, Config().warmup, tasks, has_environment=setup.kind is not None
             ).demonstrations
         except DataError as error:
             yield name, str(error).removeprefix("warmup.traces ")

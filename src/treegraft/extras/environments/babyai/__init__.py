@@ -1,0 +1,1 @@
+"""BabyAI: its levels as tasks, and the environment that they are played in."""

@@ -1,0 +1,40 @@
+"""Settings of BabyAI, and what it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treegraft.parts import Contradiction, Plugin, Settings, setting, when
+
+
+class BabyAISettings(Settings):
+    levels: list[str] = setting(
+        ["GoToObjS6", "GoToRedBallGrey", "GoToLocalS6N3", "PickupLoc"], min_length=1
+    )
+    """Names of BabyAI's levels, in equal shares, such as "GoToLocalS6N3" for "BabyAI-GoToLocalS6N3"
+    in its newest version."""
+
+
+class _Tables(Settings):
+    babyai: BabyAISettings = setting(BabyAISettings(), idle_unless=when("tasks.kind", "babyai"))
+
+
+def _wrong(config: Any) -> Iterator[Contradiction]:
+    if config.tasks.kind == "babyai" and not config.environment.kind:
+        yield Contradiction(
+            ("environment.kind", "tasks.kind"),
+            "environment.kind: got none, but tasks of kind 'babyai' are played in an environment;"
+            ' expected environment.kind = "babyai".',
+        )
+
+
+_HERE = "treegraft.extras.environments.babyai"
+plugin = Plugin(
+    name="babyai",
+    environments={"babyai": f"{_HERE}.environment:babyai_environments"},
+    tasks={"babyai": f"{_HERE}.tasks:babyai_tasks"},
+    generated=("babyai",),
+    settings={"tasks": _Tables},
+    checks=(_wrong,),
+)
