@@ -37,9 +37,9 @@ class Extension:
     def treegraft_identity(self) -> dict[str, Any]:
         """Returns what a client compares with its own: versions, model, limits, draws."""
         model = self.vllm_config.model_config
-        text, runner = model.hf_text_config, type(self.model_runner).__module__
+        text, kinds = model.hf_text_config, type(self.model_runner).__mro__
         return {
-            "runner": 2 if runner.startswith("vllm.v1.worker.gpu.") else 1,
+            "runner": 1 + any(one.__module__.startswith("vllm.v1.worker.gpu.") for one in kinds),
             "gpu": str(torch.cuda.get_device_properties(self.device).uuid)
             if self.device.type == "cuda"
             else "",
