@@ -51,6 +51,8 @@ from treegraft.traces.keys import split_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))
+NEEDS = {"published": ("minigrid", "textworld")}
+"""Packages of extras that are not everywhere, by study."""
 
 SMALL = """
 recipe = "demo"
@@ -858,6 +860,8 @@ def test_lines_have_the_settings_that_this_study_names(tmp_path: Path, study: Co
 def test_the_smoke_test_of_each_study_runs(path: Path, tmp_path: Path) -> None:
     """Every kind of job: warm-ups, buffers built and pruned, training, imitation, one after the
     other."""
+    for package in NEEDS.get(path.stem, ()):
+        pytest.importorskip(package)
     plan = make_plan(path, smoke=True)
     results = tmp_path / "results.jsonl"
     done = run_study(plan, tmp_path, results, workers=2, say=lambda text: None)
