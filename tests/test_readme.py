@@ -92,7 +92,7 @@ def test_section_runs(
 
 def skip_without_sandbox(config: Config) -> None:
     """A machine without bubblewrap cannot show that tool."""
-    from treegraft.tools.python.bwrap import find_problem
+    from treegraft.extras.python.bwrap import find_problem
 
     if config.tools.python.backend == "bwrap" and (problem := find_problem()):
         pytest.skip(problem)
