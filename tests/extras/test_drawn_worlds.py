@@ -209,12 +209,12 @@ def test_a_mission_ends_without_success_when_actions_run_out() -> None:
 
 
 @real["babyai"]
-def test_an_unknown_level_is_refused_with_the_nearest() -> None:
-    with raises_code("unknown-game", match="GoToObjS6"):
+def test_an_unknown_level_is_refused() -> None:
+    with raises_code("unknown-game"):
         BabyAI().reset("GoToObjS7", 0)
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in PACKAGES:
         with raises_code("settings-contradict", "environment.kind"):
             load_config({"tasks": {"kind": family}})
