@@ -29,7 +29,7 @@ from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
 from treegraft.tools.search.nearest import FLAT_LIMIT, QUERIES, Hits
 from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import RowTable
-from treegraft.traces.store import COLUMNS, IN_MEMORY, TraceFile, trace_row
+from treegraft.traces.store import BETWEEN, COLUMNS, IN_MEMORY, TraceFile, trace_row
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
@@ -405,11 +405,7 @@ class TraceBuffer:
 
     def sources_between(self) -> set[str]:
         """Returns the agents with a step after the first of its trajectory that holds no answer."""
-        rows = self._file.query(
-            "SELECT DISTINCT m.source FROM members m JOIN traces t ON t.id = m.trace WHERE"
-            " m.position > 0 AND NOT t.terminal AND t.evicted_at IS NULL"
-        )
-        return {source for (source,) in rows}
+        return {source for (source,) in self._file.query(BETWEEN)}
 
     @property
     def num_keys_cut(self) -> int:
@@ -460,8 +456,7 @@ class TraceBuffer:
             num_tasks=int(tasks),
             steps_per_trajectory=sum(num for _, _, num in trajectories) / max(1, num_trajectories),
             sources={
-                source: SourceStats(num, counts.get(source, 0), mean)
-                for source, num, mean in sources
+                name: SourceStats(num, counts.get(name, 0), mean) for name, num, mean in sources
             },
             policy_versions=None if newest is None else (oldest, newest),
             num_evicted=len(self._table.rows) - len(self),

@@ -64,6 +64,9 @@ CREATE TABLE IF NOT EXISTS prunings (
 """Of a pruned buffer alone: what became of each trajectory, as JSON."""
 COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
 """Of a trace, in the order of its fields."""
+BETWEEN = """SELECT DISTINCT m.source FROM members m JOIN traces t ON t.id = m.trace
+WHERE m.position > 0 AND NOT t.terminal AND t.evicted_at IS NULL"""
+"""Agents with a step after the first of its trajectory that holds no answer."""
 IN_MEMORY = Path(":memory:")
 """A path that SQLite takes for no file: the buffer lives in this process, as long as it is open."""
 Place = tuple[str, str, str]
