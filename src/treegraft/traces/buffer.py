@@ -455,9 +455,7 @@ class TraceBuffer:
             num_terminal=int(terminal),
             num_tasks=int(tasks),
             steps_per_trajectory=sum(num for _, _, num in trajectories) / max(1, num_trajectories),
-            sources={
-                name: SourceStats(num, counts.get(name, 0), mean) for name, num, mean in sources
-            },
+            sources={name: SourceStats(k, counts.get(name, 0), mean) for name, k, mean in sources},
             policy_versions=None if newest is None else (oldest, newest),
             num_evicted=len(self._table.rows) - len(self),
             encoder=self.encoder_name,
