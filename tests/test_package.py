@@ -119,7 +119,7 @@ def test_a_recipe_of_the_repository_leads_to_the_shipped_one(
     assert refused.returncode == 2
     assert "write 'demo' without path and suffix" in refused.stderr
     refused = treegraft("train", "mine.toml")
-    assert "Recipes that Treegraft ships: demo, " in refused.stderr
+    assert "Recipes that Treegraft ships: babyai, demo, " in refused.stderr
 
 
 def test_a_clone_finds_its_own_recipes() -> None:

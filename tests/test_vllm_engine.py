@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -643,6 +644,15 @@ def test_weights_go_from_memory_to_memory(tmp_path: Path) -> None:
         before, after = run(servers, tmp_path, work, publish="memory")
         assert [(one.num_joins, one.num_loads) for one in servers] == [(1, 3), (1, 3)]
     assert same(before, native(OTHER, range(6))) and same(after, native(third, range(6)))
+
+
+def test_the_meeting_place_of_a_publish_listens_on_one_interface() -> None:
+    meeting = pipe.Pipe("127.0.0.1", 0, 0, 2, "gloo", 5.0)
+    socket.create_connection(("127.0.0.1", meeting.port), 5).close()
+    # Also of this machine: whoever listens on all interfaces answers here.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", meeting.port), 5)
+    meeting.close()
 
 
 def test_half_a_publish_never_counts(tmp_path: Path) -> None:

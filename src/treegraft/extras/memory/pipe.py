@@ -47,6 +47,7 @@ class Pipe:
         self, host: str, port: int, rank: int, size: int, kind: str, timeout_s: float
     ) -> None:
         """Args:
+        host: of number 0, which listens on that interface alone.
         port: of number 0, which takes a free one for 0.
         kind: "gloo", "nccl", or "ipc" for processes on one GPU.
 
@@ -55,8 +56,17 @@ class Pipe:
         self.rank, self._size, self._kind, self._num = rank, size, kind, 0
         self._host, self._wait = host, timedelta(seconds=timeout_s)
         self._group: Any = None
+        # A store that listens by itself does so on all interfaces.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family) if rank == 0 else None
         self._store: Any = _untyped.TCPStore(
-            host, port, size, rank == 0, timeout=self._wait, wait_for_workers=False
+            host,
+            port if listening is None else listening.getsockname()[1],
+            size,
+            listening is not None,
+            timeout=self._wait,
+            wait_for_workers=False,
+            master_listen_fd=None if listening is None else listening.detach(),
         )
         self.port = self._store.port
 
