@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, groupby, repeat
@@ -41,6 +40,8 @@ _KINDS = {cause: kind for kind, cause in CAUSES.items()}
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors that parsing a damaged line may raise."""
 T = TypeVar("T")
+_MOST_SHARED = 256
+"""Characters of a text that trees share: thousands are kept, also when no tree has them any more."""
 
 
 def tree_to_json(tree: Tree) -> str:
@@ -156,9 +157,16 @@ def tree_from_dict(data: dict[str, Any]) -> Tree:
     )
 
 
+_same = functools.lru_cache(1 << 12)(str)
+"""Texts that are alike are one object. Not `sys.intern`: Python 3.12 never frees what that took."""
+
+
 def _shared(found: Mapping[str, Any]) -> dict[str, Any]:
-    # Ids, names and rules come once for each step that has them.
-    return {key: sys.intern(one) if type(one) is str else one for key, one in found.items()}
+    # Ids, names and rules come once for each step that has them; long texts are not kept alive.
+    return {
+        key: _same(one) if type(one) is str and len(one) <= _MOST_SHARED else one
+        for key, one in found.items()
+    }
 
 
 def _expanded(runs: Sequence[Sequence[int]], kind: Callable[[int], T]) -> tuple[T, ...]:

@@ -148,10 +148,10 @@ def require_trust(folder: Path, of: Marked) -> None:
         if is_trusted(folder, of):
             return
         lines = [*what_acts(parse_json((folder / of[0]).read_bytes()))]
-        # The list may be cut, and never at what is run.
-        lines.sort(key=lambda line: ("run", "import", "ask").index(line.split()[0]))
     except (OSError, ValueError):  # nothing acts; who reads it next says what is missing or damaged
         return
+    # The list may be cut, and never at what is run.
+    lines.sort(key=lambda line: (not line.startswith("run "), not line.startswith("import ")))
     whole = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     whole = whole if of == CHECKPOINT and (whole / RUN[0]).is_file() else folder
     listed = "".join(f"\n  {line}" for line in lines[:_MOST_LISTED])
