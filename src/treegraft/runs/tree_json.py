@@ -41,7 +41,7 @@ DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, Rec
 """Errors that parsing a damaged line may raise."""
 T = TypeVar("T")
 _MOST_SHARED = 256
-"""Characters of a text that trees share: thousands are kept, also when no tree has them any more."""
+"""Longest text that trees share, in characters: thousands are kept, also when no tree has them."""
 
 
 def tree_to_json(tree: Tree) -> str:
