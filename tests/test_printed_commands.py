@@ -51,7 +51,7 @@ ELSEWHERE = {
     r"treegraft eval suite \S+ (arpo|web|rapo)": "a hub's sets; tests/test_eval_suites.py",
     r"treegraft push .*(--private|--revision)": "needs a hub; tests/test_push.py has one",
     r".*engine\.kind=vllm$": "needs a vLLM server; tests/serving trains with one",
-    r"treegraft study studies/\S+( --only \S+| --pairs \d+| --minutes \d+| --smoke| --out \w+)*$": (
+    r"treegraft study studies/(?!.*--(table|lines|check|figure))": (
         "hours; tests/test_study.py runs the smoke test of each study"
     ),
     r"treegraft (train|sft) papers/": "tests/test_recipe_files.py and extras/test_papers_steps.py",
