@@ -30,7 +30,8 @@ class World(NamedTuple):
 
 WORLDS = {
     "a thought decides": World("thoughts-tuned.toml", "done"),
-    "unsure": World("arpo-fair.toml", "unsure"),
+    "a token decides": World("thoughts-tuned.toml", "no thoughts"),
+    "unsure": World("budgets.toml", "unsure"),
     "a flawed expert": World("decisive.toml", "imperfect", None),
 }
 
