@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -79,3 +81,25 @@ def test_workers_without_a_job_end_and_a_killed_pool_is_empty() -> None:
     (worker,) = pool._workers.values()
     pool.kill()
     assert worker.exitcode == -signal.SIGKILL and pool.num_running == 0
+
+
+KEPT: list[bytes] = []
+
+
+def _resident_mb(fill: bool) -> float:
+    """Fills 200 MB of the heap and frees all but its last block, or only looks."""
+    blocks = [bytes([1]) * 100_000 for _ in range(2000)] if fill else []
+    KEPT.extend(blocks[-1:])
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and glibc's heap")
+def test_memory_that_a_job_has_freed_goes_back_to_the_system() -> None:
+    pool, found = Pool(_resident_mb, 1), []
+    for fill in (True, False):
+        pool.start(fill)
+        found += [one.result for one in pool.outcomes()]
+    pool.kill()
+    full, after = found
+    assert after < full - 150
