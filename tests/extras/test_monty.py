@@ -132,6 +132,7 @@ def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
         )
         running = asyncio.create_task(box.call(ToolCall("python", "while True: pass"), TASK))
         while not worker_pids():
+            assert not running.done(), running.result()
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         for pid in worker_pids():
