@@ -5,6 +5,7 @@
     python docs/build.py --log         # the contents of LOG.md, from its headings
     python docs/build.py --names       # the table of docs/parts.md, from the names' docstrings
     python docs/build.py --warnings    # docs/warnings.md, from the texts and limits of warnings
+    python docs/build.py --reference   # docs/reference/: settings, metrics, commands, from the code
     python docs/build.py --tables      # the tables of studies in the pages, from their results
 
 README is the site's first page. A line `<!-- include: PATH -->` in a page is replaced by that file:
@@ -33,7 +34,9 @@ PAGES = ROOT / "docs"
 FOREIGN_NAMES = PAGES / "foreign_names.toml"
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 INTERVAL = re.compile(r"(?<=\d) ± (?=\d)")
-REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names|errors)[\w-]*\)")
+REFERENCE = re.compile(r"\]\(reference\.md#(names|errors)[\w-]*\)")
+KEPT = ("settings", "metrics", "commands")
+"""Generated pages that a clone holds in docs/reference, so that they are read without a site."""
 TABLE = re.compile(r"(?<=^<!-- table: )(.+?) -->\n.*?(?=<!-- end of table -->)", re.S | re.M)
 CONTENTS = re.compile(r"(?<=<!-- contents -->\n).*?(?=<!-- end of contents -->)", re.S)
 NAMES = re.compile(r"(?<=<!-- names -->\n).*?(?=<!-- end of names -->)", re.S)
@@ -49,7 +52,9 @@ METRICS_HEAD = """# Metrics
 
 The keys of `metrics.jsonl`, generated from `src/treegraft/runs/metrics.toml`. Each update is one
 line with flat keys: `num_` is a count, `_frac` a share from 0 to 1, `_s` seconds; names in braces
-depend on the recipe. `time/*` is not reproducible."""
+depend on the recipe. A contribution is a pair of a loss token and a trajectory that contains it. A
+token that k trajectories share has k. `time/*` is not reproducible. `treegraft config KEY` prints
+one meaning."""
 NAMES_HEAD = """# Names of other frameworks
 
 Every setting of {versions} with what it is in Treegraft, generated from
@@ -94,7 +99,6 @@ def stage(folder: Path) -> None:
         text = INTERVAL.sub("\u00a0±\u00a0", text)
         # In a clone these links lead to a page that is there.
         page.write_text(REFERENCE.sub(r"](reference/\1.md)", text), encoding="utf-8")
-    (place / "reference").mkdir(exist_ok=True)
     for name, text in references().items():
         (place / "reference" / f"{name}.md").write_text(text, encoding="utf-8")
 
@@ -117,14 +121,9 @@ def included(found: re.Match[str]) -> str:
 
 
 def references() -> dict[str, str]:
-    """Returns the generated pages by name."""
-    return {
-        "settings": settings_page(),
-        "metrics": metrics_page(),
-        "commands": commands_page(),
-        "names": names_page(),
-        "errors": errors_page(),
-    }
+    """Returns the generated pages by name: those of a clone (KEPT), and two of the site alone."""
+    pages = {"settings": settings_page(), "metrics": metrics_page(), "commands": commands_page()}
+    return {**pages, "names": names_page(), "errors": errors_page()}
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -551,6 +550,11 @@ if __name__ == "__main__":
         sys.exit()
     if sys.argv[1:] == ["--warnings"]:
         (PAGES / "warnings.md").write_text(warnings_page(), encoding="utf-8")
+        sys.exit()
+    if sys.argv[1:] == ["--reference"]:
+        pages = references()
+        for name in KEPT:
+            (PAGES / "reference" / f"{name}.md").write_text(pages[name], encoding="utf-8")
         sys.exit()
     if sys.argv[1:] == ["--log"]:
         log = ROOT / "LOG.md"

@@ -190,6 +190,15 @@ def test_every_page_has_its_place(builder: ModuleType) -> None:
     )
 
 
+def test_references_of_a_clone_are_up_to_date(builder: ModuleType) -> None:
+    pages = builder.references()
+    folder = ROOT / "docs" / "reference"
+    assert {path.stem for path in folder.iterdir()} == set(builder.KEPT)
+    for name in builder.KEPT:
+        written = (folder / f"{name}.md").read_text(encoding="utf-8")
+        assert written == pages[name], "run: python docs/build.py --reference"
+
+
 def test_references_hold_everything(builder: ModuleType) -> None:
     from treegraft.runs.metrics import METRICS
     from treegraft.settings.config import known_settings

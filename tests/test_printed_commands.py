@@ -64,6 +64,7 @@ ELSEWHERE = {
     r"treegraft study .* --out mine --table": "shows runs of hours; those of the clone are shown",
     r"treegraft --install-completion": "writes into the shell's start file",
     r"treegraft config explore\.half": "a page's plugin; tests/test_readme.py loads it",
+    r"treegraft train eight\.toml": "7B on eight GPUs; `treegraft doctor eight.toml` is run",
     r"treegraft train \S+ tools\.search\.kind=http": "needs a server; tests/test_remote_search.py",
     r"treegraft (train|profile) recipes/smollm2": "minutes of a language model's training; "
     "tests/serving and tests/test_own_problem.py train it",

@@ -4,7 +4,9 @@ and what cannot fit."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +197,24 @@ def test_the_command_sizes_cards_that_are_not_here(tmp_path: Any) -> None:
     for words, part in ((["--gpu", "H200"], "without --gpus"), (["--gpu-memory", "80"], "H100:80")):
         done = runner.invoke(app, ["doctor", str(path), *words])
         assert isinstance(done.exception, SettingError) and part in str(done.exception)
+
+
+def test_the_page_says_how_many_paths_of_a_3b_model_fit() -> None:
+    """The sentence of docs/gpu.md on 3B and 4k tokens."""
+
+    def num_paths(card: str, *overrides: str) -> int:
+        config = load_config(SEVEN, ["model.path=shape:qwen2.5-3b", *overrides])
+        plan = replace(Plan.of(1, card), num_starts=num_starts(config.explore))
+        found = {one.name: one for one in sizing(config, shaped(config), plan)}["keys and values"]
+        tokens = re.search(r"room for ([\d,]+) tokens", found.note)
+        return int(tokens[1].replace(",", "")) // 4096 if tokens else 0
+
+    assert num_paths("H100:80") == 33
+    assert num_paths("H100:80", "learn.max_pack_tokens=16384") == 61
+    assert num_paths("L40S", "model.lora.rank=16") == 145
+    assert num_paths("L40S") == 0
+    page = (Path(__file__).resolve().parents[1] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "33 paths at a time" in page and "an L40S of 48 GB has room for 145 paths" in page
 
 
 def test_a_server_takes_its_share_of_the_card_by_hand() -> None:
