@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from math import comb
+from math import comb, inf
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.rollout.copied import copied_metrics, found_metrics
+
+CALL_LIMITS = (1, 2, 4, 8)
+"""The T of pass@(k, T) that evaluations of a run report."""
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -211,6 +214,16 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
+def _pass_within(trees: Sequence[Tree]) -> dict[str, float]:
+    """The share of tasks that one of their trajectories solves with at most T calls: pass@(k, T) of
+    arXiv 2604.14877 with all k samples."""
+    right = [filter(_is_correct, tree.trajectories()) for tree in trees]
+    fewest = [min((path.num_tool_calls for path in paths), default=inf) for paths in right]
+    return {
+        f"eval/pass_within_{most}": _mean(num <= most for num in fewest) for most in CALL_LIMITS
+    }
+
+
 def _is_correct(path: Trajectory) -> bool:
     return bool(path.leaf.is_correct)
 
@@ -244,6 +257,8 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
         for k in (2**n for n in range(1, 12)):
             if counts and all(num >= k for num, _ in counts):
                 metrics[f"eval/pass_at_{k}"] = _mean(pass_at_k(num, c, k) for num, c in counts)
+        if any(num > 1 for num, _ in counts):
+            metrics |= _pass_within(sampled)
     every = [*(greedy or ()), *(sampled or ())]
     paths = [path for tree in every for path in tree.trajectories()]
     metrics["eval/completed_frac"] = _ended_frac(paths, Status.COMPLETED)

@@ -27,6 +27,7 @@ DECODINGS = {
     "eval/accuracy": "greedy",
     "eval/accuracy_sampled": "temperature 1",
     "eval/pass_at_": "temperature 1",
+    "eval/pass_within_": "temperature 1",
 }
 
 

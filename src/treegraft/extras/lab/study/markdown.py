@@ -45,7 +45,9 @@ def markdown(runs: Runs, question: Question) -> str:
         names = list(found[0].at)
         shown = list(found[0].pass_at)
         header = ["arm", "held out", "IQM", f"this arm minus {baseline}", "P(better)"]
-        header += [key.removeprefix("eval/").replace("_at_", "@") for key in shown]
+        header += [
+            key.removeprefix("eval/").replace("_at_", "@").replace("_", " ") for key in shown
+        ]
         lines += _table(
             [*header, *names],
             [

@@ -273,7 +273,7 @@ def _measured(line: Mapping[str, float]) -> dict[str, float]:
     found = [line[kind] for kind in kinds if kind in line]
     # The second is the greedy one, where both were measured.
     also = {kind: line[kind] for kind in kinds[1:] if len(found) > 1}
-    also |= {key: value for key, value in line.items() if key.startswith("eval/pass_at_")}
+    also |= {key: value for key, value in line.items() if key.startswith("eval/pass_")}
     return {"accuracy": found[0], **also} if found else {}
 
 

@@ -92,7 +92,7 @@ class Row:
     left_after: float | None
     """Median calls at the first evaluation with such an accuracy, of these pairs; None for none."""
     pass_at: Mapping[str, float]
-    """Mean pass@k at the last evaluation, where it was sampled."""
+    """Mean pass@k and pass@(k, T) at the last evaluation, where they were sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,8 +310,8 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
 
 
 def _pass_at(ends: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each pass@k at the runs' ends."""
-    keys = [key for key in ends[0] if key.startswith("eval/pass_at_")]
+    """The mean of each pass@k and pass@(k, T) at the runs' ends."""
+    keys = [key for key in ends[0] if key.startswith("eval/pass_")]
     return {key: statistics.fmean(end.get(key, 0.0) for end in ends) for key in keys}
 
 
