@@ -6,6 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
 from benchmarks.tuning import STUDY, TIE, chosen_of, tuned
 
 from treegraft.extras.lab.study.file import read_study
@@ -13,11 +14,11 @@ from treegraft.extras.lab.study.plan import make_plan
 from treegraft.extras.lab.study.results import CALLS, known_runs
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = {
+SETTINGS: dict[str, dict[str, float]] = {
     "default": {},
-    "lr 1e-4": {"learn": {"lr": 1e-4}},
-    "lr 1e-3": {"learn": {"lr": 1e-3}},
-    "temperature 1.3": {"rollout": {"temperature": 1.3}},
+    "lr 1e-4": {"lr": 1e-4},
+    "lr 1e-3": {"lr": 1e-3},
+    "temperature 1.3": {"temperature": 1.3},
 }
 
 
@@ -26,17 +27,26 @@ def test_the_first_setting_stays_unless_another_is_better_by_more_than_a_tie() -
     assert chosen_of({"first": 0.50, "other": 0.50 + 2 * TIE, "worse": 0.1}) == "other"
 
 
-def test_the_comparison_has_the_settings_that_were_chosen_and_what_they_cost() -> None:
+@pytest.mark.parametrize("name", ["thoughts-tuned", "budgets", "bonus-attack", "lucky"])
+def test_runs_have_the_settings_that_were_chosen(name: str) -> None:
+    """The settings of the runs themselves: an arm may inherit from its base what nobody chose."""
+    chosen = {arm: SETTINGS[found.chosen] for arm, found in tuned().items()}
+    compared = 0
+    for run in make_plan(STUDY.with_name(f"{name}.toml")).runs:
+        if run.arm in chosen:
+            lr, temperature = run.config.learn.lr, run.config.rollout.temperature
+            assert {"lr": 3e-4, "temperature": 1.0} | chosen[run.arm] == {
+                "lr": lr,
+                "temperature": temperature,
+            }, f"{name}: {run.arm}"
+            compared += 1
+    assert compared >= 48
+
+
+def test_the_page_has_what_tuning_cost() -> None:
     compared = read_study(STUDY.with_name("thoughts-tuned.toml"))
     for name, found in tuned().items():
-        arm, plain = compared.arms[name], read_study(STUDY.with_name("thoughts.toml")).arms[name]
-        own = {
-            table: values
-            for table, values in arm.settings.items()
-            if table in ("learn", "rollout") and values != plain.settings.get(table)
-        }
-        chosen = SETTINGS[found.chosen]
-        assert {table: {**own.get(table, {}), **values} for table, values in chosen.items()} == own
+        arm = compared.arms[name]
         assert arm.tuning_runs == found.num_runs == 8
         assert (arm.tuning_calls, arm.tuning_cpu_s) == (round(found.calls), round(found.cpu_s))
     page = (ROOT / "docs" / "results-exploring.md").read_text(encoding="utf-8")

@@ -71,9 +71,9 @@ def markdown(runs: Runs, question: Question) -> str:
 
 def brief(runs: Runs, question: Question, *, with_baseline: bool = False) -> str:
     """Returns one table a world, of six columns: accuracy at the first budget of calls, best first,
-    what the first primary arm has more there (p after Holm), accuracy at the end, how many pairs
-    left the start, and calls, with "+" those of the buffer's attempts; with what a reader has to
-    know about its runs.
+    what the world's first primary arm has more there (p after Holm), accuracy at the end, how many
+    pairs left the start, and calls, with "+" those of the buffer's attempts; with what a reader has
+    to know about its runs.
 
     Args:
         with_baseline: also the difference to the baseline at the end, as without a primary arm.
@@ -131,7 +131,8 @@ def _brief(
             ),
         )
         columns[calls] = lambda row: _share(row.at[calls])
-        for primary, own in list(made.items())[:1]:
+        # The first primary arm that has runs in this world.
+        for primary, own in [(one, own) for one, own in made.items() if own][:1]:
             there = {one.other: one for one in own if one.column == calls}
             columns[f"{primary} minus this arm"] = functools.partial(_difference, there)
     columns["at the end"] = lambda row: _interval(row.mean, row.interval)
