@@ -56,7 +56,6 @@ ROWS = (
     Row("imitation of the [pruned](docs/buffer.md#pruning) expert", "SFT, pruned"),
     Row("own lessons, Tree-GRPO", "own lessons, Tree-GRPO"),
     Row("own lessons, a bonus for calls", "own lessons, call bonus"),
-    Row("own lessons, both", "own lessons, Tree-GRPO, call bonus"),
     Row("[commit branching](docs/methods.md#commit-branching), ours", "commit, begun anew"),
 )
 
