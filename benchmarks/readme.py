@@ -34,6 +34,7 @@ WORLDS = {
     "a thought decides": World("bonus-attack.toml", "done"),
     "a token decides": World("thoughts-tuned.toml", "no thoughts"),
     "unsure": World("budgets.toml", "unsure"),
+    "short questions": World("budgets.toml", "short"),
     "a flawed expert": World(
         "decisive.toml", "imperfect", None, frozenset({"ARPO", "Tree-GRPO", "commit"})
     ),
