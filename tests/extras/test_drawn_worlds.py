@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -206,6 +207,15 @@ def test_a_mission_ends_without_success_when_actions_run_out() -> None:
             break
         told = world.act("drop")
     assert told.endswith(" no actions left") and world.get_reward() == 0.0
+
+
+@real["textworld"]
+def test_a_house_of_like_things_is_drawn_without_a_warning() -> None:
+    """The package warns authors of grammars if two things need an adjective, as in this world."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert drawn_game(11, 408352656).objective
 
 
 @real["babyai"]

@@ -13,6 +13,7 @@ world and many words; the facts of the place are told instead.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from typing import Any, Final
@@ -44,7 +45,7 @@ def knowledge() -> Any:
 def drawn(level: int, seed: int) -> Any:
     """Returns the game that the package's own `make` draws for a level. Raises the package's
     `QuestGenerationError` where a map has no quest of that length."""
-    from textworld import GameOptions
+    from textworld import GameOptions, GenerationWarning
     from textworld.challenges.tw_treasure_hunter import treasure_hunter
 
     mode, num_rooms, shortest, longest = _MODES[(level - 1) // 10]
@@ -52,7 +53,10 @@ def drawn(level: int, seed: int) -> Any:
     options.seeds, options.kb, options.nb_rooms = seed, knowledge(), num_rooms
     # Ten lengths at equal distances, rounded to even as numpy does.
     options.quest_length = round(shortest + (level - 1) % 10 * (longest - shortest) / 9)
-    return treasure_hunter.make_game(mode, options)
+    with warnings.catch_warnings():
+        # It tells authors of grammars that two things needed an adjective.
+        warnings.simplefilter("ignore", GenerationWarning)
+        return treasure_hunter.make_game(mode, options)
 
 
 @lru_cache(_MAX_KEPT)
