@@ -259,7 +259,7 @@ def test_the_table_of_the_readme_is_that_of_its_studies() -> None:
     ranges = {row[0]: row[1] for row in rows if len(row) > 1}
     rapo, grpo = (ranges[name] for name in ("RAPO + learning from grafts", "GRPO"))
     words = " ".join(PAGE.split())
-    assert f"learning from grafts it reaches {rapo}, GRPO {grpo} (ten seeds" in words
+    assert f"it reaches {rapo}, for twice the calls of GRPO ({grpo}; " in words
 
 
 def first_commands(page: str) -> list[str]:
