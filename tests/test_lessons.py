@@ -172,9 +172,22 @@ def test_own_lessons_are_the_same_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_trajectory_of_others_is_an_own_trace() -> None:
-    tree = build_tree(Part.of("p", Part("r", reward=1.0), Part("s", reward=1.0)))
+    tree = answered(build_tree(Part.of("p", Part("r", reward=1.0), Part("s", reward=1.0))), "a")
     (own,) = own_traces([tree], num_best=2, min_reward=1.0, update=3)
     assert [trace.trajectory for trace in own] == ["3/0.1"]
+
+
+def test_an_answer_of_no_letters_is_no_own_trace() -> None:
+    """A judge may accept it; the buffer refuses such a step, which ended the run."""
+    tree = build_tree(Part.of("p", Part("s", reward=1.0)))
+    assert own_traces([answered(tree, "")], num_best=1, min_reward=1.0, update=3) == []
+    assert len(own_traces([answered(tree, "a")], num_best=1, min_reward=1.0, update=3)) == 1
+
+
+def answered(tree: Tree, answer: str) -> Tree:
+    """The tree, with this answer in every step."""
+    content = StepContent(answer=answer)
+    return replace(tree, steps=tuple(replace(step, content=content) for step in tree.steps))
 
 
 def test_own_lessons_fit_the_other_settings(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import ScoredAgent, build_traces
 from treegraft.traces.imports import check_lines, import_files
-from treegraft.traces.keys import split_steps
+from treegraft.traces.keys import has_content, split_steps
 from treegraft.traces.retrieve import BufferRetriever
 from treegraft.traces.store import IN_MEMORY
 
@@ -298,7 +298,8 @@ def own_traces(
             path
             for path in tree.trajectories()
             if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
-            if not path.is_stored
+            # A reward may accept an answer of no letters, which is no step to imitate.
+            if not path.is_stored and all(has_content(step.content) for step in path.steps[1:])
         ]
         for path in sorted(paths, key=lambda path: -(path.reward or 0.0))[:num_best]:
             steps = path.steps[1:]
