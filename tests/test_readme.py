@@ -260,6 +260,8 @@ def test_the_table_of_the_readme_is_that_of_its_studies() -> None:
     rapo, grpo = (ranges[name] for name in ("RAPO + learning from grafts", "GRPO"))
     words = " ".join(PAGE.split())
     assert f"it reaches {rapo}, for twice the calls of GRPO ({grpo}; " in words
+    calls = {row[0]: int(row[4].split(",")[0]) for row in rows[2:]}
+    assert round(calls["RAPO + learning from grafts"] / calls["GRPO"]) == 2
 
 
 def first_commands(page: str) -> list[str]:

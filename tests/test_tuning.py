@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.tuning import STUDY, TIE, chosen_of, tuned
@@ -12,6 +13,11 @@ from benchmarks.tuning import STUDY, TIE, chosen_of, tuned
 from treegraft.extras.lab.study.file import read_study
 from treegraft.extras.lab.study.plan import make_plan
 from treegraft.extras.lab.study.results import CALLS, known_runs
+from treegraft.extras.lab.study.statistics import (
+    accuracy_at,
+    bootstrap_interval,
+    permutation_test,
+)
 
 ROOT = Path(__file__).parents[1]
 SETTINGS: dict[str, dict[str, float]] = {
@@ -41,6 +47,57 @@ def test_runs_have_the_settings_that_were_chosen(name: str) -> None:
             }, f"{name}: {run.arm}"
             compared += 1
     assert compared >= 48
+
+
+def test_pages_have_the_calls_and_differences_that_no_table_holds() -> None:
+    """Calls a rollout in TextWorld; what the bonus is worth; all twenty pairs without a thought."""
+    lines = known_lines("published", "textworld")
+    for arm, leaves, words in (
+        ("own lessons, call bonus", 24, "from 3.2 to 5.4 calls"),
+        ("GRPO", 48, "(GRPO: 3.7)"),
+    ):
+        made = [one["updates"][CALLS] for (_, name, _), one in lines.items() if name == arm]
+        means = [statistics.fmean(one[at] for one in made) / leaves for at in (0, -1)]
+        assert len(made) == 10 and f"{means[1]:.1f}" in words and f"{means[0]:.1f}" == "3.2"
+        assert words in " ".join((ROOT / "docs" / "methods.md").read_text("utf-8").split())
+    page = " ".join((ROOT / "docs" / "results-exploring.md").read_text("utf-8").split())
+    bonus = "own lessons, call bonus"
+    worth = {
+        world: at_budget("bonus-attack", world, bonus, "own lessons, 4 leaves")
+        for world in ("done", "no thoughts")
+    }
+    shown = said(worth["done"])
+    assert f"{shown} ({said(worth['no thoughts'])[:3]} without a thought)" in page
+    twenty = [
+        difference
+        for study in ("thoughts-tuned", "bonus-attack")
+        for difference in at_budget(study, "no thoughts", "commit, begun anew", bonus)
+    ]
+    assert f"which no protocol announced, give {said(twenty)}, p = .03" in page
+    assert round(permutation_test(twenty, [0.0] * 20), 2) == 0.03
+
+
+def known_lines(study: str, world: str) -> dict[Any, Any]:
+    plan = make_plan(ROOT / "studies" / f"{study}.toml", only=[world])
+    return known_runs(ROOT / "studies" / f"{study}.jsonl", plan.runs)[0]
+
+
+def at_budget(study: str, world: str, ours: str, theirs: str) -> list[float]:
+    """The differences of two arms at 4,000 calls, pair by pair."""
+    found = {}
+    for (_, arm, pair), line in known_lines(study, world).items():
+        curve = line["curve"]
+        found[arm, pair] = accuracy_at(
+            [one[CALLS] for one in curve], [one["accuracy"] for one in curve], 4000
+        )
+    return [found[ours, pair] - found[theirs, pair] for pair in range(10)]  # type: ignore[operator]
+
+
+def said(differences: list[float]) -> str:
+    """ ".18 [.07, .30]", as pages write it."""
+    low, high = bootstrap_interval(differences)
+    mean = statistics.fmean(differences)
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}]".replace("0.", ".")
 
 
 def test_the_page_has_what_tuning_cost() -> None:

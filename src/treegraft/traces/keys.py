@@ -127,17 +127,15 @@ def _task_of(first: Trace, tasks: Mapping[str, Task], has_environment: bool) -> 
     return task.asking(first.key) if has_environment else None
 
 
-def has_content(value: StepContent | str) -> bool:
-    """Returns whether a step says anything: an answer of no letters alone does not."""
-    if isinstance(value, StepContent):
-        return any((value.thought, value.calls, value.observations, value.answer))
-    return bool(value.strip())
-
-
 def check_trace(trace: Trace, number: int) -> None:
     """Raises DataError for a trace that could not be found or used."""
+    value = trace.value
+    if isinstance(value, StepContent):
+        has_value = any((value.thought, value.calls, value.observations, value.answer))
+    else:
+        has_value = bool(value.strip())
     problems = {
-        "its value is empty": not has_content(trace.value),
+        "its value is empty": not has_value,
         "its key is empty": not trace.key.strip(),
         f"its reward is {trace.reward}": not math.isfinite(trace.reward),
         f"its position is {trace.position}": trace.position < 0,

@@ -24,7 +24,7 @@ from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import ScoredAgent, build_traces
 from treegraft.traces.imports import check_lines, import_files
-from treegraft.traces.keys import has_content, split_steps
+from treegraft.traces.keys import says_something, split_steps
 from treegraft.traces.retrieve import BufferRetriever
 from treegraft.traces.store import IN_MEMORY
 
@@ -299,7 +299,7 @@ def own_traces(
             for path in tree.trajectories()
             if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
             # A reward may accept an answer of no letters, which is no step to imitate.
-            if not path.is_stored and all(has_content(step.content) for step in path.steps[1:])
+            if not path.is_stored and all(says_something(one) for one in path.contents)
         ]
         for path in sorted(paths, key=lambda path: -(path.reward or 0.0))[:num_best]:
             steps = path.steps[1:]
