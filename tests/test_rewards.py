@@ -239,7 +239,7 @@ def test_a_bad_number_fails_its_own_leaf() -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_hanging_function_meets_the_deadline(is_async: bool) -> None:
     def hang(**_: Any) -> list[float]:
-        time.sleep(3)
+        time.sleep(30)
         return [1.0]
 
     async def hang_async(**_: Any) -> list[float]:
@@ -250,7 +250,7 @@ def test_a_hanging_function_meets_the_deadline(is_async: bool) -> None:
     (leaf,) = score(
         make_tree(path(answer="x")), hang_async if is_async else hang, deadline_s=0.2
     ).leaves
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 15
     assert leaf.status is Status.FAILED
     assert leaf.error is not None and "reward.deadline_s = 0.2" in leaf.error
 

@@ -145,9 +145,9 @@ def test_a_call_past_its_deadline_is_an_observation() -> None:
 
 def test_a_tool_that_ignores_its_cancellation_is_not_waited_for() -> None:
     async def stubborn(body: str) -> str:
-        for _ in range(4):
+        for _ in range(2):
             try:
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(10.0)
             except asyncio.CancelledError:
                 continue
         return "late"
@@ -159,7 +159,7 @@ def test_a_tool_that_ignores_its_cancellation_is_not_waited_for() -> None:
         assert observation.is_error
         return time.perf_counter() - started
 
-    assert asyncio.run(run()) < 0.25
+    assert asyncio.run(run()) < 5.0
 
 
 def test_a_hanging_plain_function_does_not_hold_up_the_exit() -> None:
@@ -170,7 +170,7 @@ def test_a_hanging_plain_function_does_not_hold_up_the_exit() -> None:
 
     started = time.perf_counter()
     assert call_once(FunctionTool(hang), deadline_s=0.1).is_error
-    assert time.perf_counter() - started < 3
+    assert time.perf_counter() - started < 15
 
 
 def test_the_deadline_starts_when_the_call_does() -> None:

@@ -85,7 +85,7 @@ def test_an_endless_view_is_refused(run: Path, path: str) -> None:
     change(run, "DROP TABLE traces", ENDLESS.format(name="traces"))
     began = time.monotonic()
     answer = asked(run, path)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     # A tree is shown without what only the buffer knows.
     assert answer.status_code == (200 if path.startswith("trees") else 404)
     assert answer.status_code == 200 or "the view 'traces'" in answer.json()["error"]

@@ -88,7 +88,8 @@ class FakeEngine:
         self.model_config = types.SimpleNamespace(max_model_len=MAX_CONTEXT)
         self.model_executor = self.driver_worker = self.model_runner = self
         self.requests: dict[str, Writing] = {}
-        self.most_at_once = self.num_loads = self.num_aborted = 0
+        self.most_at_once = self.num_loads = self.num_aborted = self.num_awaited = 0
+        """`num_awaited`: requests that must be there at once before a token is drawn."""
         self.fails = False
         owner = self
 
@@ -122,6 +123,9 @@ class FakeEngine:
         if self.fails:
             self.fails = False
             raise RuntimeError("out of memory")
+        if self.most_at_once < self.num_awaited:
+            time.sleep(0.001)
+            return []
         done = []
         for name, one in list(self.requests.items()):
             if one.step(self.plain, self.tokenizer):
@@ -171,7 +175,8 @@ class FakeServer:
             **info,
         }
         self.num_updates = self.num_resets = self.num_running = self.most_at_once = 0
-        self.num_failing = 0
+        self.num_failing = self.num_awaited = 0
+        """`num_awaited`: requests that must run at once before any of them begins to be answered."""
         self._tensors: asyncio.Queue[dict[str, torch.Tensor]] = asyncio.Queue()
         sock = listener.listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -218,6 +223,9 @@ class FakeServer:
         one = Writing(prompt, body)
         self.num_running += 1
         self.most_at_once = max(self.most_at_once, self.num_running)
+        async with asyncio.timeout(30.0):
+            while self.most_at_once < self.num_awaited:
+                await asyncio.sleep(0.001)
         while not one.step(self.engine.plain, self.engine.tokenizer):
             await asyncio.sleep(0)
         self.num_running -= 1
