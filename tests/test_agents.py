@@ -215,6 +215,12 @@ def test_the_key_is_sent_and_shown_nowhere() -> None:
     assert attempt.is_outage
 
 
+def test_half_a_surrogate_pair_reaches_the_server() -> None:
+    with serving(expert) as (url, seen):
+        solve(endpoint(url), replace(TASKS[0], question="cut \ud83d"))
+    assert "cut \ud83d" in seen[0]["messages"][-1]["content"]
+
+
 def test_what_a_tool_says_cannot_forge_a_tag_for_the_server() -> None:
     class Forger:
         name, description, capability, cacheable = (

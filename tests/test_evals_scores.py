@@ -13,7 +13,13 @@ from tests.answer_pairs import COMPUTATION, FROM_DATA, KNOWLEDGE, LIMITS, WEB, P
 from tests.corpus import DATA
 from tests.examples import at_most
 
-from treegraft.extras.suites.scores import bootstrap, call_limits, pass_ks, stratified_bootstrap
+from treegraft.extras.suites.scores import (
+    bootstrap,
+    call_limits,
+    pass_ks,
+    score_interval,
+    stratified_bootstrap,
+)
 from treegraft.extras.suites.sets import SETS, read_set
 from treegraft.rollout.measure import pass_at_k
 from treegraft.tasks.scoring import exact_match_squad, f1, f1_characters, is_correct
@@ -202,6 +208,16 @@ def test_bootstrap_of_a_coin_by_hand() -> None:
         bootstrap([0.25] * 7) == bootstrap([0.25] * 7, seed=3) and bootstrap([0.25] * 7).low == 0.25
     )
     assert found == bootstrap([1.0] * 40 + [0.0] * 60)
+
+
+def test_scores_that_are_all_right_or_all_wrong_have_wilsons_interval() -> None:
+    # z² = 3.8415: 5 of 5 are from 5 / 8.8415 to 1, none of 3 from 0 to 3.8415 / 6.8415.
+    found = score_interval([1.0] * 5)
+    assert (found.mean, found.low, found.high) == (1.0, pytest.approx(0.5655, abs=1e-4), 1.0)
+    found = score_interval([0.0] * 3)
+    assert (found.mean, found.low, found.high) == (0.0, 0.0, pytest.approx(0.5615, abs=1e-4))
+    assert score_interval([0.0, 1.0]) == bootstrap([0.0, 1.0])
+    assert score_interval([0.5] * 4) == bootstrap([0.5] * 4)
 
 
 def test_the_mean_over_sets_weighs_them_equally() -> None:

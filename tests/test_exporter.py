@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ def test_names_follow_from_those_of_the_metrics() -> None:
     assert family_of("eval/accuracy_{category}") == family_of("eval/accuracy")
     assert label_of("treegraft_eval_accuracy") == "category"
     assert label_of("treegraft_health") == "name" and label_of("treegraft_reward_mean") is None
+    own = {family_of(key) for key in ("mine/EM", "mine/BLEU", "MyScore")}
+    assert own == {"treegraft_mine_EM", "treegraft_mine_BLEU", "treegraft_MyScore"}
     assert all(re.fullmatch("[a-z][a-z0-9_]*", family_of(key)) for key in METRICS)
 
 
@@ -136,6 +139,20 @@ def test_actors_of_a_cluster_are_answered_while_they_are_there(tmp_path: Path) -
         assert found[WAITS] == [({**grower, "owner": "tool search"}, 2.0)]
         now[0] = 1031.0
         assert not any("role_" in family for family in samples(httpx.get(own.address).text))
+    finally:
+        own.close()
+
+
+def test_an_address_of_ipv6_is_listened_at() -> None:
+    needs_client()
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no loopback for IPv6")
+    own = Exporter("[::1]:0", lambda: {"MyScore": 3.0}, run="a", role="r")
+    try:
+        assert "treegraft_MyScore" in httpx.get(own.address).text
     finally:
         own.close()
 

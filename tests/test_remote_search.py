@@ -150,6 +150,29 @@ def test_bad_requests_are_told_what_is_wrong(retrieval: str) -> None:
     assert httpx.get(retrieval, timeout=60).status_code == 405
 
 
+def test_half_a_surrogate_pair_passes_both_ways() -> None:
+    """A cut emoji, which JSON can hold and UTF-8 cannot."""
+
+    class Odd:
+        async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+            return [[Passage("1", f"{query} found", 1.0)] for query in queries]
+
+        async def close(self) -> None:
+            pass
+
+    app = search_app(Odd(), default_top_k=1, host="127.0.0.1")
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        asked = {"content": b'{"queries": ["x \\ud83d", "y"]}'}
+        found = client.post("/retrieve", **asked, headers={"content-type": "application/json"})
+    assert [one[0]["contents"] for one in found.json()["result"]] == ["x \ud83d found", "y found"]
+
+    def answers(seen: Any, *_: Any) -> Answer:
+        return 200, {}, b'{"result": [[]]}'
+
+    with web_server(answers) as url:
+        assert asyncio.run(RemoteSearch(url, timeout_s=5).search(["x \ud83d"], 3)) == [[]]
+
+
 def test_the_tool_asks_the_server(retrieval: str) -> None:
     tool = SearchTool(RemoteSearch(retrieval), top_k=2)
     expected = (

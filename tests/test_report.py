@@ -191,6 +191,13 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     ] and found.state == "running at update 1 of 4"
 
 
+def test_calls_of_a_run_include_those_that_an_environment_repeats(tmp_path: Path) -> None:
+    lines = [{"update": 1, CALLS: 5, "environment/num_replayed_calls": 4}, {"update": 2, CALLS: 7}]
+    path = made_run(tmp_path / "own", {"run": {"num_updates": 10, "max_calls": 16}}, lines)
+    found = read_run(path)
+    assert [line[CALLS] for line in found.lines] == [9, 7] and found.state == "finished"
+
+
 def test_settings_are_flat() -> None:
     assert flatten({"a": {"b": {"c": 1}, "d": [1]}, "e": {}}) == {"a.b.c": 1, "a.d": [1], "e": {}}
 

@@ -227,6 +227,9 @@ def test_results_survive_a_cut_line_and_equal_runs_get_their_own(tmp_path: Path)
     path.write_text('{"world": 1}\n')
     with raises_code("study-line-invalid"):
         read_results(path)
+    path.write_bytes(b'{"defaults_of": "a"}\n{"world": "\xff"}\n')
+    with raises_code("study-line-invalid", match="line 2: not UTF-8"):
+        read_results(path)
 
 
 def test_two_studies_do_not_share_a_folder(tmp_path: Path) -> None:
@@ -645,6 +648,8 @@ def test_a_pruned_buffer_is_made_of_one_that_is_built(tmp_path: Path) -> None:
         ("shuffle = 'x'", "study-invalid"),
         ("swap = 'raw', margin = 1.0", "study-invalid"),
         ("swap = 'raw', prune = 'raw'", "study-invalid"),
+        ("margin = 0.5", "study-invalid"),
+        ("only_best = true", "study-invalid"),
     ):
         with raises_code(code):
             make_plan(written(tmp_path, SMALL + f"buffers.x = {{ {more} }}\n"))

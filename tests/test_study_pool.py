@@ -83,6 +83,17 @@ def test_workers_without_a_job_end_and_a_killed_pool_is_empty() -> None:
     assert worker.exitcode == -signal.SIGKILL and pool.num_running == 0
 
 
+def test_a_worker_that_is_killed_without_a_job_is_replaced() -> None:
+    pool = Pool(work, 1)
+    for _ in range(2):
+        pool.start("large")
+        assert [outcome.error for outcome in pool.outcomes()] == [""]
+        (worker,) = pool._workers.values()
+        worker.kill()
+        worker.join()
+    pool.kill()
+
+
 KEPT: list[bytes] = []
 
 

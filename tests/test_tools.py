@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field
 from tests.error_codes import raises_code
 
 from treegraft.core.errors import ToolError, ToolUnavailable
@@ -116,6 +118,27 @@ def test_results_of_other_types_become_text() -> None:
     )
     assert call_once(returning([Observation(text="x")])).text.startswith('[{"text": "x", "is_')
     assert call_once(returning((np.arange(2), Path("a")))).text == '[[0, 1], "a"]'
+
+
+@dataclass
+class Places:
+    at: str
+    names: set[str]
+
+
+class Towns(BaseModel):
+    near: list[frozenset[str]]
+
+
+def test_sets_become_text_in_one_order_in_every_process() -> None:
+    towns = {"Lyon", "Nice", "Metz", "Lille"}
+    listed = '["Lille", "Lyon", "Metz", "Nice"]'
+    assert call_once(returning(towns)).text == listed
+    assert call_once(returning([{"in": frozenset(towns)}])).text == f'[{{"in": {listed}}}]'
+    found = call_once(returning(Places("here", towns))).text
+    assert found == f'{{"at": "here", "names": {listed}}}'
+    assert call_once(returning(Towns(near=[frozenset(towns)]))).text == f'{{"near": [{listed}]}}'
+    assert call_once(returning({frozenset({"b", "a"}), (2, 1)})).text == '[["a", "b"], [2, 1]]'
 
 
 def test_output_is_capped_and_says_so() -> None:
@@ -332,6 +355,27 @@ def test_functions_become_tools() -> None:
     assert call_once(FunctionTool(double), "21").text == "42"
     assert call_once(FunctionTool(double), '{"number": 21}').text == "42"
     assert call_once(FunctionTool(whoami), "hello").text == "hello t/1"
+
+
+def test_annotated_parameters_keep_their_descriptions_and_bounds() -> None:
+    def pick(rank: Annotated[int, Field(ge=1, le=5, description="place in the list")]) -> str:
+        """Picks."""
+        return str(rank)
+
+    def greet(task: Annotated[Task, "who"], name: Annotated[str, Field(max_length=3)]) -> str:
+        """Greets."""
+        return f"{name} {task.id}"
+
+    told = FunctionTool(pick).signature.schema["properties"]["rank"]
+    assert (told["minimum"], told["maximum"]) == (1, 5)
+    assert told["description"] == "place in the list"
+    assert call_once(FunctionTool(pick), "5").text == "5"
+    assert "'rank' does not fit: Input should be less" in call_once(FunctionTool(pick), "900").text
+    assert call_once(FunctionTool(greet), "Ann").text == "Ann t/1"
+    assert "'name' does not fit: String should have at most 3" in (
+        call_once(FunctionTool(greet), "Anna").text
+    )
+    assert call_once(FunctionTool(shout), "\ud83d").text == "\ud83d"
 
 
 def test_arguments_with_defaults_may_be_left_out() -> None:

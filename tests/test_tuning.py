@@ -95,7 +95,7 @@ def at_budget(study: str, world: str, ours: str, theirs: str) -> list[float]:
 
 def said(differences: list[float]) -> str:
     """ ".18 [.07, .30]", as pages write it."""
-    low, high = bootstrap_interval(differences)
+    low, high = bootstrap_interval(differences) or (0.0, 0.0)
     mean = statistics.fmean(differences)
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]".replace("0.", ".")
 

@@ -201,13 +201,35 @@ def test_sums_so_far_are_the_axes_of_charts(tmp_path: Path) -> None:
     lines = [
         {"update": 0, "time/eval_s": 2.0, "time/warmup_s": 10.0},
         {"update": 1, "time/update_s": 3.0, "time/eval_s": 1.0, "rollout/num_tool_calls": 5},
-        {"update": 2, "time/update_s": float("nan"), "rollout/num_tool_calls": 7},
+        {
+            "update": 2,
+            "time/update_s": float("nan"),
+            "rollout/num_tool_calls": 7,
+            "environment/num_replayed_calls": 4,
+        },
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     # The first line has no update: its seconds are those of the warm-up and of the evaluation.
-    expected = {"wall_s": [12.0, 15.0, 15.0], "calls": [0.0, 5.0, 12.0]}
+    expected = {"wall_s": [12.0, 15.0, 15.0], "calls": [0.0, 5.0, 16.0]}
     assert open_runs([path])["run"].table()[0].axes([0, 1, 2]) == expected
-    assert open_runs([path])["run"].state()["sums"] == {"wall_s": 15.0, "calls": 12.0}
+    assert open_runs([path])["run"].state()["sums"] == {"wall_s": 15.0, "calls": 16.0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls", "is_over"),
+    [({}, 400, False), ({"max_calls": 401}, 400, False), ({"max_calls": 400}, 400, True)],
+)
+def test_a_run_is_over_once_a_limit_is_spent(
+    tmp_path: Path, limits: dict[str, int], calls: int, is_over: bool
+) -> None:
+    path = write_run(tmp_path / "run", num_updates=0, with_buffer=False)
+    settings = json.loads((path / "config.json").read_text())
+    settings["run"] |= {"num_updates": 100_000, "max_calls": None, "max_tokens": None, **limits}
+    (path / "config.json").write_text(json.dumps(settings))
+    line = {"update": 1, "rollout/num_tool_calls": 100, "environment/num_replayed_calls": 300}
+    (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    state = open_runs([path])["run"].state()
+    assert (state["is_over"], state["is_live"]) == (is_over, not is_over)
 
 
 # ---------------------------------------------------------------------- answers

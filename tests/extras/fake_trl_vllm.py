@@ -176,7 +176,7 @@ class FakeServer:
         }
         self.num_updates = self.num_resets = self.num_running = self.most_at_once = 0
         self.num_failing = self.num_awaited = 0
-        """`num_awaited`: requests that must run at once before any of them begins to be answered."""
+        """`num_awaited`: requests that must run at once before any is answered."""
         self._tensors: asyncio.Queue[dict[str, torch.Tensor]] = asyncio.Queue()
         sock = listener.listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"

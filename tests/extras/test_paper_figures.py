@@ -47,11 +47,11 @@ def test_metrics_of_updates_are_columns() -> None:
     lines = [
         {"update": 0.0, "learn/entropy": 9.0},
         {"update": 1.0, "learn/entropy": 0.123456789, CALLS: 3.0, "reward/mean": 1.0},
-        {"update": 2.0, CALLS: 4.0},
+        {"update": 2.0, CALLS: 4.0, "environment/num_replayed_calls": 8.0},
     ]
     assert by_update(lines, {2: {"diversity/distance": 0.25}}) == {
         "update": [1, 2],
-        CALLS: [3.0, 4.0],
+        CALLS: [3.0, 12.0],
         "learn/entropy": [0.123457, None],
         "diversity/distance": [None, 0.25],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,9 @@ class ChatClient:
             )
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._http.post(self._url, json=body)
+                # httpx's own JSON cannot hold half a surrogate pair, such as a cut emoji.
+                content = json.dumps(body).encode()
+                response = await self._http.post(self._url, content=content)
         except TimeoutError as error:
             raise _TransientError(f"no reply within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
@@ -183,7 +186,8 @@ class ChatClient:
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    own = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return {"Content-Type": "application/json", **own}
 
 
 def _seconds(header: str | None) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 TAGS: Final = r"</?[a-z_]+>|\\boxed\{|\}"
@@ -26,8 +27,32 @@ def as_text(result: Any) -> str:
 
     is_record = is_dataclass(result) and not isinstance(result, type)
     if is_record or isinstance(result, Mapping | list | tuple | set | frozenset | BaseModel):
-        return json.dumps(to_jsonable_python(result, fallback=_bare), ensure_ascii=False)
+        found = to_jsonable_python(_without_sets(result), fallback=_bare)
+        return json.dumps(found, ensure_ascii=False)
     return str(result)
+
+
+def _without_sets(value: Any) -> Any:
+    """`value` with lists in place of sets, in the order of their members' JSON: a set's own order
+    differs from process to process. What holds no set is returned itself."""
+    from pydantic import BaseModel
+    from pydantic_core import to_json
+
+    if isinstance(value, set | frozenset):
+        return sorted(map(_without_sets, value), key=lambda one: to_json(one, fallback=_bare))
+    if isinstance(value, list | tuple):
+        listed = [_without_sets(one) for one in value]
+        return value if all(map(operator.is_, listed, value)) else listed
+    if isinstance(value, BaseModel):
+        own: Mapping[Any, Any] = value.model_dump(by_alias=True)
+    elif is_dataclass(value) and not isinstance(value, type):
+        own = {one.name: getattr(value, one.name, None) for one in fields(value)}
+    elif isinstance(value, Mapping):
+        own = value
+    else:
+        return value
+    named = {name: _without_sets(one) for name, one in own.items()}
+    return value if all(named[name] is one for name, one in own.items()) else named
 
 
 def _bare(value: Any) -> Any:

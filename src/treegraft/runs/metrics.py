@@ -17,6 +17,8 @@ def _meanings() -> dict[str, str]:
     return {key: " ".join(text.split()) for key, text in texts.items()}
 
 
+CALLS = ("rollout/num_tool_calls", "environment/num_replayed_calls")
+"""Executed calls: the policy's, and those that an environment repeated for a branch."""
 METRICS: Mapping[str, str] = _meanings()
 """Key or pattern -> one line with the unit."""
 

@@ -17,14 +17,14 @@ from treegraft.core.spans import span
 from treegraft.core.types import Tree
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.checkpoints import Checkpoints, Write
+from treegraft.runs.metrics import CALLS
 from treegraft.runs.record import read_metrics
 from treegraft.runs.reporter import Reporter
 from treegraft.runs.result import RunResult
 from treegraft.runs.start import Start, spent_limits
 
 Result = TypeVar("Result")
-_CALLS = ("rollout/num_tool_calls", "environment/num_replayed_calls")
-SPENT = (_CALLS, ("rollout/num_sampled_tokens",))
+SPENT = (CALLS, ("rollout/num_sampled_tokens",))
 """What counts against the limits of [run]: executed calls, and tokens."""
 
 

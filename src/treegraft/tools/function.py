@@ -6,7 +6,7 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -88,7 +88,7 @@ class FunctionTool:
             parameters = list(self._signature.parameters.values())
             self._signature = self._signature.replace(parameters=parameters[1:])
         try:
-            hints = get_type_hints(func)
+            hints = get_type_hints(func, include_extras=True)
         except Exception as error:  # a name that is not imported at run time, or any other
             raise SettingError(
                 f"{self._place}: its annotations cannot be read: {describe(error)}",
@@ -100,7 +100,7 @@ class FunctionTool:
             self._add(parameter, hints)
         blank = inspect.Parameter.empty
         self._required = [n for n in self._params if self._signature.parameters[n].default is blank]
-        is_text = [hints.get(name) for name in self._params] == [str]
+        is_text = [_bare(hints.get(name)) for name in self._params] == [str]
         self.signature = Signature(self._schema(), next(iter(self._params)) if is_text else None)
 
     async def __call__(self, body: str, task: Task) -> str:
@@ -142,7 +142,7 @@ class FunctionTool:
                 code="parameter-without-annotation",
             )
         hint = hints.get(name, Any)
-        if hint is Task:
+        if _bare(hint) is Task:
             self._task_params.append(name)
             return
         try:
@@ -157,7 +157,8 @@ class FunctionTool:
         if not self._params or not (body.strip() or self._required):
             return {}
         if self.signature.text_parameter is not None:
-            return {self.signature.text_parameter: body}
+            name = self.signature.text_parameter
+            return {name: self._fitting(name, body)}
         fields = self._named(read_json(body, f"{self.name} needs JSON, {self._usage()}"))
         if not isinstance(fields, dict):
             raise ToolError(
@@ -170,22 +171,28 @@ class FunctionTool:
                 code="argument-unknown",
             )
         arguments: dict[str, Any] = {}
-        for name, adapter in self._params.items():
+        for name in self._params:
             if name in fields:
-                try:
-                    arguments[name] = adapter.validate_python(fields[name])
-                except ValidationError as error:
-                    reason = error.errors(include_url=False)[0]["msg"]
-                    raise ToolError(
-                        f"{self.name}: '{name}' does not fit: {reason}",
-                        code="argument-does-not-fit",
-                    ) from None
+                arguments[name] = self._fitting(name, fields[name])
             elif name in self._required:
                 raise ToolError(
                     f"{self.name}: '{name}' is missing; it takes {self._usage()}",
                     code="argument-missing",
                 )
         return arguments
+
+    def _fitting(self, name: str, value: Any) -> Any:
+        adapter = self._params[name]
+        # Pydantic refuses text with half a surrogate pair; a plain `str` takes any.
+        if isinstance(value, str) and adapter.core_schema == {"type": "str"}:
+            return value
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            raise ToolError(
+                f"{self.name}: '{name}' does not fit: {reason}", code="argument-does-not-fit"
+            ) from None
 
     def _named(self, fields: Any) -> Any:
         """A single argument may come bare, since its name tells the agent nothing."""
@@ -237,6 +244,11 @@ class FunctionTool:
         optional = [f'"{name}"' for name in self._params if name not in self._required]
         named = "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
         return f"{named} ({', '.join(optional)} optional)" if optional else named
+
+
+def _bare(hint: Any) -> Any:
+    """The type of Annotated[type, ...], any other hint itself."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

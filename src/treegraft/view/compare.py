@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treegraft.core.errors import DataError
+from treegraft.runs.metrics import CALLS
 from treegraft.runs.record import RunFolder
 from treegraft.view.runs import RunReader
 
@@ -17,8 +18,8 @@ COSTS = {
     "time/warmup_s": "warm-up s",
     "time/eval_s": "evaluation s",
 }
-"""Metrics summed over a run, with their headings. The first three are those of the updates alone;
-the last two are wall-clock seconds."""
+"""Metrics summed over a run, with their headings. The first three are those of the updates alone,
+with the calls that an environment repeated; the last two are wall-clock seconds."""
 COSTS_NOTE = (
     "Calls, tokens and CPU seconds are sums over the updates; the warm-up and the evaluations are"
     " not in them. Their wall-clock seconds are the last rows."
@@ -60,6 +61,9 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[Row], list[str]]:
         (f"update {update}", [one.get(update) for one in accuracies]) for update in updates
     ]
     for cost in COSTS:
-        costs = [[line[cost] for line in run if cost in line] for run in runs]
+        parts = CALLS if cost in CALLS else (cost,)
+        costs = [
+            [sum(line.get(p, 0.0) for p in parts) for line in run if cost in line] for run in runs
+        ]
         rows.append((cost, [sum(one) if one else None for one in costs]))
     return key, rows, notes

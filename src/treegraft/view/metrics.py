@@ -15,18 +15,19 @@ from typing import Any
 import numpy as np
 
 from treegraft.core.files import parse_json
+from treegraft.runs.metrics import CALLS
 
 MAX_COUNT = 10**12
 """Whole numbers beyond it, which no run has, are taken for damage."""
 MAX_LINES = 1000
 """Lines of one answer; of more lines, every so-and-so-many-th is given."""
 AXES = {
-    "tokens": "rollout/num_sampled_tokens",
-    "calls": "rollout/num_tool_calls",
-    "cpu_s": "time/cpu_s",
+    "tokens": ("rollout/num_sampled_tokens",),
+    "calls": CALLS,
+    "cpu_s": ("time/cpu_s",),
 }
-"""Metrics whose sums so far may be the x axis of a chart; seconds by the clock are made of
-several."""
+"""Metrics whose sums so far may be the x axis of a chart, which is there where the first of them
+is; seconds by the clock are made of others."""
 _AT_ONCE = 4_000_000
 """Bytes that are read while the page waits; more are read in the background."""
 _CHUNK = 1_000_000
@@ -122,9 +123,13 @@ class MetricsTable:
 
     def axes(self, numbers: Sequence[int]) -> dict[str, list[float]]:
         """Returns for each axis that was recorded the sum up to and with each of these lines:
-        sampled tokens, tool calls, seconds by the clock (wall_s) and of the processor."""
+        sampled tokens, executed tool calls, seconds by the clock (wall_s) and of the processor."""
         with self._lock:
-            sums = {axis: self._dense(key) for axis, key in AXES.items() if key in self._columns}
+            sums: dict[str, np.ndarray] = {
+                axis: sum(map(self._dense, keys), np.zeros(self.num_lines))
+                for axis, keys in AXES.items()
+                if keys[0] in self._columns
+            }
             if {"time/update_s", "time/eval_s"} & self._columns.keys():
                 update, evaluated = self._dense("time/update_s"), self._dense("time/eval_s")
                 # The seconds of an update hold those of its evaluation; line 0 has no update.

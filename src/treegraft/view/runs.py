@@ -164,8 +164,10 @@ class RunReader:
                 newest = max(newest, path.stat().st_mtime_ns)
         total = self.setting("run", "num_updates") or 0
         done = table.last_update()
+        sums = table.axes([-1]) if table.num_lines else {}
+        is_over = bool(table.num_lines) and (done >= total or self._is_spent(sums))
         # By time rather than by the lock, which says nothing of a run on another machine.
-        is_live = done < total and time.time() - newest / 1e9 < _LIVE_S
+        is_live = not is_over and time.time() - newest / 1e9 < _LIVE_S
         return {
             "era": table.era,
             "num_lines": table.num_lines,
@@ -173,14 +175,18 @@ class RunReader:
             "newest": newest,
             "update": done,
             "num_updates": total,
+            "is_over": is_over,
             "is_live": is_live,
             "roles": roles_line(self.path / "roles.json") if is_live else "",
             "last": table.last(LAST),
-            "sums": {axis: values[0] for axis, values in table.axes([-1]).items()}
-            if table.num_lines
-            else {},
+            "sums": {axis: values[0] for axis, values in sums.items()},
             **self._named_by(),
         }
+
+    def _is_spent(self, sums: Mapping[str, Sequence[float]]) -> bool:
+        """Whether a limit of [run] is reached."""
+        limits = {axis: self.setting("run", f"max_{axis}") for axis in ("calls", "tokens")}
+        return any(limit and sums.get(axis, [0.0])[-1] >= limit for axis, limit in limits.items())
 
     def _named_by(self) -> dict[str, str]:
         """The settings by which a list of runs tells them apart, as text."""

@@ -67,6 +67,7 @@ DAMAGE = (
 _NO_STATE: dict[str, Any] = {
     **dict.fromkeys(("era", "num_lines", "read_frac", "newest", "update"), 0),
     "num_updates": 0,
+    "is_over": 0,
     "is_live": 0,
     "last": {},
     "sums": {},

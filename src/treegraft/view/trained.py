@@ -48,8 +48,8 @@ class Trained:
     @property
     def method(self) -> str:
         """The method in the field's words, as `explore.explorers` gives it."""
-        if self.config.run.num_updates == 0:
-            return "supervised fine-tuning"
+        if self.state.update == 0:
+            return "supervised fine-tuning" if self.state.warmup_steps else "no training"
         kinds, words = chosen_kinds(self.config), []
         for name in self.config.explore.explorers:
             title = kinds[name].title if name in kinds else plain(name)

@@ -23,12 +23,8 @@ SHOWN = (
 services."""
 LABELS = ("run.name", "run.dir", "run.num_threads")
 PACKAGES = ("treegraft", "torch", "transformers", "peft", "safetensors")
-DECODINGS = {
-    "eval/accuracy": "greedy",
-    "eval/accuracy_sampled": "temperature 1",
-    "eval/pass_at_": "temperature 1",
-    "eval/pass_within_": "temperature 1",
-}
+GREEDY = "eval/accuracy"
+MEASURES = (GREEDY, "eval/accuracy_sampled", "eval/pass_at_", "eval/pass_within_")
 
 
 def public(value: Any) -> Any:
@@ -120,9 +116,9 @@ def _held_out(of: Trained) -> Iterator[str]:
     lines = [] if of.run_dir is None else RunReader(of.run_dir).clean_metrics()[0]
     line = next((line for line in lines if line["update"] == update), {})
     rows = [
-        (key, decoding, value)
+        (key, "greedy" if key == GREEDY else _decoding(of.config), value)
         for key, value in line.items()
-        for known, decoding in DECODINGS.items()
+        for known in MEASURES
         if key == known or (known.endswith("_") and key.startswith(known))
     ]
     if not rows:
@@ -132,6 +128,14 @@ def _held_out(of: Trained) -> Iterator[str]:
     yield f"Of this checkpoint (update {update}), on at most {tasks} held-out tasks.\n"
     yield "| measure | decoding | value |\n|---|---|---|"
     yield "\n".join(f"| `{key}` | {how} | {value:.1%} |" for key, how, value in rows) + "\n"
+
+
+def _decoding(config: Config) -> str:
+    names = ("temperature", "top_k", "top_p", "min_p")
+    own, usual = config.eval, type(config.eval)()
+    found = {name: getattr(own, name) for name in names}
+    shown = (n for n in names if n == "temperature" or found[n] != getattr(usual, n))
+    return ", ".join(f"{name} {found[name]:g}" for name in shown)
 
 
 def _settings(config: Config) -> Iterator[str]:

@@ -85,7 +85,7 @@ class RemoteSearch(Service):
             ToolUnavailable: no connection, no answer in time, or none in the protocol.
         """
         asked = {"queries": list(queries), "topk": top_k, "return_scores": True}
-        answer = await self.ask("POST", self._address, json=asked)
+        answer = await self.ask("POST", self._address, body=asked)
         try:
             found = [[_passage(entry) for entry in entries[:top_k]] for entries in answer["result"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:

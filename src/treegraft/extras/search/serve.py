@@ -149,7 +149,8 @@ def search_app(backend: interfaces.SearchBackend, *, default_top_k: int, host: s
                 status_code=503 if isinstance(error, ToolUnavailable) else 422,
             )
         result = [[_shown(passage, with_scores) for passage in passages] for passages in found]
-        return JSONResponse({"result": result})
+        # JSONResponse cannot hold half a surrogate pair, which a corpus may have.
+        return Response(json.dumps({"result": result}), media_type="application/json")
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -44,24 +45,42 @@ class Service:
         self._refusals_are_ours = refusals_are_ours
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 
-    async def ask(self, method: str, url: str, **request: Any) -> Any:
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        *,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Returns the JSON of the answer.
+
+        Args:
+            body: of the request, sent as JSON; None for a request without one.
 
         Raises:
             ToolUnavailable: no connection, no whole answer in time, a busy or broken service, a
                 refused key, or no JSON.
             ToolError: the service refuses this request.
         """
-        body = bytearray()
+        received = bytearray()
+        sent = dict(headers or {})
+        # httpx's own JSON cannot hold half a surrogate pair, such as a cut emoji.
+        content = None if body is None else json.dumps(body).encode()
+        if content is not None:
+            sent["Content-Type"] = "application/json"
         try:
             # One limit for the whole answer: httpx's own starts again with every chunk.
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._connection().stream(method, url, **request) as response,
+                self._connection().stream(
+                    method, url, params=params, headers=sent, content=content
+                ) as response,
             ):
                 async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > MAX_BYTES:
+                    received += chunk
+                    if len(received) > MAX_BYTES:
                         raise ToolUnavailable(
                             f"{self.name} answered with more than {MAX_BYTES:,} bytes",
                             code="service-too-long",
@@ -76,7 +95,7 @@ class Service:
                 code="service-not-reached",
             ) from error
         # The answer goes into messages that an agent may read: one line of it is enough.
-        beginning = " ".join(body[:400].decode("utf-8", "replace").split())[:200]
+        beginning = " ".join(received[:400].decode("utf-8", "replace").split())[:200]
         status = response.status_code
         if status in _AGENTS_FAULT and not self._refusals_are_ours:
             raise ToolError(
@@ -90,7 +109,7 @@ class Service:
                 code="service-failed",
             )
         try:
-            return json.loads(body)
+            return json.loads(received)
         except (ValueError, RecursionError) as error:
             raise ToolUnavailable(
                 f"{self.name} gave an answer that is not JSON: {beginning}", code="service-no-json"

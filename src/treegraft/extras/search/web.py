@@ -81,7 +81,7 @@ class WebSearch(Service):
     async def _search(self, query: str, top_k: int) -> list[interfaces.Passage]:
         method, _, query_key, num_key = self._provider.request
         asked = {query_key: query, num_key: min(top_k, MAX_RESULTS)}
-        place = "json" if method == "POST" else "params"
+        place = "body" if method == "POST" else "params"
         answer = await self.ask(method, self._url, headers=self._headers, **{place: asked})
         try:
             found = [tuple(map(_plain, result)) for result in self._provider.read(answer)][:top_k]

@@ -13,11 +13,11 @@ from treegraft import Status, Trajectory, Tree
 from treegraft.extras.suites.judge import Verdict, verdict_key
 from treegraft.extras.suites.scores import (
     Interval,
-    bootstrap,
     call_limits,
     calls_by_tool,
     num_sampled_tokens,
     pass_ks,
+    score_interval,
     stratified_bootstrap,
 )
 from treegraft.extras.suites.sets import GROUPS, MEASURES, EvalSet, SetRule
@@ -210,7 +210,7 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         num_truncated=status[Status.TRUNCATED],
         num_violations=status[Status.FORMAT_VIOLATION],
         num_failed=status[Status.FAILED],
-        score=bootstrap(item_means(trees, score)),
+        score=score_interval(item_means(trees, score)),
         score_completed=statistics.fmean(completed) if completed else None,
         **parts,
         pass_at=_passed(counts, ks),
@@ -223,7 +223,9 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         sampled_tokens_mean=statistics.fmean(num_sampled_tokens(path) for path in paths),
         correct_per_call=sum(right for _, right in counts) / num_calls if num_calls else None,
         levels={
-            level: LevelNumbers(num_items=len(members), score=bootstrap(item_means(members, score)))
+            level: LevelNumbers(
+                num_items=len(members), score=score_interval(item_means(members, score))
+            )
             for level, members in sorted(by_level.items())
         },
         notes=list(one.notes),

@@ -13,6 +13,7 @@ from treegraft import Trajectory
 
 NUM_RESAMPLES = 10_000
 """Draws of a bootstrap."""
+_Z2 = 1.959963985**2
 _BATCH_DRAWS = 1_000_000
 """Indices drawn at once."""
 
@@ -37,6 +38,21 @@ def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
         ValueError: no values.
     """
     return stratified_bootstrap([values], seed=seed)
+
+
+def score_interval(values: Sequence[float]) -> Interval:
+    """Returns `bootstrap` of scores from 0 to 1. Where all are 0 or all 1, resampled items have no
+    spread: then it is Wilson's interval of a share, n / (n + z²) to 1 or 0 to z² / (n + z²) (E. B.
+    Wilson, JASA 22, 1927).
+
+    Raises:
+        ValueError: no values.
+    """
+    found = bootstrap(values)
+    if {*values} not in ({0.0}, {1.0}):
+        return found
+    width = _Z2 / (len(values) + _Z2)
+    return Interval(found.mean, max(0.0, found.mean - width), min(1.0, found.mean + width))
 
 
 def stratified_bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Interval:

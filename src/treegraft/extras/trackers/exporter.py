@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,13 +36,15 @@ WAITS = "treegraft_role_waits"
 def family_of(key: str) -> str:
     """Returns the name under which Prometheus knows a metric of the table: "reward/mean" is
     treegraft_reward_mean; "tools/{name}_calls" is treegraft_tools_calls, with a label `name`."""
-    return re.sub(r"[^a-z0-9]+", "_", "treegraft_" + re.sub(r"\{\w+\}", "_", key)).rstrip("_")
+    return re.sub(r"[^a-zA-Z0-9]+", "_", "treegraft_" + re.sub(r"\{\w+\}", "_", key)).rstrip("_")
 
 
 @functools.cache
 def label_of(family: str) -> str | None:
     """Returns the label of a family that stands for the {name} of its metrics, None without."""
-    found = (re.search(r"\{(\w+)\}", key) for key in metrics.METRICS if family_of(key) == family)
+    found = (
+        re.search(r"\{(\w+)\}", key) for key in metrics.known_metrics() if family_of(key) == family
+    )
     return next((match[1] for match in found if match), None)
 
 
@@ -63,7 +66,7 @@ class _Collector:
             label = label_of(family)
             if family not in families:
                 names = [*self._labels, *([label] if label else [])]
-                told = metrics.METRICS.get(known, "of an own part")
+                told = metrics.known_metrics().get(known, "of an own part")
                 families[family] = GaugeMetricFamily(family, told, labels=names)
             own = [*self._labels.values(), *([name] if label else [])]
             families[family].add_metric(own, float(value))
@@ -100,6 +103,10 @@ class _RoleCollector:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _Quiet(WSGIRequestHandler):
@@ -148,14 +155,16 @@ class Exporter:
             return [b"refused: this server answers to names of its own machine only"]
 
         try:
-            self._server = make_server(host, port, app, _Server, _Quiet)
+            kind = _Server6 if ":" in host else _Server
+            self._server = make_server(host, port, app, kind, _Quiet)
         except OSError as error:
             raise SettingError(
                 f"{SETTING}: cannot listen on {place}: {error.strerror or error}; choose another"
                 " port (port 0 takes a free one).",
                 code="port-unusable",
             ) from error
-        self.address = f"http://{host}:{self._server.server_port}/metrics"
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{self._server.server_port}/metrics"
         self.place = f"metrics for Prometheus: {self.address}"
         threading.Thread(
             target=self._server.serve_forever, name="treegraft-metrics", daemon=True

@@ -7,7 +7,7 @@ import { h, percent, plain, plural, replace } from "./dom.js";
 import { makeList } from "./table.js";
 
 const STATES = { running: 0, stopped: 1, finished: 2, damaged: 3 };
-const stateOf = (run) => (run.error ? "damaged" : run.is_live ? "running" : run.num_updates && run.update >= run.num_updates ? "finished" : "stopped");
+const stateOf = (run) => (run.error ? "damaged" : run.is_live ? "running" : run.is_over ? "finished" : "stopped");
 const ago = (newest) => (newest ? `${duration(Math.max(0, Date.now() / 1000 - newest / 1e9), undefined, 2)} ago` : "");
 
 // Of a path its end tells runs apart.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
-from treegraft.parts import RunReader, errors, recipe
+from treegraft.parts import RunReader, errors, metrics, recipe
 
 MetricsLine = Mapping[str, float]
 SAMPLED = "eval/accuracy_sampled"
@@ -43,7 +43,7 @@ class Record:
     """By dotted name, without those that only name a run."""
     lines: Sequence[MetricsLine] = ()
     """One line of metrics an update, in order, numbers only; costs are those since the line
-    before."""
+    before, and calls are executed calls."""
     num_eval: int | None = None
     """Held-out tasks; None: not known."""
     run: RunReader | None = None
@@ -114,19 +114,25 @@ def read_run(path: Path, label: str | None = None) -> Record:
     settings = recipe.flatten(run.config())
     lines, notes = run.clean_metrics()
     state = run.state()
-    done, total = state["update"], state["num_updates"]
-    said = f"{'running' if state['is_live'] else 'stopped'} at update {done} of {total}"
+    said = "running" if state["is_live"] else "stopped"
+    said += f" at update {state['update']} of {state['num_updates']}"
     return Record(
         name=run.name,
         label=label,
         seed=settings.get("run.seed"),
         settings={name: value for name, value in settings.items() if name not in LABELS},
-        lines=lines,
+        lines=[_with_repeated(line) for line in lines],
         num_eval=_num_eval(run, settings),
         run=run,
-        state="finished" if lines and done >= total else said,
+        state="finished" if state["is_over"] else said,
         notes=notes,
     )
+
+
+def _with_repeated(line: MetricsLine) -> MetricsLine:
+    """The line with the calls that its environments repeated counted as tool calls."""
+    own, repeated = metrics.CALLS
+    return {**line, own: line[own] + line[repeated]} if own in line and repeated in line else line
 
 
 def _num_eval(run: RunReader, settings: Mapping[str, Any]) -> int | None:

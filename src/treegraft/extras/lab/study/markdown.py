@@ -16,7 +16,9 @@ LINE = 116
 """Characters of a line of text."""
 
 
-def _interval(value: float, interval: tuple[float, float]) -> str:
+def _interval(value: float, interval: tuple[float, float] | None) -> str:
+    if interval is None:
+        return f"{value:.2f}"
     return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 

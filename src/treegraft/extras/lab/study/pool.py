@@ -67,7 +67,16 @@ class Pool:
 
     def start(self, job: Any) -> None:
         """Begins a job."""
-        connection = self._idle.pop() if self._idle else self._hire()
+        while self._idle:
+            connection = self._idle.pop()
+            try:
+                connection.send(job)
+            except OSError:  # it was killed while it had no job
+                self._workers.pop(connection).join()
+            else:
+                self._jobs[connection] = job
+                return
+        connection = self._hire()
         self._jobs[connection] = job
         connection.send(job)
 

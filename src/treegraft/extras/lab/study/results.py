@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def read_results(path: Path) -> list[Line]:
         DataError: a line that holds no run.
     """
     found: list[Line] = []
-    for number, text in files.LineFile(path).lines():
+    for number, text in _texts(path):
         try:
             line = json.loads(text)
             if DEFAULTS_OF in line:
@@ -49,6 +49,19 @@ def read_results(path: Path) -> list[Line]:
             ) from error
         found.append(line)
     return found
+
+
+def _texts(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        for number, text in files.LineFile(path).lines():
+            yield number, text
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'{path}', line {number + 1}: not UTF-8 ({error.reason}). Remove the line, and the run"
+            " is made again.",
+            code="study-line-invalid",
+        ) from error
 
 
 def failed_runs(path: Path, runs: Sequence[RunPlan]) -> dict[Key, Line]:
@@ -99,9 +112,7 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
 
 def _defaults(path: Path) -> dict[str, Mapping[str, Any]]:
     """The tables of defaults that lines name."""
-    found = (
-        json.loads(text) for _, text in files.LineFile(path).lines() if f'"{DEFAULTS_OF}"' in text
-    )
+    found = (json.loads(text) for _, text in _texts(path) if f'"{DEFAULTS_OF}"' in text)
     return {line[DEFAULTS_OF]: line["defaults"] for line in found if DEFAULTS_OF in line}
 
 
@@ -254,7 +265,12 @@ def by_update(lines: Sequence[Mapping[str, float]], more: Mapping[int, Line]) ->
         lines: of metrics.jsonl; that of update 0 is left out.
         more: further metrics by update.
     """
-    own = [{**line, **more.get(int(line["update"]), {})} for line in lines if line["update"] > 0]
+    own = [
+        {**line, **more.get(int(line["update"]), {})}
+        | ({CALLS: _spent(line, CALLS)} if CALLS in line else {})
+        for line in lines
+        if line["update"] > 0
+    ]
     keys = [key for key in (*BY_UPDATE, *_keys(more)) if any(key in one for one in own)]
     columns: Line = {"update": [int(one["update"]) for one in own]}
     for key in keys:

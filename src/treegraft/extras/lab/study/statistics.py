@@ -29,9 +29,11 @@ def interquartile_mean(values: Values) -> float:
 
 def bootstrap_interval(
     values: Values, *, statistic: Callable[..., Any] = np.mean, level: float = 0.95
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """Returns the percentile bootstrap interval of a statistic; of differences of pairs it is the
-    paired bootstrap. With few values it is somewhat too narrow."""
+    paired bootstrap. With few values it is somewhat too narrow; one value has none."""
+    if len(values) < 2:
+        return None
     drawn = np.random.default_rng(SEED).integers(len(values), size=(NUM_RESAMPLES, len(values)))
     found = statistic(np.asarray(values, dtype=float)[drawn], axis=1)
     low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])

@@ -60,11 +60,11 @@ class Row:
     last: Sequence[float]
     """Accuracy at the last evaluation, pair by pair."""
     mean: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     iqm: float
     gain: float
     """Mean paired difference to the baseline."""
-    gain_interval: tuple[float, float]
+    gain_interval: tuple[float, float] | None
     better: float
     """Probability of improvement over the baseline."""
     totals: Mapping[str, float]
@@ -111,7 +111,7 @@ class Test:
     place: float
     """Mean cost at which pairs are compared; infinite at the end."""
     difference: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     p: float
     p_holm: float
 
@@ -343,7 +343,7 @@ class Spent:
     calls: float
     """Mean of those calls over the pairs."""
     difference: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     """95 %, bootstrap over pairs."""
 
 
