@@ -200,7 +200,15 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
         raise _wrong(
             f"{argument}: a row", bad, 'a dict such as {"question": "1 + 1 ?", "answer": "2"}'
         )
-    return given.add(argument, value, [dict(one) for one in rows], stem=stem), len(rows)
+    return given.add(argument, value, [_plain(one) for one in rows], stem=stem), len(rows)
+
+
+def _plain(value: Any) -> Any:
+    """The value with lists and numbers in place of those of numpy."""
+    value = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def _rewards(value: Any, given: GivenObjects) -> dict[str, Any]:
