@@ -152,6 +152,19 @@ def test_defects_are_counted_and_reported(tmp_path: Path) -> None:
         assert sentence in report
 
 
+def test_nan_is_a_missing_value(tmp_path: Path) -> None:
+    nan = float("nan")
+    lines = [*rows(2), {"question": nan, "answer": "1"}, {"question": "2 ?", "answer": nan}]
+    path = write(tmp_path / "a.jsonl", [{"kind": nan, **line} for line in lines])
+    source = load(path, eval=[path], category_column="kind")
+    assert [(task.question, task.category) for task in source.train_tasks()] == [
+        ("0 + 1 ?", ""),
+        ("1 + 1 ?", ""),
+    ]
+    assert "a.jsonl: 1 row without a question was left out" in source.report()
+    assert "a.jsonl: 1 row without a reference was left out" in source.report()
+
+
 @pytest.mark.parametrize(
     ("settings", "code"),
     [

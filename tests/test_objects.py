@@ -276,6 +276,15 @@ def test_a_data_frame_gives_the_tasks_of_its_file(tmp_path: Path) -> None:
     assert asked(path) == asked(pandas.read_parquet(path)) == expected
 
 
+def test_what_a_data_frame_lacks_is_none() -> None:
+    frame = pytest.importorskip("pandas").DataFrame(
+        {"question": ["a ?", None, "c ?", "d ?"], "answer": [1, 2, None, 4], "kind": [None] * 4}
+    )
+    # Whole numbers beside missing ones become fractions, unless the column may lack some.
+    for answers, first in ((frame["answer"], "1.0"), (frame["answer"].astype("Int64"), "1")):
+        assert asked(frame.assign(answer=answers)) == [("a ?", (first,), "", ())]
+
+
 # --- tools, environments, explorers, credit, objectives, models -----------------------------------
 
 

@@ -181,7 +181,7 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
     if callable(getattr(value, "to_dicts", None)):  # polars
         rows = value.to_dicts()
     elif callable(getattr(value, "to_dict", None)) and hasattr(value, "columns"):  # pandas
-        rows = value.to_dict("records")
+        rows = value.astype(object).where(value.notna(), None).to_dict("records")
     elif isinstance(value, Sequence) or hasattr(value, "column_names"):
         rows = list(value)
     else:
