@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 from examples.own_environment import KeyDoor
+from tests.error_codes import raises_code
 from tests.tiny import contents, is_timing, tiny, write_recipe
 
 from treegraft import (
@@ -274,6 +275,14 @@ def test_a_data_frame_gives_the_tasks_of_its_file(tmp_path: Path) -> None:
     pandas.DataFrame(rows).to_parquet(path)
     expected = [("6 * 7 ?", (str(n), "many"), "sum", chat) for n in range(2)]
     assert asked(path) == asked(pandas.read_parquet(path)) == expected
+
+
+def test_columns_of_a_data_frame_without_a_header_have_numbers_as_names() -> None:
+    frame = pytest.importorskip("pandas").DataFrame([[f"{n} ?", n, "sum"] for n in range(3)])
+    with raises_code("column-missing"):
+        asked(frame)
+    frame[["question", "answer", "kind"]] = frame[[0, 1, 2]]
+    assert asked(frame) == [(f"{n} ?", (str(n),), "sum", ()) for n in range(2)]
 
 
 def test_what_a_data_frame_lacks_is_none() -> None:

@@ -204,10 +204,10 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
 
 
 def _plain(value: Any) -> Any:
-    """The value with lists and numbers in place of those of numpy."""
+    """The value with lists and numbers in place of those of numpy, and texts as keys."""
     value = value.tolist() if callable(getattr(value, "tolist", None)) else value
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {str(key): _plain(one) for key, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
