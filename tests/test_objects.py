@@ -257,6 +257,18 @@ def test_all_rows_train_where_the_recipe_does_not_limit_them(tmp_path: Path) -> 
     assert (config["tasks"]["num_train"], config["tasks"]["num_eval"]) == (700, 3)
 
 
+def test_an_evaluation_asks_all_rows(tmp_path: Path) -> None:
+    path = as_file(tmp_path)
+    for tasks in (ROWS, path, {"train": ROWS[:1], "test": ROWS}, {"eval": path}):
+        config, given = with_objects(
+            {**DATA, "tasks": {"num_eval": 1}}, {"held_out": tasks}, replaces=True
+        )
+        with giving(given):
+            assert len(build_tasks(config.tasks, 0).eval_tasks()) == len(ROWS)
+    with raises_code("argument-invalid"):
+        with_objects(DATA, {"held_out": {"train": ROWS}}, replaces=True)
+
+
 def asked(tasks: Any) -> list[tuple[Any, ...]]:
     """Returns question, reference, category and messages of training tasks."""
     tables = {"dataset": {"category_column": "kind"}, "num_eval": 1}

@@ -143,7 +143,8 @@ def evaluate_checkpoint(
         config: None takes the settings saved in the checkpoint.
         display: progress, as in `train`.
         out: write greedy and sampled trees to this .jsonl file.
-        objects: Python objects in place of settings, as of `train`; all rows of `tasks` are asked.
+        objects: Python objects in place of settings, as of `train`; all rows of `tasks` are asked,
+            of a dict the held-out ones.
     """
     config, model_path, given = open_with(checkpoint, config, overrides, objects)
     with giving(given):

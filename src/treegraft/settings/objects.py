@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -147,11 +148,12 @@ def _tasks(value: Any, given: GivenObjects) -> dict[str, Any]:
 
 def _held_out(value: Any, given: GivenObjects) -> dict[str, Any]:
     """The tasks of an evaluation, all of which are asked."""
-    if isinstance(value, str | PathLike):
-        return {"tasks.kind": "dataset", "tasks.dataset.eval": [str(value)]}
+    if isinstance(value, Mapping):
+        value = next((value[name] for name in HELD_OUT if name in value), value)
     if hasattr(value, "eval_tasks") or callable(value):
         return _tasks(value, given)
-    name, num = _rows("tasks", value, given, "tasks")
+    is_file = isinstance(value, str | PathLike)
+    name, num = (str(value), sys.maxsize) if is_file else _rows("tasks", value, given, "tasks")
     return {"tasks.kind": "dataset", "tasks.dataset.eval": [name], "tasks.num_eval": num}
 
 
