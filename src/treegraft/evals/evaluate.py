@@ -147,6 +147,15 @@ def evaluate_checkpoint(
             of a dict the held-out ones.
     """
     config, model_path, given = open_with(checkpoint, config, overrides, objects)
+    if out is not None:
+        # What writing would refuse is refused before hours of work.
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir():
+            raise DataError(
+                f"out: got the folder '{out}'; expected a file for the trees, such as"
+                f" '{out / 'trees.jsonl'}'.",
+                code="out-is-folder",
+            )
     with giving(given):
         return _evaluated(config, model_path, display, out)
 
