@@ -19,7 +19,7 @@ from treegraft.settings.load import load_config
 from treegraft.settings.tasks import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
-from treegraft.tasks.readers import BadRow, Row, read_rows, words_in
+from treegraft.tasks.readers import BadRow, Row, read_rows, source_names, words_in
 
 DATA = Path(
     os.environ.get("TREEGRAFT_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data"
@@ -270,6 +270,9 @@ def test_sources_of_the_same_name_have_ids_of_their_own(tmp_path: Path) -> None:
     source = DatasetSource(settings, num_train=9, num_eval=1)
     # The second file repeats the first one's two rows.
     assert [task.id for task in source.train_tasks()] == ["x/0", "x/1", "x-2/2"]
+    # Also where the second one's name is that of a third file.
+    names = source_names(["a/x.jsonl", "b/x.jsonl", "x-2.jsonl", "a/x.jsonl", "c/x.csv"])
+    assert [*names.values()] == ["x", "x-2", "x-2-2", "x-3"]
 
 
 def test_a_data_set_has_no_expert(tmp_path: Path) -> None:

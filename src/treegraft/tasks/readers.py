@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,14 @@ def check_is_there(spec: str) -> None:
 def source_names(specs: Sequence[str]) -> dict[str, str]:
     """Returns a short and unique name for each source, for the ids of its tasks."""
     names: dict[str, str] = {}
-    taken: Counter[str] = Counter()
     for spec in dict.fromkeys(specs):
         if spec.startswith((HUB, GIVEN)):
             name = spec.removeprefix(HUB).removeprefix(GIVEN).replace(":", "/")
         else:
             name = Path(spec).stem
         # Two files of one name would give two tasks the same id.
-        taken[name] += 1
-        names[spec] = name if taken[name] == 1 else f"{name}-{taken[name]}"
+        free = chain([name], (f"{name}-{number}" for number in count(2)))
+        names[spec] = next(one for one in free if one not in names.values())
     return names
 
 
