@@ -494,6 +494,16 @@ def test_evaluations_by_hand() -> None:
     assert "eval/accuracy" not in eval_metrics(None, sampled)
 
 
+def test_categories_share_a_number_where_they_share_a_name_and_take_none_of_another_pass() -> None:
+    trees = [
+        scored((float(is_right), is_right), task_id=category, category=category)
+        for category, is_right in (("two hops", True), ("two_hops", False), ("sampled", True))
+    ]
+    metrics = eval_metrics(trees, trees[1:2])
+    assert metrics["eval/accuracy_two_hops"] == 0.5
+    assert (metrics["eval/accuracy_sampled"], metrics["eval/accuracy__sampled"]) == (0.0, 1.0)
+
+
 def test_paired_gain_by_hand() -> None:
     """Three of four tasks gained: each resample's mean is k/4 with k binomial(4, 3/4); P(k <= 0) <
     2.5 % < P(k <= 1) = 5.1 %."""

@@ -229,18 +229,21 @@ def _is_correct(path: Trajectory) -> bool:
 
 
 def accuracy_metrics(trees: Sequence[Tree], name: str) -> dict[str, float]:
-    """Returns the share of correct trajectories over all, and by category; a failed trajectory
-    counts as wrong.
+    """Returns the share of correct trajectories over all, and by category, those of one key
+    together; a failed trajectory counts as wrong.
 
     Args:
         name: "accuracy" (greedy) or "accuracy_sampled".
     """
     paths = [path for tree in trees for path in tree.trajectories()]
-    metrics = {f"eval/{name}": _mean(map(_is_correct, paths))}
-    for category in sorted({path.task.category for path in paths if path.task.category}):
-        own = (_is_correct(path) for path in paths if path.task.category == category)
-        metrics[f"eval/{name}_{category.replace(' ', '_')}"] = _mean(own)
-    return metrics
+    groups: dict[str, list[bool]] = {}
+    for path in paths:
+        category = path.task.category.replace(" ", "_")
+        # "accuracy_sampled" is the share of another pass.
+        category = f"_{category}" if category.startswith("sampled") else category
+        groups.setdefault(category, []).append(_is_correct(path))
+    shares = {f"eval/{name}_{one}": _mean(own) for one, own in sorted(groups.items()) if one}
+    return {f"eval/{name}": _mean(map(_is_correct, paths))} | shares
 
 
 def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) -> dict[str, float]:
