@@ -298,7 +298,12 @@ def paired_gain(
         )
     # In one order, so that the seed alone decides which tasks are drawn.
     differences = np.array([second[task] - first[task] for task in sorted(first)])
-    num = len(differences)
-    draws = np.random.default_rng(seed).integers(0, num, (num_resamples, num))
-    low, high = np.percentile(differences[draws].mean(axis=1), [2.5, 97.5])
+    num, generator = len(differences), np.random.default_rng(seed)
+    # In parts, which are those of one draw: that would take 160 kB a task.
+    size = max(1, (1 << 18) // num)
+    parts = [
+        differences[generator.integers(0, num, (min(size, num_resamples - n), num))].mean(axis=1)
+        for n in range(0, num_resamples, size)
+    ]
+    low, high = np.percentile(np.concatenate(parts), [2.5, 97.5])
     return float(differences.mean()), float(low), float(high)
