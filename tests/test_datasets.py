@@ -165,6 +165,19 @@ def test_nan_is_a_missing_value(tmp_path: Path) -> None:
     assert "a.jsonl: 1 row without a reference was left out" in source.report()
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_row_that_is_nested_too_deeply_is_left_out(tmp_path: Path, name: str) -> None:
+    first, *more = rows(3)
+    for row, levels in zip(more, (99, 700), strict=True):
+        row["more"] = json.loads("[" * levels + "]" * levels)
+    lines = [*map(json.dumps, (first, *more))]
+    path = tmp_path / name
+    path.write_text(f"[{', '.join(lines)}]" if name == "a.json" else "\n".join(lines))
+    source = load(str(path), eval=[str(path)])
+    assert [task.question for task in source.train_tasks()] == ["0 + 1 ?", "1 + 1 ?"]
+    assert "3 is nested more than 100 deep and was left out" in source.report()[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "code"),
     [

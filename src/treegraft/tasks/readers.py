@@ -28,6 +28,9 @@ _MAX_CELL = 10_000_000
 """Characters; the csv module's own limit is shorter than some questions with their context."""
 
 
+_MOST_LEVELS = 100
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Row(number=0, values={"question": "1 + 1 ?", "answer": "2"})"""
@@ -209,8 +212,16 @@ def _distinct(columns: list[str], path: Path) -> list[str]:
 
 def _row(number: int, values: Any, place: str) -> Row | BadRow:
     if isinstance(values, dict):
+        # What reads and writes rows later goes down level by level, and Python's stack ends.
+        if _is_deep(values, _MOST_LEVELS):
+            return BadRow(f"{place} is nested more than {_MOST_LEVELS} deep and was left out")
         return Row(number, values)
     return BadRow(f"{place} is a JSON {type(values).__name__}, expected an object; it was left out")
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value
+    return most < 1 or any(_is_deep(one, most - 1) for one in inner if isinstance(one, dict | list))
 
 
 def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
