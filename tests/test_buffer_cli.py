@@ -305,6 +305,10 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
         "num_duplicates": 0,
         "num_traces": 5,
     }
+    # JSON may hold the line breaks of other alphabets as they are.
+    one = '{"key": "who\u2028knows\u0085?", "value": "look it up"}\r\n'
+    assert treegraft("add", into, stdin=one) == 0
+    assert "1 new, 0 there already, 6 in all" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from treegraft.settings.load import load_config
 from treegraft.settings.tasks import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
-from treegraft.tasks.readers import BadRow, Row, read_rows, words_in
+from treegraft.tasks.readers import BadRow, Row, read_rows, source_names, words_in
 
 DATA = Path(
     os.environ.get("TREEGRAFT_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data"
@@ -152,6 +152,32 @@ def test_defects_are_counted_and_reported(tmp_path: Path) -> None:
         assert sentence in report
 
 
+def test_nan_is_a_missing_value(tmp_path: Path) -> None:
+    nan = float("nan")
+    lines = [*rows(2), {"question": nan, "answer": "1"}, {"question": "2 ?", "answer": nan}]
+    path = write(tmp_path / "a.jsonl", [{"kind": nan, **line} for line in lines])
+    source = load(path, eval=[path], category_column="kind")
+    assert [(task.question, task.category) for task in source.train_tasks()] == [
+        ("0 + 1 ?", ""),
+        ("1 + 1 ?", ""),
+    ]
+    assert "a.jsonl: 1 row without a question was left out" in source.report()
+    assert "a.jsonl: 1 row without a reference was left out" in source.report()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_row_that_is_nested_too_deeply_is_left_out(tmp_path: Path, name: str) -> None:
+    first, *more = rows(3)
+    for row, levels in zip(more, (99, 700), strict=True):
+        row["more"] = json.loads("[" * levels + "]" * levels)
+    lines = [*map(json.dumps, (first, *more))]
+    path = tmp_path / name
+    path.write_text(f"[{', '.join(lines)}]" if name == "a.json" else "\n".join(lines))
+    source = load(str(path), eval=[str(path)])
+    assert [task.question for task in source.train_tasks()] == ["0 + 1 ?", "1 + 1 ?"]
+    assert "3 is nested more than 100 deep and was left out" in source.report()[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
@@ -257,6 +283,9 @@ def test_sources_of_the_same_name_have_ids_of_their_own(tmp_path: Path) -> None:
     source = DatasetSource(settings, num_train=9, num_eval=1)
     # The second file repeats the first one's two rows.
     assert [task.id for task in source.train_tasks()] == ["x/0", "x/1", "x-2/2"]
+    # Also where the second one's name is that of a third file.
+    names = source_names(["a/x.jsonl", "b/x.jsonl", "x-2.jsonl", "a/x.jsonl", "c/x.csv"])
+    assert [*names.values()] == ["x", "x-2", "x-2-2", "x-3"]
 
 
 def test_a_data_set_has_no_expert(tmp_path: Path) -> None:

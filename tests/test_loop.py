@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 from tests.error_codes import raises_code
 from tests.families import word_tokenizer
@@ -494,6 +496,16 @@ def test_evaluations_by_hand() -> None:
     assert "eval/accuracy" not in eval_metrics(None, sampled)
 
 
+def test_categories_share_a_number_where_they_share_a_name_and_take_none_of_another_pass() -> None:
+    trees = [
+        scored((float(is_right), is_right), task_id=category, category=category)
+        for category, is_right in (("two hops", True), ("two_hops", False), ("sampled", True))
+    ]
+    metrics = eval_metrics(trees, trees[1:2])
+    assert metrics["eval/accuracy_two_hops"] == 0.5
+    assert (metrics["eval/accuracy_sampled"], metrics["eval/accuracy__sampled"]) == (0.0, 1.0)
+
+
 def test_paired_gain_by_hand() -> None:
     """Three of four tasks gained: each resample's mean is k/4 with k binomial(4, 3/4); P(k <= 0) <
     2.5 % < P(k <= 1) = 5.1 %."""
@@ -504,3 +516,16 @@ def test_paired_gain_by_hand() -> None:
     for wrong in ([], before[:3]):
         with pytest.raises(ValueError, match="expected the same ones on both sides"):
             paired_gain(before, wrong)
+
+
+def test_a_gain_over_many_tasks_takes_little_memory_and_has_the_numbers_of_one_draw() -> None:
+    before = [scored((0.0, n % 2 > 0), task_id=f"{n:03}") for n in range(400)]
+    after = [scored((1.0, n % 3 > 0), task_id=f"{n:03}") for n in range(400)]
+    gains = numpy.array([(n % 3 > 0) - (n % 2 > 0) for n in range(400)], float)
+    drawn = numpy.random.default_rng(0).integers(0, 400, (10_000, 400))
+    expected = numpy.percentile(gains[drawn].mean(axis=1), [2.5, 97.5])
+    tracemalloc.start()
+    assert paired_gain(before, after)[1:] == tuple(expected)
+    # All draws and differences at once are 10,000 * 400 * 16 bytes.
+    assert tracemalloc.get_traced_memory()[1] < 16e6
+    tracemalloc.stop()

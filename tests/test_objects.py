@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 from examples.own_environment import KeyDoor
+from tests.error_codes import raises_code
 from tests.tiny import contents, is_timing, tiny, write_recipe
 
 from treegraft import (
@@ -31,6 +32,8 @@ from treegraft import (
 from treegraft.core.given import GivenObjects, giving, import_path
 from treegraft.core.plugin import load_object
 from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start, grove
+from treegraft.settings.objects import with_objects
+from treegraft.tasks.build import build_tasks
 
 ROWS = [{"question": f"{a} + {b} ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
 QUICK = tiny(
@@ -252,6 +255,55 @@ def test_all_rows_train_where_the_recipe_does_not_limit_them(tmp_path: Path) -> 
     result = run(tmp_path, DATA, tasks={"train": many, "eval": many[:3]}, rewards=brief)
     config = json.loads((result.run_dir / "config.json").read_text())
     assert (config["tasks"]["num_train"], config["tasks"]["num_eval"]) == (700, 3)
+
+
+def test_an_evaluation_asks_all_rows(tmp_path: Path) -> None:
+    path = as_file(tmp_path)
+    for tasks in (ROWS, path, {"train": ROWS[:1], "test": ROWS}, {"eval": path}):
+        config, given = with_objects(
+            {**DATA, "tasks": {"num_eval": 1}}, {"held_out": tasks}, replaces=True
+        )
+        with giving(given):
+            assert len(build_tasks(config.tasks, 0).eval_tasks()) == len(ROWS)
+    with raises_code("argument-invalid"):
+        with_objects(DATA, {"held_out": {"train": ROWS}}, replaces=True)
+
+
+def asked(tasks: Any) -> list[tuple[Any, ...]]:
+    """Returns question, reference, category and messages of training tasks."""
+    tables = {"dataset": {"category_column": "kind"}, "num_eval": 1}
+    config, given = with_objects({**DATA, "tasks": tables}, {"tasks": tasks})
+    with giving(given):
+        found = build_tasks(config.tasks, 0).train_tasks()
+    return [(one.question, one.reference, one.category, one.messages) for one in found]
+
+
+def test_a_data_frame_gives_the_tasks_of_its_file(tmp_path: Path) -> None:
+    """Lists within a frame that pandas has read are arrays of numpy."""
+    pandas = pytest.importorskip("pandas")
+    chat = ({"role": "user", "content": "6 * 7 ?"},)
+    rows = [{"question": chat, "answer": [str(n), "many"], "kind": "sum"} for n in range(3)]
+    path = tmp_path / "rows.parquet"
+    pandas.DataFrame(rows).to_parquet(path)
+    expected = [("6 * 7 ?", (str(n), "many"), "sum", chat) for n in range(2)]
+    assert asked(path) == asked(pandas.read_parquet(path)) == expected
+
+
+def test_columns_of_a_data_frame_without_a_header_have_numbers_as_names() -> None:
+    frame = pytest.importorskip("pandas").DataFrame([[f"{n} ?", n, "sum"] for n in range(3)])
+    with raises_code("column-missing"):
+        asked(frame)
+    frame[["question", "answer", "kind"]] = frame[[0, 1, 2]]
+    assert asked(frame) == [(f"{n} ?", (str(n),), "sum", ()) for n in range(2)]
+
+
+def test_what_a_data_frame_lacks_is_none() -> None:
+    frame = pytest.importorskip("pandas").DataFrame(
+        {"question": ["a ?", None, "c ?", "d ?"], "answer": [1, 2, None, 4], "kind": [None] * 4}
+    )
+    # Whole numbers beside missing ones become fractions, unless the column may lack some.
+    for answers, first in ((frame["answer"], "1.0"), (frame["answer"].astype("Int64"), "1")):
+        assert asked(frame.assign(answer=answers)) == [("a ?", (first,), "", ())]
 
 
 # --- tools, environments, explorers, credit, objectives, models -----------------------------------

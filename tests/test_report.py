@@ -237,9 +237,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_study_names_its_line(tmp_path: Path, line: str) -> None:
     study = tmp_path / "study.jsonl"
-    study.write_text(
-        '{"method": "a", "seed": 0, "curve": [{"update": 0, "accuracy": 0.5}]}\n' + line + "\n"
-    )
+    whole = '{"method": "a\u2028b", "seed": 0, "curve": [{"update": 0, "accuracy": 0.5}]}'
+    study.write_text(f"{whole}\n{line}\n", encoding="utf-8")
     if line == '{"method":1,"curve":{}}':
         # A curve without a point is a run that was never evaluated.
         assert len(read_records([str(study)])) == 2

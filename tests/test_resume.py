@@ -584,7 +584,9 @@ def test_a_notebook_is_stopped_and_waited_for() -> None:
 # ---------------------------------------------------------------------- budgets of calls
 
 
-def test_a_run_ends_with_its_calls_and_so_does_a_resumed_one(tmp_path: Path) -> None:
+def test_a_run_ends_with_its_calls_and_so_does_a_resumed_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last update is the first that reaches the limit; the learning rate falls with the share
     that is spent; a run that was stopped on the way ends alike."""
     settings = tiny(
@@ -612,7 +614,9 @@ def test_a_run_ends_with_its_calls_and_so_does_a_resumed_one(tmp_path: Path) -> 
     resumed = train(resume=tmp_path / "stopped").run_dir
     assert set(differing(resumed, whole.run_dir)) <= {"trackers.json"}
     assert read_state(whole.checkpoint_dir).spent[0] == before[-1]
-    # With more calls it goes on.
+    # With more calls than it made it goes on.
+    train(resume=whole.run_dir, display=PlainDisplay(sys.stdout))
+    assert before[-1] > 40 and f"run.max_calls={2 * before[-1]:.0f}" in capsys.readouterr().out
     more = train(
         resume=tmp_path / "stopped", config={**settings, "run": settings["run"] | {"max_calls": 60}}
     )

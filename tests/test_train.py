@@ -229,6 +229,15 @@ def test_a_checkpoint_is_evaluated_and_asked(run: RunResult, tmp_path: Path) -> 
     ) in tokenizer.decode(greedy.token_ids)
 
 
+def test_a_place_for_trees_is_looked_at_before_the_evaluation(tmp_path: Path) -> None:
+    config = load_config(tiny(model={"path": str(tmp_path / "nowhere")}))
+    with raises_code("out-is-folder"):
+        evaluate_checkpoint(None, config, out=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        evaluate_checkpoint(None, config, out=tmp_path / "file" / "trees.jsonl")
+
+
 @pytest.mark.parametrize("merge", [True, False])
 def test_adapters_are_merged_or_kept(merge: bool, tmp_path: Path) -> None:
     from peft import PeftModel

@@ -192,7 +192,7 @@ def add(buffer: BufferFile, overrides: Overrides = None, as_json: AsJson = False
     defaults = Trace(
         key="", value="", reward=1.0, source="hand", task_id="", position=0, terminal=False
     )
-    lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
+    lines = [line for line in sys.stdin if line.strip()]
     traces = [read_trace(line, number, defaults) for number, line in enumerate(lines, start=1)]
     if not traces:
         raise DataError("stdin: got no line; expected JSON of a trace on each.", code="stdin-empty")

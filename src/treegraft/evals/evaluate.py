@@ -143,9 +143,19 @@ def evaluate_checkpoint(
         config: None takes the settings saved in the checkpoint.
         display: progress, as in `train`.
         out: write greedy and sampled trees to this .jsonl file.
-        objects: Python objects in place of settings, as of `train`; all rows of `tasks` are asked.
+        objects: Python objects in place of settings, as of `train`; all rows of `tasks` are asked,
+            of a dict the held-out ones.
     """
     config, model_path, given = open_with(checkpoint, config, overrides, objects)
+    if out is not None:
+        # What writing would refuse is refused before hours of work.
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir():
+            raise DataError(
+                f"out: got the folder '{out}'; expected a file for the trees, such as"
+                f" '{out / 'trees.jsonl'}'.",
+                code="out-is-folder",
+            )
     with giving(given):
         return _evaluated(config, model_path, display, out)
 

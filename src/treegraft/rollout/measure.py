@@ -229,18 +229,21 @@ def _is_correct(path: Trajectory) -> bool:
 
 
 def accuracy_metrics(trees: Sequence[Tree], name: str) -> dict[str, float]:
-    """Returns the share of correct trajectories over all, and by category; a failed trajectory
-    counts as wrong.
+    """Returns the share of correct trajectories over all, and by category, those of one key
+    together; a failed trajectory counts as wrong.
 
     Args:
         name: "accuracy" (greedy) or "accuracy_sampled".
     """
     paths = [path for tree in trees for path in tree.trajectories()]
-    metrics = {f"eval/{name}": _mean(map(_is_correct, paths))}
-    for category in sorted({path.task.category for path in paths if path.task.category}):
-        own = (_is_correct(path) for path in paths if path.task.category == category)
-        metrics[f"eval/{name}_{category.replace(' ', '_')}"] = _mean(own)
-    return metrics
+    groups: dict[str, list[bool]] = {}
+    for path in paths:
+        category = path.task.category.replace(" ", "_")
+        # "accuracy_sampled" is the share of another pass.
+        category = f"_{category}" if category.startswith("sampled") else category
+        groups.setdefault(category, []).append(_is_correct(path))
+    shares = {f"eval/{name}_{one}": _mean(own) for one, own in sorted(groups.items()) if one}
+    return {f"eval/{name}": _mean(map(_is_correct, paths))} | shares
 
 
 def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) -> dict[str, float]:
@@ -295,7 +298,12 @@ def paired_gain(
         )
     # In one order, so that the seed alone decides which tasks are drawn.
     differences = np.array([second[task] - first[task] for task in sorted(first)])
-    num = len(differences)
-    draws = np.random.default_rng(seed).integers(0, num, (num_resamples, num))
-    low, high = np.percentile(differences[draws].mean(axis=1), [2.5, 97.5])
+    num, generator = len(differences), np.random.default_rng(seed)
+    # In parts, which are those of one draw: that would take 160 kB a task.
+    size = max(1, (1 << 18) // num)
+    parts = [
+        differences[generator.integers(0, num, (min(size, num_resamples - n), num))].mean(axis=1)
+        for n in range(0, num_resamples, size)
+    ]
+    low, high = np.percentile(np.concatenate(parts), [2.5, 97.5])
     return float(differences.mean()), float(low), float(high)

@@ -165,7 +165,10 @@ class Run:
         """Returns the results of a run that has nothing left to do, and shows how to train on."""
         self.start.give_up(self.start.folder)  # first, as damaged metrics are an error
         metrics, limits = self.start.latest_metrics(), spent_limits(self.config, self.state)
-        more = (f"run.{name}={2 * getattr(self.config.run, name) or 20}" for name in limits)
+        run, shares = self.config.run, self.config.run.spent(self.state.spent)
+        # Twice what was spent: the last update may have gone far beyond the limit.
+        most = {name: round(2 * getattr(run, name) * shares.get(name, 1)) for name in limits}
+        more = (f"run.{name}={num or 20}" for name, num in most.items())
         self.display.warn(
             f"run {self.path} is finished after update {self.state.update}. To train on:"
             f" treegraft train --resume {self.path} {' '.join(more)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -147,11 +148,12 @@ def _tasks(value: Any, given: GivenObjects) -> dict[str, Any]:
 
 def _held_out(value: Any, given: GivenObjects) -> dict[str, Any]:
     """The tasks of an evaluation, all of which are asked."""
-    if isinstance(value, str | PathLike):
-        return {"tasks.kind": "dataset", "tasks.dataset.eval": [str(value)]}
+    if isinstance(value, Mapping):
+        value = next((value[name] for name in HELD_OUT if name in value), value)
     if hasattr(value, "eval_tasks") or callable(value):
         return _tasks(value, given)
-    name, num = _rows("tasks", value, given, "tasks")
+    is_file = isinstance(value, str | PathLike)
+    name, num = (str(value), sys.maxsize) if is_file else _rows("tasks", value, given, "tasks")
     return {"tasks.kind": "dataset", "tasks.dataset.eval": [name], "tasks.num_eval": num}
 
 
@@ -181,7 +183,7 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
     if callable(getattr(value, "to_dicts", None)):  # polars
         rows = value.to_dicts()
     elif callable(getattr(value, "to_dict", None)) and hasattr(value, "columns"):  # pandas
-        rows = value.to_dict("records")
+        rows = value.astype(object).where(value.notna(), None).to_dict("records")
     elif isinstance(value, Sequence) or hasattr(value, "column_names"):
         rows = list(value)
     else:
@@ -200,7 +202,15 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
         raise _wrong(
             f"{argument}: a row", bad, 'a dict such as {"question": "1 + 1 ?", "answer": "2"}'
         )
-    return given.add(argument, value, [dict(one) for one in rows], stem=stem), len(rows)
+    return given.add(argument, value, [_plain(one) for one in rows], stem=stem), len(rows)
+
+
+def _plain(value: Any) -> Any:
+    """The value with lists and numbers in place of those of numpy, and texts as keys."""
+    value = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 def _rewards(value: Any, given: GivenObjects) -> dict[str, Any]:

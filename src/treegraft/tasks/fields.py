@@ -32,8 +32,8 @@ _INDEX = re.compile(r"\[(-?\d+)\]")
 
 
 def find_value(values: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any] | None:
-    """Returns the first of the named columns that the row has, with its value; None where it has
-    none of them.
+    """Returns the first of the named columns that the row has, with its value (None for NaN); None
+    where it has none of them.
 
     Dots go into nested columns and numbers into lists, from the end where they are negative:
     "prompt.-1.content" or "prompt[-1].content". The exact name is preferred to one in another case.
@@ -46,8 +46,13 @@ def find_value(values: Mapping[str, Any], names: Sequence[str]) -> tuple[str, An
             for part in _INDEX.sub(r".\1", name).split("."):
                 value = _inner(value, part)
         if value is not _MISSING:
-            return name, value
+            return name, None if _is_blank(value) else value
     return None
+
+
+def _is_blank(value: Any) -> bool:
+    # Tables that pandas wrote have NaN where a value is missing.
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _inner(value: Any, part: str) -> Any:
@@ -75,12 +80,7 @@ def accepted_answers(value: Any) -> tuple[str, ...]:
     """Returns the texts of a reference, a single one or a list, that are not blank, each once;
     lists and objects in it are not texts."""
     values = value if isinstance(value, (list, tuple)) else [value]
-    # Tables that pandas wrote have NaN where a value is missing.
-    texts = (
-        str(one).strip()
-        for one in values
-        if not (one is None or is_nested(one) or (isinstance(one, float) and math.isnan(one)))
-    )
+    texts = (str(one).strip() for one in values if not (_is_blank(one) or is_nested(one)))
     return tuple(dict.fromkeys(text for text in texts if text))
 
 

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 _BATCH_ROWS = 1024
 _MAX_CELL = 10_000_000
 """Characters; the csv module's own limit is shorter than some questions with their context."""
+
+
+_MOST_LEVELS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +97,14 @@ def check_is_there(spec: str) -> None:
 def source_names(specs: Sequence[str]) -> dict[str, str]:
     """Returns a short and unique name for each source, for the ids of its tasks."""
     names: dict[str, str] = {}
-    taken: Counter[str] = Counter()
     for spec in dict.fromkeys(specs):
         if spec.startswith((HUB, GIVEN)):
             name = spec.removeprefix(HUB).removeprefix(GIVEN).replace(":", "/")
         else:
             name = Path(spec).stem
         # Two files of one name would give two tasks the same id.
-        taken[name] += 1
-        names[spec] = name if taken[name] == 1 else f"{name}-{taken[name]}"
+        free = chain([name], (f"{name}-{number}" for number in count(2)))
+        names[spec] = next(one for one in free if one not in names.values())
     return names
 
 
@@ -209,8 +212,16 @@ def _distinct(columns: list[str], path: Path) -> list[str]:
 
 def _row(number: int, values: Any, place: str) -> Row | BadRow:
     if isinstance(values, dict):
+        # What reads and writes rows later goes down level by level, and Python's stack ends.
+        if _is_deep(values, _MOST_LEVELS):
+            return BadRow(f"{place} is nested more than {_MOST_LEVELS} deep and was left out")
         return Row(number, values)
     return BadRow(f"{place} is a JSON {type(values).__name__}, expected an object; it was left out")
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value
+    return most < 1 or any(_is_deep(one, most - 1) for one in inner if isinstance(one, dict | list))
 
 
 def _read_parquet(path: Path) -> Iterator[Row | BadRow]:

@@ -159,7 +159,7 @@ def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
             code="study-unreadable",
         ) from error
     found: dict[tuple[Any, ...], Record] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         record = _study_line(line, f"'{path}', line {number}", label) if line.strip() else None
         if record is not None:
             found[(record.world, record.label, record.seed)] = record
