@@ -221,6 +221,7 @@ class Descent:
     def __init__(self, model: Any, lr: float) -> None:
         self.model, self.last_lr = model, lr
         self.gradients: list[torch.Tensor] = []
+        self.num_steps = 0
 
     def step(self) -> float:
         self.gradients.append(gradient_of(self.model))

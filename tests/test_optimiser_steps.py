@@ -4,10 +4,13 @@ adapters."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
-from tests.families import build_model
+import transformers
+from tests.error_codes import raises_code
+from tests.families import NO_KV, build_model, word_tokenizer
 from tests.slow_learner import (
     example_trees,
     make_learner,
@@ -18,7 +21,7 @@ from treegraft.policy.learn import scores
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.plan import split_evenly
-from treegraft.policy.load import with_adapters
+from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import (
     EngineSettings,
@@ -277,6 +280,41 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
             resumed.weights().tensors.values(), whole.weights().tensors.values(), strict=True
         )
     )
+
+
+def test_dropout_is_off_in_training_too(tmp_path: Path) -> None:
+    """Gradient checkpointing takes training mode, in which modules would drop."""
+    config = transformers.GPTNeoXConfig(**NO_KV, hidden_dropout=0.3, attention_dropout=0.3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    settings_ = ModelSettings(path=str(tmp_path), gradient_checkpointing=True)
+    model = with_adapters(load_model(settings_)[0], settings_, seed=0)
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+    assert model.training and torch.equal(first, second)
+    assert model.config.hidden_dropout == 0.0
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_tied_embeddings_are_refused(target: str) -> None:
+    settings_ = ModelSettings(lora=LoraSettings(rank=2, targets=["q_proj", target]))
+    with raises_code("lora-targets-tied"):
+        with_adapters(build_model("llama-tied"), settings_, seed=0)
+    with_adapters(build_model("llama"), settings_, seed=0)
+
+
+def test_a_schedule_counts_minibatches_without_a_tree() -> None:
+    """One tree in four mini-batches and two epochs: two of eight steps are taken."""
+    learn = LearnSettings(num_minibatches=4, num_epochs=2, schedule="linear")
+    learner = Learner(build_model("llama"), learn, LossSettings(), length_constant=7, num_updates=4)
+    found = []
+    for _ in range(4):
+        learner.learn(example_trees(1))
+        found.append((learner.optimiser.num_steps, learner.optimiser.last_lr / learn.lr))
+    # Its second step is the one before last of the 8 that the plan has for an update.
+    assert [number for number, _ in found] == [8, 16, 24, 32]
+    assert [share for _, share in found] == pytest.approx([31 / 32, 23 / 32, 15 / 32, 7 / 32])
 
 
 def test_lora_weights_are_those_of_merge_and_unload() -> None:

@@ -335,6 +335,14 @@ class Chatty:
         return ()
 
 
+def test_half_of_its_starts_may_graft() -> None:
+    tables = {"explorers": ["commit", "graft"], "num_leaves": 16, "graft": {"num_hybrid": 8}}
+    explore = load_config({"explore": tables, "buffer": {"path": "expert"}}).explore
+    explorer: Any = build_explorer(explore, vocab_size=2)
+    assert explorer.starts(16).num == explore.commit.num_starts == 4
+    assert [number for number in range(4) if explorer.is_hybrid(number)] == [2, 3]
+
+
 def test_a_tool_has_to_be_there() -> None:
     config = load_config({"explore": {"explorers": ["commit"], "commit": {"tool": "look"}}})
     explorer = build_explorer(config.explore, vocab_size=2)

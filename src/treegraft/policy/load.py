@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.nn.modules.dropout import _DropoutNd
 
-from treegraft.core.errors import ModelError
+from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.given import GIVEN
 from treegraft.core.locate import at_hand, locate
 from treegraft.core.packages import require
@@ -110,6 +111,7 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
     them; adapters are seeded."""
     adapted = model
     if settings.lora.rank:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
         from peft import LoraConfig, get_peft_model
 
         lora = settings.lora
@@ -124,6 +126,8 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
                     target_modules=lora.targets,
                 ),
             )
+        if ends[0].weight is getattr(ends[1], "weight", None):
+            _refuse_tied(adapted, ends, lora.targets)
     if settings.gradient_checkpointing:
         adapted.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -136,6 +140,17 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
     return adapted
 
 
+def _refuse_tied(adapted: Any, ends: Sequence[Any], targets: Any) -> None:
+    """Raises SettingError where an adapter is at embeddings that are the head too: engine and
+    checkpoint hold one weight for both."""
+    if any(getattr(one, "base_layer", None) in ends for one in adapted.modules()):
+        raise SettingError(
+            f"model.lora.targets: got {targets!r}, of which one is the embeddings or the head of a"
+            " model whose embeddings are its head; expected other layers, such as 'all-linear'.",
+            code="lora-targets-tied",
+        )
+
+
 def _check_model(model: Any, tokenizer: Any, path: str) -> None:
     if tokenizer.eos_token_id is None:
         raise ModelError(
@@ -144,9 +159,14 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
             code="no-end-token",
         )
     config = model.config.get_text_config()
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if getattr(config, name, 0.0):
-            setattr(config, name, 0.0)
+    # Modules keep the values that they were made with.
+    for one in (config, *model.modules()):
+        for name, value in [*vars(one).items()]:
+            is_dropout = name.endswith(("dropout", "pdrop", "layerdrop"))
+            if is_dropout and isinstance(value, float):
+                setattr(one, name, 0.0)
+        if isinstance(one, _DropoutNd):
+            one.p = 0.0
     if getattr(config, "output_router_logits", False):
         raise ModelError(
             f"model '{path}': its configuration asks for a mixture-of-experts balance loss, which"

@@ -11,8 +11,8 @@ from treegraft.core.interfaces import Format, Retrieved
 from treegraft.core.types import GraftCause, Origin, StepContent
 
 MIN_CUT_GRAFT = 16
-"""Fewest tokens that the rest of a cut graft must have to be attached, and that the agent must have
-left after a graft."""
+"""Fewest tokens that the rest of a cut graft must have between its tags to be attached, and that
+the agent must have left after a graft."""
 
 
 class Grafted(NamedTuple):
@@ -36,7 +36,7 @@ def grafted(found: Retrieved, format: Format, room: int) -> Grafted | None:
     if room - num_whole < MIN_CUT_GRAFT:
         # Half of the room, from the left: the end of a result is nearest to its answer, and the
         # agent needs the other half to use it.
-        if room // 2 < MIN_CUT_GRAFT:
+        if room // 2 - len(format.render_graft([])) < MIN_CUT_GRAFT:
             return None
         token_ids = format.render_graft(values, max_tokens=room // 2)
     first = found.traces[0]

@@ -183,6 +183,7 @@ plugin = Plugin(
             title="commit branching",
             leads=True,
             leaves="explore.commit.num_starts",
+            opens_at_once=True,
             branches=True,
             begins_below=True,
             compares_together=True,
