@@ -145,13 +145,18 @@ def test_trajectories_that_cannot_be_imitated_are_counted(tmp_path: Path) -> Non
 
 
 def test_in_environments_the_question_is_as_it_was_shown(tmp_path: Path) -> None:
-    shown = [replace(one, key=f"a room. {one.key}") for one in traces(TASKS[0], "0")][:-1]
-    path = buffer_of(tmp_path / "b.sqlite", shown)
-    [(task, steps)] = read_demonstrations(
-        path, WarmupSettings(traces=str(path)), TASKS, has_environment=True
-    ).demonstrations
-    assert (task.id, task.question) == (TASKS[0].id, f"a room. {TASKS[0].question}")
-    assert steps == WORLD.expert(TASKS[0], 0)[:-1]
+    steps, about = WORLD.expert(TASKS[0], 0)[:-1], {"source": "s", "trajectory": "a"}
+    for question in (TASKS[0].question, "#@  #\n# $ #"):
+        first, *rest = split_steps(TASKS[0].id, question, steps, reward=1.0, **about)  # type: ignore[arg-type]
+        assert first.key == " ".join(question.split())
+        # Buffers of 0.7 hold the key alone.
+        for trace, asked in ((first, question), (replace(first, question=""), first.key)):
+            path = buffer_of(tmp_path / "b.sqlite", [trace, *rest])
+            [found] = read_demonstrations(
+                path, WarmupSettings(traces=str(path)), TASKS, has_environment=True
+            ).demonstrations
+            assert found == (replace(TASKS[0], question=asked), steps)
+            path.unlink()
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,10 @@ def split_steps(
         trajectory: its name, unique within that source and task.
         policy_version: of the policy being trained, where that wrote it; None for other agents.
     """
+    keys = [retrieval_key(question, contents[:position]) for position in range(len(contents))]
     return [
         Trace(
-            key=retrieval_key(question, contents[:position]),
+            key=keys[position],
             value=content,
             reward=reward,
             source=source,
@@ -85,6 +86,7 @@ def split_steps(
             terminal=content.answer is not None,
             trajectory=trajectory,
             policy_version=policy_version,
+            question="" if position or question == keys[0] else question,
         )
         for position, content in enumerate(contents)
     ]
@@ -120,6 +122,8 @@ def _task_of(first: Trace, tasks: Mapping[str, Task], has_environment: bool) -> 
     task = tasks.get(first.task_id)
     if task is None or first.position:
         return task
+    if has_environment and first.question:
+        return task.asking(first.question)
     # The first step's history is the question alone. Under another seed the same id may stand for
     # another question.
     if retrieval_key(task.question, ()) == first.key:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.errors import DataError, nearest_file
-from treegraft.core.steps import observation_from
+from treegraft.core.steps import observation_from, text_of
 from treegraft.core.types import StepContent, ToolCall, Trace
 
 FORMAT = 1
@@ -399,6 +399,8 @@ def to_json(value: object) -> str:
 def trace_row(trace: Trace) -> tuple[Any, ...]:
     """Returns the values of `COLUMNS`."""
     value = trace.value if isinstance(trace.value, str) else asdict(trace.value)
+    if isinstance(value, dict) and trace.question:
+        value["question"] = trace.question
     texts = (to_json(trace.key), to_json(value))
     place = (trace.source, trace.task_id, trace.position, int(trace.terminal), trace.trajectory)
     return (*texts, float(trace.reward), *place, trace.policy_version)
@@ -408,9 +410,11 @@ def trace_from_row(row: Sequence[Any]) -> Trace:
     """Returns the trace whose `trace_row` this is. Raises ValueError, TypeError, KeyError: it is
     something else."""
     key, value, reward, source, task_id, position, terminal, trajectory, version = row
-    content, text = content_from_json(json.loads(value)), json.loads(key)
+    found, text = json.loads(value), json.loads(key)
     place = (source, task_id, position)
-    return Trace(text, content, float(reward), *place, bool(terminal), trajectory, version)
+    about = (float(reward), *place, bool(terminal), trajectory, version)
+    question = text_of(found.get("question", ""), "question") if isinstance(found, dict) else ""
+    return Trace(text, content_from_json(found), *about, question)
 
 
 def content_from_json(value: Any) -> str | StepContent:
