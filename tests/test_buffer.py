@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sqlite3
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +25,13 @@ from tests.examples import at_most
 from tests.killed_adds import CHUNK, endless
 from tests.tiny import tiny
 
-from treegraft.core.types import Observation, StepContent, ToolCall, Trace
+from treegraft.core.types import Observation, StepContent, Task, ToolCall, Trace
 from treegraft.settings.config import Config
+from treegraft.settings.explore import BufferSettings
 from treegraft.settings.load import load_config
 from treegraft.traces import buffer as buffer_module
 from treegraft.traces.buffer import SourceStats, TraceBuffer
-from treegraft.traces.retrieve import too_short
+from treegraft.traces.retrieve import BufferRetriever, too_short
 
 CONTENT = StepContent(
     thought="two hops left",
@@ -186,6 +189,28 @@ def test_filters(tmp_path: Path) -> None:
         assert keys(
             buffer.search(["q"], 2, allow_terminal=True, exclude_tasks=["A"], sources=["expert"])
         ) == ["bc"]
+
+
+def test_a_trace_without_a_task_id_is_of_the_task_of_its_question() -> None:
+    task = Task(id="t/0", question="r1 of  e1 ?", reference=())
+    rows = (("r1 of e1 ?", ""), ("r1 of e1 ?", "w/7"), ("r2 of e5 ?", ""))
+    traces = [trace(key=f"{key}\nsearch x", task_id=task_id) for key, task_id in rows]
+
+    def retrieved(**settings: Any) -> list[tuple[str, str]]:
+        retriever = BufferRetriever(buffer, BufferSettings(**settings))
+        asked = (retriever.retrieve(task, [], whole=False, noise_key=(n,)) for n in range(20))
+        found = [asyncio.run(one) for one in asked]
+        retriever.close()
+        return sorted({(one.traces[0].key[:10], one.task_id) for one in found if one})
+
+    with TraceBuffer(":memory:", "hashing") as buffer:
+        buffer.add(traces)
+        assert retrieved() == [("r1 of e1 ?", "t/0")]
+        # Of another task by its id, whose question is the same: one of another world.
+        assert retrieved(allow_same_task=False) == [("r1 of e1 ?", "w/7")]
+        others = [("r1 of e1 ?", "w/7"), ("r2 of e5 ?", "")]
+        assert retrieved(allow_same_task=False, random_prob=1.0) == others
+        assert retrieved(random_prob=1.0) == [("r1 of e1 ?", "t/0"), *others]
 
 
 def test_equally_near_ones_come_in_the_order_they_were_added(tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
     return "\n".join(filter(None, lines))
 
 
+def asked_by(key: str) -> str:
+    """Returns the name of the task of traces without a task id: the question of their key."""
+    return "\n" + key.partition("\n")[0]
+
+
 def step_lines(content: StepContent) -> list[str]:
     """Returns the lines of a key for one step."""
     lines = [content.thought]

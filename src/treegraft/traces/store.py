@@ -28,6 +28,7 @@ import numpy.typing as npt
 from treegraft.core.errors import DataError, nearest_file
 from treegraft.core.steps import observation_from, text_of
 from treegraft.core.types import StepContent, ToolCall, Trace
+from treegraft.traces.keys import asked_by
 
 FORMAT = 1
 """Of the file; raised when older code could not read it."""
@@ -123,6 +124,7 @@ class TraceFile:
 
     def _prepare(self, create: bool) -> None:
         self._connection.execute("PRAGMA cache_size = -65536")
+        self._connection.create_function("asked_by", 1, _asked_by, deterministic=True)
         is_new = not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if is_new and not create:
             raise DataError(
@@ -347,6 +349,13 @@ class TraceFile:
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
+
+
+def _asked_by(key: Any) -> str:
+    """The name of a task by a stored key; one that does not parse is told when it is read."""
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):
+        return asked_by(json.loads(key))
+    return ""
 
 
 def _fold(connection: sqlite3.Connection) -> None:
