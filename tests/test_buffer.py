@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
 from tests.examples import at_most
+from tests.fault_campaign import read_only
 from tests.killed_adds import CHUNK, endless
 from tests.tiny import tiny
 
@@ -225,6 +226,21 @@ def test_an_empty_buffer_finds_nothing_and_needs_no_encoder(tmp_path: Path) -> N
     with opened(tmp_path / "b") as buffer:
         assert buffer.search(["a", "b"]) == [[], []] and buffer.search([]) == []
         assert buffer.draw([1, 2]) == [None, None] and len(buffer) == 0 and list(buffer) == []
+
+
+def test_a_buffer_on_a_read_only_disk_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "disk" / "b"
+    with opened(path) as buffer:
+        buffer.add([trace()])
+    with read_only(path.parent):
+        for encoder in (None, "hashing"):
+            with TraceBuffer(path, encoder) as buffer:
+                assert [one for one, _ in buffer.search(["word0"])[0]] == [trace()]
+                buffer.copy_to(tmp_path / "copy")
+                with raises_code("buffer-busy", match="name a copy"):
+                    buffer.add([trace(1)])
+    with opened(tmp_path / "copy") as buffer:
+        assert buffer.add([trace(0), trace(1)]) == 1
 
 
 def test_what_is_wrong_with_a_search_is_said(tmp_path: Path) -> None:

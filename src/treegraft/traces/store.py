@@ -12,6 +12,7 @@ prunings  of a pruned buffer: each trajectory's steps with their likelihoods, an
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import threading
@@ -79,11 +80,11 @@ class TraceFile:
 
     def __init__(self, path: Path, *, create: bool, is_frozen: bool = False) -> None:
         """Args: is_frozen: nobody ever writes to the file, which is read without locks and without
-        a file beside it, also on a network's disk.
+        a file beside it, also on a network's disk; so is one that this user may not write.
 
         Raises DataError: no file and `create` is off, not a file of ours, of a newer format,
         damaged, or not to be opened."""
-        self.path, self._is_frozen = path, is_frozen
+        self.path = path
         if (is_frozen or not create) and not path.exists():
             raise DataError(
                 f"buffer '{path}': there is no such file.{nearest_file(path)} Build one with:"
@@ -96,10 +97,16 @@ class TraceFile:
                 code="buffer-is-folder",
             )
         self._lock = threading.RLock()
+        real = path.resolve()
+        # Of a file that is there: another process may be making it at this moment.
+        asked = (real, real.parent) if real.exists() else ()
+        self._is_frozen = is_frozen or not all(os.access(one, os.W_OK) for one in asked)
         try:
             place: str | Path = path
-            if is_frozen:
-                place = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+            if self._is_frozen:
+                # A log holds what another process, which may write, has not folded in yet.
+                has_log = real.with_name(f"{real.name}-wal").exists()
+                place = f"{real.as_uri()}?mode=ro{'' if has_log else '&immutable=1'}"
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
@@ -107,7 +114,7 @@ class TraceFile:
                 timeout=BUSY_TIMEOUT_S,
                 isolation_level=None,
                 check_same_thread=False,
-                uri=is_frozen,
+                uri=self._is_frozen,
             )
         except (OSError, sqlite3.Error) as error:
             raise DataError(
@@ -170,11 +177,11 @@ class TraceFile:
         except sqlite3.ProgrammingError as error:
             raise DataError(f"buffer '{self.path}' is closed", code="buffer-closed") from error
         except sqlite3.OperationalError as error:
-            raise DataError(
-                f"buffer '{self.path}': {error}; is the disk full, or does another process hold the"
-                " file?",
-                code="buffer-busy",
-            ) from error
+            doubt = "is the disk full, or does another process hold the file?"
+            if self._is_frozen:
+                doubt = "you may only read it here: name a copy in a folder that you may write to"
+            text = f"buffer '{self.path}': {error}; {doubt}"
+            raise DataError(text, code="buffer-busy") from error
         except sqlite3.DatabaseError as error:
             with suppress(OSError), self.path.open("rb") as file:
                 # An empty file is a database to SQLite, so a short beginning counts as one.
