@@ -237,7 +237,7 @@ def test_a_buffer_on_a_read_only_disk_is_read(tmp_path: Path) -> None:
             with TraceBuffer(path, encoder) as buffer:
                 assert [one for one, _ in buffer.search(["word0"])[0]] == [trace()]
                 buffer.copy_to(tmp_path / "copy")
-                with raises_code("buffer-busy", match="name a copy"):
+                with raises_code("buffer-busy"):
                     buffer.add([trace(1)])
     with opened(tmp_path / "copy") as buffer:
         assert buffer.add([trace(0), trace(1)]) == 1

@@ -31,6 +31,7 @@ from treegraft import (
 from treegraft.core.given import GivenObjects, giving, import_path
 from treegraft.core.plugin import load_object
 from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start, grove
+from treegraft.settings.objects import with_objects
 
 ROWS = [{"question": f"{a} + {b} ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
 QUICK = tiny(
@@ -245,6 +246,15 @@ def test_tasks_are_asked(way: str, tmp_path: Path) -> None:
     trees = read_trees(result.run_dir)
     assert {tree.task.question for tree in trees} <= {row["question"] for row in ROWS}
     assert result.metrics["learn/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("way", ["datasets.Dataset", "DataFrame"])
+def test_rows_have_one_checksum_whatever_holds_them(way: str) -> None:
+    given = [
+        with_objects(DATA, {"tasks": one, "rewards": brief})[1].records
+        for one in (ROWS, TASKS[way]())
+    ]
+    assert given[0][0].checksum == given[1][0].checksum != ""
 
 
 def test_all_rows_train_where_the_recipe_does_not_limit_them(tmp_path: Path) -> None:
