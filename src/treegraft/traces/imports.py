@@ -90,6 +90,8 @@ class Read:
     task_id: str
     name: str
     """Unique within the source."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation that ends with the question, of a recorded tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +257,7 @@ def _of_path(path: Trajectory, number: int, name: str) -> Read:
         reward=path.reward or 0.0,
         task_id=path.task.id,
         name=f"{name}:{path.leaf.step_id}",
+        messages=path.task.messages,
     )
 
 
