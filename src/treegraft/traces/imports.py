@@ -50,7 +50,6 @@ from treegraft.traces.keys import says_something, split_steps
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Raised by reading a row of another shape."""
 _OPENING = re.compile(r"\s*<[a-z_]+>")
-_NO_CALL = "a tool's message without a call before it"
 _NO_RESULT = Observation(text="")
 """At a call whose result has yet to come, by identity."""
 
@@ -375,9 +374,8 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
                 read_tags()
                 steps.append(content)
         elif role in ("tool", "function"):
-            if not steps:
-                raise ValueError(_NO_CALL)
-            steps[-1] = _with_result(steps[-1], ids, message, text)
+            before = steps.pop() if steps else StepContent()
+            steps.append(_with_result(before, ids, message, text))
         elif role == "user" and tagged:
             tagged.append(text if "<result>" in text else f"<result>{text}</result>")
         else:
@@ -445,7 +443,7 @@ def _with_result(
     place = ids.index(named) if ids and named else len(shown)
     shown += [_NO_RESULT] * (place + 1 - len(shown))
     if place >= len(step.calls) or shown[place] is not _NO_RESULT:
-        raise ValueError(_NO_CALL)
+        raise ValueError("a tool's message without a call before it")
     shown[place] = Observation(text=text)
     return replace(step, observations=tuple(shown))
 

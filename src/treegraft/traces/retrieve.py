@@ -177,9 +177,8 @@ class BufferRetriever:
         found: dict[int, Retrieved] = {}
 
         def excluded(questions: Sequence[Question]) -> list[Excluded]:
-            if settings.allow_same_task:
-                return [None] * len(questions)
-            return [(one.task_id, asked_by(one.key)) for one in questions]
+            named = [(one.task_id, asked_by(one.key)) for one in questions]
+            return [None] * len(named) if settings.allow_same_task else [*named]
 
         try:
             hits = buffer.search(
