@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sqlite3
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +22,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.error_codes import raises_code
 from tests.examples import at_most
+from tests.fault_campaign import read_only
 from tests.killed_adds import CHUNK, endless
 from tests.tiny import tiny
 
-from treegraft.core.types import Observation, StepContent, ToolCall, Trace
+from treegraft.core.types import Observation, StepContent, Task, ToolCall, Trace
 from treegraft.settings.config import Config
+from treegraft.settings.explore import BufferSettings
 from treegraft.settings.load import load_config
 from treegraft.traces import buffer as buffer_module
 from treegraft.traces.buffer import SourceStats, TraceBuffer
-from treegraft.traces.retrieve import too_short
+from treegraft.traces.retrieve import BufferRetriever, too_short
 
 CONTENT = StepContent(
     thought="two hops left",
@@ -188,6 +192,28 @@ def test_filters(tmp_path: Path) -> None:
         ) == ["bc"]
 
 
+def test_a_trace_without_a_task_id_is_of_the_task_of_its_question() -> None:
+    task = Task(id="t/0", question="r1 of  e1 ?", reference=())
+    rows = (("r1 of e1 ?", ""), ("r1 of e1 ?", "w/7"), ("r2 of e5 ?", ""))
+    traces = [trace(key=f"{key}\nsearch x", task_id=task_id) for key, task_id in rows]
+
+    def retrieved(**settings: Any) -> list[tuple[str, str]]:
+        retriever = BufferRetriever(buffer, BufferSettings(**settings))
+        asked = (retriever.retrieve(task, [], whole=False, noise_key=(n,)) for n in range(20))
+        found = [asyncio.run(one) for one in asked]
+        retriever.close()
+        return sorted({(one.traces[0].key[:10], one.task_id) for one in found if one})
+
+    with TraceBuffer(":memory:", "hashing") as buffer:
+        buffer.add(traces)
+        assert retrieved() == [("r1 of e1 ?", "t/0")]
+        # Of another task by its id, whose question is the same: one of another world.
+        assert retrieved(allow_same_task=False) == [("r1 of e1 ?", "w/7")]
+        others = [("r1 of e1 ?", "w/7"), ("r2 of e5 ?", "")]
+        assert retrieved(allow_same_task=False, random_prob=1.0) == others
+        assert retrieved(random_prob=1.0) == [("r1 of e1 ?", "t/0"), *others]
+
+
 def test_equally_near_ones_come_in_the_order_they_were_added(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         buffer.add([trace(number, key="the same key") for number in range(40)])
@@ -200,6 +226,21 @@ def test_an_empty_buffer_finds_nothing_and_needs_no_encoder(tmp_path: Path) -> N
     with opened(tmp_path / "b") as buffer:
         assert buffer.search(["a", "b"]) == [[], []] and buffer.search([]) == []
         assert buffer.draw([1, 2]) == [None, None] and len(buffer) == 0 and list(buffer) == []
+
+
+def test_a_buffer_on_a_read_only_disk_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "disk" / "b"
+    with opened(path) as buffer:
+        buffer.add([trace()])
+    with read_only(path.parent):
+        for encoder in (None, "hashing"):
+            with TraceBuffer(path, encoder) as buffer:
+                assert [one for one, _ in buffer.search(["word0"])[0]] == [trace()]
+                buffer.copy_to(tmp_path / "copy")
+                with raises_code("buffer-busy"):
+                    buffer.add([trace(1)])
+    with opened(tmp_path / "copy") as buffer:
+        assert buffer.add([trace(0), trace(1)]) == 1
 
 
 def test_what_is_wrong_with_a_search_is_said(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ from treegraft.core.files import file_checksum
 from treegraft.core.interrupt import Ended
 from treegraft.core.types import Trace
 from treegraft.policy.learn.learner import Learner
-from treegraft.runs.checkpoint import in_order, prune_checkpoints, tidy
+from treegraft.runs.checkpoint import (
+    in_order,
+    prune_checkpoints,
+    read_state,
+    state_json,
+    tidy,
+)
 from treegraft.runs.display import PlainDisplay
 from treegraft.runs.record import read_metrics
 from treegraft.traces.buffer import TraceBuffer
@@ -326,6 +333,43 @@ def test_the_copy_of_another_runs_buffer_is_not_rolled_back_into_it(
     train(longer, resume=run.run_dir)
     with TraceBuffer(run.run_dir / OWN_FILE, None) as buffer:
         assert list(buffer)[: len(before)] == before
+
+
+@pytest.mark.parametrize("kind", ["file", "DataFrame"])
+def test_law_16_tasks_do_not_change_unseen(kind: str, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+
+    def tasks(num_more: int) -> Any:
+        rows = [
+            {"question": f"w{n} and w{n + 1}", "answer": f"w{n + num_more}", "seen": {f"w{n}"}}
+            for n in range(6)
+        ]
+        if kind == "DataFrame":
+            return pandas.DataFrame(rows)
+        path = tmp_path / "t.jsonl"
+        path.write_text("".join(json.dumps(one, default=list) + "\n" for one in rows))
+        return path
+
+    def run(num_more: int, num_updates: int, **more: Any) -> Path:
+        about = {"name": "a", "dir": str(tmp_path), "num_updates": num_updates}
+        more |= {"tasks": tasks(num_more), "rewards": "exact_match", "display": False}
+        own = tiny(run=about, warmup={"num_steps": 0}, eval={"every": 0, "at_start": False})
+        own |= {"tasks": {"num_eval": 1}, "reward": {}}
+        own["rollout"] |= {"max_tool_calls": 0}
+        return train(own, **more).run_dir
+
+    folder = run(0, 1)
+    with raises_code("tasks-changed"):
+        run(1, 2, resume=folder)
+    run(0, 2, resume=folder)
+    run(1, 3, resume=folder, accepts_changes=True)
+    # Checkpoints of 0.7 hold no checksum of the tasks.
+    place = in_order(folder / "checkpoints")[-1]
+    state = replace(read_state(place), beside={})
+    path = place / "treegraft" / "state.json"
+    path.write_text(state_json(state, json.loads(path.read_text())["checksums"]))
+    treegraft.trust(folder)
+    run(0, 4, resume=folder)
 
 
 def test_a_checksum_sees_everything_and_is_the_same_after_a_roll_back(tmp_path: Path) -> None:

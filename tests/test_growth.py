@@ -64,8 +64,8 @@ TRACE = Trace(
 class OneTrace:
     """Finds the same trace for everybody, or nothing."""
 
-    def __init__(self, trace: Trace | None = TRACE) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace | None = TRACE, task_id: str = "") -> None:
+        self._trace, self._task_id = trace, task_id
         self.asked: list[tuple[tuple[StepContent, ...], bool]] = []
 
     async def retrieve(
@@ -75,7 +75,8 @@ class OneTrace:
         await asyncio.sleep(0)
         if self._trace is None:
             return None
-        return Retrieved(traces=(self._trace,) * (2 if whole else 1), similarity=0.9)
+        traces = (self._trace,) * (2 if whole else 1)
+        return Retrieved(traces=traces, similarity=0.9, task_id=self._task_id)
 
 
 def make(
@@ -644,6 +645,8 @@ def test_a_whole_trajectory_is_one_graft() -> None:
 
 
 def test_metrics_of_grafts_by_hand() -> None:
+    own = make(always(), retriever=OneTrace(task_id=TASKS[0].id))
+    assert rollout_metrics([grow(own)])["graft/same_task_frac"] == 1.0
     tree = grow(make(always(), retriever=OneTrace()))
     metrics = rollout_metrics([tree])
     assert (metrics["graft/num_grafts"], metrics["graft/hybrid_frac"]) == (2.0, 0.5)

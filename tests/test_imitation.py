@@ -15,8 +15,9 @@ import torch
 from tests.error_codes import raises_code
 from tests.tiny import tiny
 
+from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.types import StepContent, Task, Trace, Tree
+from treegraft.core.types import Origin, StepContent, Task, Trace, Tree
 from treegraft.evals.evaluate import evaluate
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
@@ -24,6 +25,7 @@ from treegraft.policy.learn.sft import demonstration_tree
 from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.record import read_metrics
+from treegraft.runs.tree_files import write_trees
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LearnSettings, LossSettings, WarmupSettings
 from treegraft.tasks.search_world import SearchWorld
@@ -145,13 +147,18 @@ def test_trajectories_that_cannot_be_imitated_are_counted(tmp_path: Path) -> Non
 
 
 def test_in_environments_the_question_is_as_it_was_shown(tmp_path: Path) -> None:
-    shown = [replace(one, key=f"a room. {one.key}") for one in traces(TASKS[0], "0")][:-1]
-    path = buffer_of(tmp_path / "b.sqlite", shown)
-    [(task, steps)] = read_demonstrations(
-        path, WarmupSettings(traces=str(path)), TASKS, has_environment=True
-    ).demonstrations
-    assert (task.id, task.question) == (TASKS[0].id, f"a room. {TASKS[0].question}")
-    assert steps == WORLD.expert(TASKS[0], 0)[:-1]
+    steps, about = WORLD.expert(TASKS[0], 0)[:-1], {"source": "s", "trajectory": "a"}
+    for question in (TASKS[0].question, "#@  #\n# $ #"):
+        first, *rest = split_steps(TASKS[0].id, question, steps, reward=1.0, **about)  # type: ignore[arg-type]
+        assert first.key == " ".join(question.split())
+        # Buffers of 0.7 hold the key alone.
+        for trace, asked in ((first, question), (replace(first, question=""), first.key)):
+            path = buffer_of(tmp_path / "b.sqlite", [trace, *rest])
+            [found] = read_demonstrations(
+                path, WarmupSettings(traces=str(path)), TASKS, has_environment=True
+            ).demonstrations
+            assert found == (replace(TASKS[0], question=asked), steps)
+            path.unlink()
 
 
 @pytest.mark.parametrize(
@@ -170,6 +177,22 @@ def test_rewards_of_a_file(
     path.write_text("".join(json.dumps({**own, **row}) + "\n" for row in rows))
     with raises_code(code):
         chosen(path, **settings)
+
+
+def test_conversations_of_recorded_trees_are_kept_and_told_apart(tmp_path: Path) -> None:
+    def tree(number: int) -> Tree:
+        turns = [("user", f"6 * {number} ?"), ("assistant", f"{6 * number}"), ("user", "Doubled ?")]
+        messages = tuple({"role": role, "content": text} for role, text in turns)
+        task = Task(id=f"t/{number}", question="Doubled ?", reference=(), messages=messages)
+        answer = Written(StepContent(answer=str(12 * number)), [((2,), Origin.POLICY)])
+        made = tree_of_paths(task, f"1/{number}", [1], [[answer]])
+        return replace(made, leaves=(replace(made.leaves[0], reward=1.0),))
+
+    trees = [tree(1), tree(2)]
+    write_trees(tmp_path / "trees" / "update-000001", trees)
+    for settings in (WarmupSettings(), WarmupSettings(num_best=1)):
+        found = read_demonstrations(tmp_path, settings, []).demonstrations
+        assert [task.messages for task, _ in found] == [one.task.messages for one in trees]
 
 
 def test_a_missing_file_is_told_with_the_nearest_one_that_exists(tmp_path: Path) -> None:

@@ -193,6 +193,26 @@ def test_arguments_that_are_not_one_text_stay_json() -> None:
     assert [o.text for o in one.observations] == ["1", "2", "3", "4"]
 
 
+def test_results_of_parallel_calls_are_placed_by_their_ids() -> None:
+    calls = [call("f", "a") | {"id": "c1"}, call("f", "b") | {"id": "c2"}]
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
+
+    def results(*ids: str) -> list[str]:
+        told = [{"role": "tool", "tool_call_id": one, "content": f"of {one}"} for one in ids]
+        (step,) = read_messages([*asked, *told])[1]
+        return [one.text for one in step.observations]
+
+    assert results("c2", "c1") == results("c1", "c2") == ["of c1", "of c2"]
+    assert (results("c1"), results("", "")) == (["of c1"], ["of ", "of "])
+    for ids, reason in (
+        (("c1", "c3"), "the tool_call_id 'c3', expected one of .'c1', 'c2'."),
+        (("c1", "c1"), "a tool's message without a call"),
+        (("c2",), "a call without a result before one with a result"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            results(*ids)
+
+
 def test_messages_with_tags() -> None:
     messages = [
         {"role": "user", "content": "r2 of e9 ?"},

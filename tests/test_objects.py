@@ -250,6 +250,15 @@ def test_tasks_are_asked(way: str, tmp_path: Path) -> None:
     assert result.metrics["learn/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("way", ["datasets.Dataset", "DataFrame"])
+def test_rows_have_one_checksum_whatever_holds_them(way: str) -> None:
+    given = [
+        with_objects(DATA, {"tasks": one, "rewards": brief})[1].records
+        for one in (ROWS, TASKS[way]())
+    ]
+    assert given[0][0].checksum == given[1][0].checksum != ""
+
+
 def test_all_rows_train_where_the_recipe_does_not_limit_them(tmp_path: Path) -> None:
     many = [{"question": f"{n} ?", "answer": str(n)} for n in range(700)]
     result = run(tmp_path, DATA, tasks={"train": many, "eval": many[:3]}, rewards=brief)

@@ -270,6 +270,22 @@ def test_old_trees_are_dropped_and_evaluations_stay(tmp_path: Path) -> None:
     assert not before.exists() and len(parts_in(folder.trees_dir, "update")) == 1
 
 
+def test_trees_whose_names_exceed_a_head_are_found_and_kept(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    tasks = [replace(TREE.task, id=f"{n}{'x' * 40_000}") for n in range(30)]
+    trees = [replace(TREE, task=task) for task in tasks]
+    write_trees(folder.trees_path(1, "greedy"), trees)
+    assert read_trees(folder.trees_dir / "eval-000001-greedy") == trees
+    folder.cut_to(1, 0)
+    (pack,) = folder.trees_dir.iterdir()
+    whole = pack.read_bytes()
+    # A resume removes what a crash cut off, and leaves alone what was damaged later.
+    for data, stays in ((whole[:50], False), (whole[:-1], False), (b"?" + whole[1:], True)):
+        pack.write_bytes(data)
+        folder.cut_to(1, 0)
+        assert pack.exists() == stays
+
+
 def packed(folder: Path) -> tuple[bytes, list[TreePart]]:
     """The bytes of a file with updates 1 to 3 of one tree each, and its parts."""
     run = RunFolder.create(folder / "run", "{}")

@@ -67,7 +67,9 @@ class GivenObjects:
             name = GIVEN + next(one for one in taken if GIVEN + one not in self.by_name)
             self.by_name[name] = value if wrapped is None else wrapped
         self._originals[name] = value
-        self.records.append(Record(argument, name, _qualified(value), _checksum(value)))
+        # Of a DataFrame its rows, not the source of its class.
+        data = value if wrapped is None or callable(wrapped) else wrapped
+        self.records.append(Record(argument, name, _qualified(value), _checksum(data)))
         return name
 
     def joined(self, others: GivenObjects) -> GivenObjects:

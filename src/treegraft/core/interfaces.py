@@ -556,6 +556,8 @@ class Retrieved:
     others: tuple[Retrieved, ...] = ()
     """The next nearest, for an environment in which the first one does not come true; empty where
     there is no environment."""
+    task_id: str = ""
+    """Of the first trace; where that has none, of the task asked about if it has its question."""
 
 
 class Retriever(Measured, Protocol):

@@ -231,6 +231,8 @@ class Trace:
     by `position`."""
     policy_version: int | None = None
     """Of the policy being trained, where that wrote it; None for other agents."""
+    question: str = ""
+    """Of a first step: the question with its white space, where the key has other; else empty."""
 
     @property
     def content_hash(self) -> str:

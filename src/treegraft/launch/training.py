@@ -29,6 +29,7 @@ from treegraft.runs.clock import Clock
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.replay import Replay
 from treegraft.runs.result import RunResult
+from treegraft.runs.resume_inputs import tasks_checksum
 from treegraft.runs.run import Run
 from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
@@ -255,6 +256,7 @@ async def prepared(
         config, source=source, checkpoint=run.start.checkpoint, ranks=ranks, placement=placement
     ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
+        run.checkpoints.asks(tasks_checksum(parts.train_tasks, parts.eval_tasks))
         await parts.try_environment()
         await parts.try_rewards(parts.train_tasks)
         sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)

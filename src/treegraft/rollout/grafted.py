@@ -42,7 +42,7 @@ def grafted(found: Retrieved, format: Format, room: int) -> Grafted | None:
     first = found.traces[0]
     cause = GraftCause(
         source=first.source,
-        task_id=first.task_id,
+        task_id=found.task_id or first.task_id,
         reward=first.reward,
         similarity=found.similarity,
         content_hash=first.content_hash,

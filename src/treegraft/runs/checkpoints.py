@@ -26,6 +26,7 @@ class Checkpoints:
         self._more: Callable[[], dict[str, str]] = dict
         self._replayed: Callable[[], Sequence[str]] = tuple
         self._imitated: dict[str, str] = {}
+        self._asked: dict[str, str] = {}
 
     def open(self, folder: RunFolder, write: Write) -> None:
         """Takes the folder to write to, and how."""
@@ -58,7 +59,8 @@ class Checkpoints:
     def _write(self, place: Path, state: TrainState) -> TrainState:
         # A resume cuts the metrics to this length.
         state = replace(state, metrics_size=self._folder.metrics_size())
-        beside = self._beside.checksums(state, self._replayed()) | self._more()
+        beside = self._beside.checksums(state, self._replayed())
+        beside |= self._asked | self._more()
         if state.warmup_steps < self._start.config.warmup.num_steps:
             beside |= self._imitated
         state = replace(state, beside=beside)
@@ -82,13 +84,24 @@ class Checkpoints:
         Raises:
             CheckpointError: it is not that of the checkpoint to go on from.
         """
-        start, name = self._start, "demonstrations"
-        noted = start.state.beside.get(name, checksum)
-        if noted != checksum and start.checkpoint is not None and not start.accepts_changes:
-            raise CheckpointError(
-                f"run folder '{start.path}': the demonstrations in '{path}' have changed since"
-                f" {start.checkpoint.name} was written, so the resumed run would not equal an"
-                f" undisturbed one. {ways_out(start.path, start.checkpoint)}",
-                code="demonstrations-changed",
-            )
-        self._imitated = {name: checksum}
+        if problem := self._change("demonstrations", checksum, f" in '{path}'"):
+            raise CheckpointError(problem, code="demonstrations-changed")
+        self._imitated = {"demonstrations": checksum}
+
+    def asks(self, checksum: str) -> None:
+        """Has checkpoints hold the checksum of the tasks; raises as `imitates`."""
+        if problem := self._change("tasks", checksum):
+            raise CheckpointError(problem, code="tasks-changed")
+        self._asked = {"tasks": checksum}
+
+    def _change(self, name: str, checksum: str, where: str = "") -> str:
+        """Why the run may not go on with what has this checksum now; empty where it may."""
+        start = self._start
+        is_same = start.state.beside.get(name, checksum) == checksum
+        if is_same or start.checkpoint is None or start.accepts_changes:
+            return ""
+        return (
+            f"run folder '{start.path}': the {name}{where} have changed since"
+            f" {start.checkpoint.name} was written, so the resumed run would not equal an"
+            f" undisturbed one. {ways_out(start.path, start.checkpoint)}"
+        )

@@ -1,5 +1,6 @@
 """What lies beside a checkpoint and a resumed run depends on: metrics so far, the evaluation before
-the first update, trees to be replayed, the reference of the KL term, the Step-Trace Buffer.
+the first update, trees to be replayed, the reference of the KL term, the Step-Trace Buffer, the
+tasks.
 
 A checkpoint holds a checksum of each, by its path in the run folder, so that nothing of it changes
 unseen between the end of one process and the start of the next.
@@ -7,6 +8,8 @@ unseen between the end of one process and the start of the next.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import file_checksum
+from treegraft.core.types import Task
 from treegraft.runs.checkpoint import (
     ACCEPT,
     DamagedCheckpoint,
@@ -29,6 +33,18 @@ from treegraft.settings.load import differences, load_config
 METRICS = "metrics.jsonl"
 _REFERENCE = "reference/*.safetensors"
 _REPLAYED = "trees/update-"
+
+
+def tasks_checksum(*sets: Sequence[Task]) -> str:
+    """Returns a checksum of sets of tasks; of objects in their columns their types count alone,
+    since the texts of some differ from process to process."""
+    digest = hashlib.blake2b(digest_size=16)
+    for number, tasks in enumerate(sets):
+        for one in tasks:
+            facts = (number, one.id, one.question, one.reference, one.category, one.messages)
+            text = json.dumps([*facts, one.columns], skipkeys=True, default=lambda x: str(type(x)))
+            digest.update(text.encode())
+    return digest.hexdigest()
 
 
 class ResumeInputs:

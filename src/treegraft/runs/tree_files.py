@@ -8,6 +8,8 @@ in a skippable frame of zstd (RFC 8878, section 3.1.2) and a frame for each tree
 
     NAME BYTES CHECKSUM [["TASK", BYTES], ...]    of its frames together, and of each
 
+Tasks with names of more than a megabyte together are "" there.
+
 Parts are appended. One that a crash cut off is none, and a resume removes it. Before 0.8 a part was
 a file of lines.
 """
@@ -105,8 +107,8 @@ class TreePart:
         return f"trees/{self.name}" if self.checksum else f"trees/{self.path.name}"
 
     def places(self) -> list[tuple[str, int, int]]:
-        """Returns task, begin and end of each tree; the task "" for a damaged line. Raises
-        DataError for a damaged head."""
+        """Returns task, begin and end of each tree; the task "" for a damaged line and where the
+        head has no room for it. Raises DataError for a damaged head."""
         begin, found = self.body, list[tuple[str, int, int]]()
         with self._reading():
             if self.checksum:
@@ -183,8 +185,11 @@ def write_trees(path: Path, trees: Iterable[Tree]) -> None:
         write_atomically(path, b"".join(lines))
         return
     frames = [zstd.compress(line, options=_OPTIONS) for line in lines]
-    sizes = [(tree.task.id, len(frame)) for tree, frame in zip(trees, frames, strict=True)]
-    index = json.dumps(sizes, separators=(",", ":")).encode()
+    for names in ([tree.task.id for tree in trees], [""] * len(trees)):
+        sizes = list(zip(names, map(len, frames), strict=True))
+        index = json.dumps(sizes, separators=(",", ":")).encode()
+        if len(index) <= _MOST_HEAD - _READ:
+            break
     body = index + b"".join(frames)
     name = path.name.removesuffix(".jsonl")
     head = f"{name} {len(body) - len(index)} {checksum(name.encode() + body)} ".encode()
@@ -285,11 +290,19 @@ def cut_parts(folder: Path, update: int, *, is_closed: bool = True) -> None:
     for path in files_in(folder):
         parts = [(one, is_closed or one.kind == "update") for one in parts_of(path)]
         kept = [one.end for one, stays in parts if one.update < update + stays]
-        if not kept:
+        if not kept and (parts or _is_cut_off(path)):
             path.unlink()
-        elif kept[-1] < path.stat().st_size:
+        elif kept and kept[-1] < path.stat().st_size:
             with open_own(path, "ab") as file:
                 file.truncate(kept[-1])
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether a file without a whole part ends within its first; else its head is damaged."""
+    with open_inside(path, path.parent) as file:
+        head = _HEAD.match(file.read(_READ))
+        length = 8 + int.from_bytes(head[1], "little") + int(head[3]) if head else 100
+        return length > os.fstat(file.fileno()).st_size
 
 
 def drop_parts(folder: Path, update: int) -> None:

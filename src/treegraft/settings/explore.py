@@ -290,7 +290,8 @@ class BufferSettings(Settings):
     "exclude" takes the nearest of the others, "allow" takes it (a reading of the paper; it leaks
     answers of the training tasks)."""
     allow_same_task: bool = True
-    """Let traces of the very same task be retrieved."""
+    """Let traces of the very same task be retrieved; where a trace has no task id, its question
+    tells."""
     min_similarity: float = setting(-1.0, ge=-1, le=1, idle_unless=(with_graft, _is_sought))
     """Cosine under which nothing is retrieved."""
     random_prob: float = setting(0.0, ge=0, le=1, idle_unless=with_graft)

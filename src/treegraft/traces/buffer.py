@@ -28,7 +28,7 @@ from treegraft.core.types import Trace
 from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
 from treegraft.tools.search.nearest import FLAT_LIMIT, QUERIES, Hits
 from treegraft.traces.keys import check_trace
-from treegraft.traces.rows import RowTable
+from treegraft.traces.rows import Excluded, RowTable
 from treegraft.traces.store import BETWEEN, COLUMNS, IN_MEMORY, TraceFile, trace_row
 
 CHUNK = 256
@@ -166,8 +166,8 @@ class TraceBuffer:
         additions, and those of others."""
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
-            "SELECT id, evicted_at IS NULL, terminal, task_id, source FROM traces WHERE id > ?"
-            " ORDER BY id",
+            "SELECT id, evicted_at IS NULL, terminal, CASE task_id WHEN '' THEN asked_by(key) ELSE"
+            " task_id END, source FROM traces WHERE id > ? ORDER BY id",
             (last,),
         )
         if columns:
@@ -287,7 +287,7 @@ class TraceBuffer:
         k: int = 1,
         *,
         allow_terminal: bool = False,
-        exclude_tasks: Sequence[str | None] | None = None,
+        exclude_tasks: Sequence[Excluded] | None = None,
         sources: Sequence[str] = (),
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
@@ -297,8 +297,8 @@ class TraceBuffer:
         Args:
             allow_terminal: whether traces that hold the final answer are eligible. Off by default:
                 in a buffer built on the training tasks they give those tasks' answers away.
-            exclude_tasks: for each key a task whose traces are not eligible; None or "" excludes
-                none.
+            exclude_tasks: for each key a task whose traces are not eligible, by its id or by its
+                names (its id and `keys.asked_by`); None or "" excludes none.
             sources: agents whose traces are eligible; empty for all.
             min_similarity: lowest cosine of a result, -1..1.
         """
@@ -314,7 +314,7 @@ class TraceBuffer:
         vectors: npt.NDArray[np.float32],
         k: int = 1,
         allow_terminal: bool = False,
-        exclude_tasks: Sequence[str | None] | None = None,
+        exclude_tasks: Sequence[Excluded] | None = None,
         sources: Sequence[str] = (),
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
@@ -342,7 +342,7 @@ class TraceBuffer:
         seeds: Sequence[int],
         *,
         allow_terminal: bool = False,
-        exclude_tasks: Sequence[str | None] | None = None,
+        exclude_tasks: Sequence[Excluded] | None = None,
         sources: Sequence[str] = (),
     ) -> list[Trace | None]:
         """Returns a random eligible trace for each seed, always the same for the same buffer; None
@@ -572,7 +572,7 @@ def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
     return vectors
 
 
-def _tasks(exclude_tasks: Sequence[str | None] | None, num: int) -> Sequence[str | None]:
+def _tasks(exclude_tasks: Sequence[Excluded] | None, num: int) -> Sequence[Excluded]:
     tasks = exclude_tasks if exclude_tasks is not None else [None] * num
     if len(tasks) != num:
         raise SettingError(

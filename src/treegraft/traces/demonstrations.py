@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treegraft.assemble import Parts, TrainingParts
@@ -119,7 +119,8 @@ def _best(
         return [one for _, one in rated]
     groups: dict[str, list[tuple[float, Stored]]] = {}
     for rating, one in rated:
-        groups.setdefault(one.task.question, []).append((rating, one))
+        # By the whole conversation: many end with one question, such as "And then?".
+        groups.setdefault(repr(one.task.conversation()), []).append((rating, one))
     kept: list[Stored] = []
     for group in groups.values():
         # Sorting keeps the order of the file among equals.
@@ -237,7 +238,8 @@ def _of_file(path: Path, reasons: Counter[str]) -> list[Stored]:
     found: list[Stored] = []
     for one in read_file(path, Columns(), report):
         if all(one.is_kept):
-            task = Task(id=f"line {one.line}", question=one.question, reference=())
+            asked = Task(id=f"line {one.line}", question=one.question, reference=())
+            task = replace(asked, messages=one.messages)
             found.append(Stored(task, one.contents, one.reward))
         else:
             reasons["with a step of another agent's, or one that leads nowhere"] += 1

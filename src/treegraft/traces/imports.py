@@ -50,6 +50,8 @@ from treegraft.traces.keys import says_something, split_steps
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Raised by reading a row of another shape."""
 _OPENING = re.compile(r"\s*<[a-z_]+>")
+_NO_RESULT = Observation(text="")
+"""At a call whose result has yet to come, by identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Read:
     task_id: str
     name: str
     """Unique within the source."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation that ends with the question, of a recorded tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +256,7 @@ def _of_path(path: Trajectory, number: int, name: str) -> Read:
         reward=path.reward or 0.0,
         task_id=path.task.id,
         name=f"{name}:{path.leaf.step_id}",
+        messages=path.task.messages,
     )
 
 
@@ -325,8 +330,9 @@ def _messages(turns: Any) -> list[dict[str, Any]]:
 def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
     """Returns (question, steps) of a conversation in the shape of OpenAI's chat completions.
 
-    Calls are `tool_calls` answered by messages of the role "tool", or tags in an assistant's text
-    answered by a user's. The last text of an assistant without a call is the answer.
+    Calls are `tool_calls` answered by messages of the role "tool", whose ids name their calls, or
+    tags in an assistant's text answered by a user's. The last text of an assistant without a call
+    is the answer.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: another shape, a second question, or no
@@ -334,6 +340,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
     """
     question: str | None = None
     steps: list[StepContent] = []
+    ids: list[str] = []
     # Texts in tags are gathered until the next call or the end: a result comes in the message after
     # its call.
     tagged: list[str] = []
@@ -358,7 +365,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
         elif role == "assistant":
             content: StepContent | None = None
             if message.get("tool_calls"):
-                content = _step_of_calls(message, text)
+                content, ids = _step_of_calls(message, text), _call_ids(message)
             elif number == last:
                 content = _final_step(message, text)
             if content is None:
@@ -367,10 +374,8 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
                 read_tags()
                 steps.append(content)
         elif role in ("tool", "function"):
-            if not steps or len(steps[-1].observations) == len(steps[-1].calls):
-                raise ValueError("a tool's message without a call before it")
-            shown = (*steps[-1].observations, Observation(text=text))
-            steps[-1] = replace(steps[-1], observations=shown)
+            before = steps.pop() if steps else StepContent()
+            steps.append(_with_result(before, ids, message, text))
         elif role == "user" and tagged:
             tagged.append(text if "<result>" in text else f"<result>{text}</result>")
         else:
@@ -381,6 +386,8 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
     read_tags()
     if question is None or not steps:
         raise ValueError("no question" if question is None else "no steps")
+    if any(one is _NO_RESULT for step in steps for one in step.observations):
+        raise ValueError("a call without a result before one with a result")
     return question, tuple(steps)
 
 
@@ -418,6 +425,27 @@ def _step_of_calls(message: Mapping[str, Any], text: str) -> StepContent:
         for one in functions
     )
     return StepContent(thought=_thought(message, text), calls=calls)
+
+
+def _call_ids(message: Mapping[str, Any]) -> list[str]:
+    """The ids of a message's calls; none where they do not tell the calls apart."""
+    ids = [call.get("id") for call in message["tool_calls"]]
+    return ids if all(ids) and len({*ids}) == len(ids) else []
+
+
+def _with_result(
+    step: StepContent, ids: Sequence[str], message: Mapping[str, Any], text: str
+) -> StepContent:
+    """The step with a result at the call that its id names; without ids at the next call."""
+    shown, named = [*step.observations], message.get("tool_call_id")
+    if ids and named and named not in ids:
+        raise ValueError(f"the tool_call_id {named!r}, expected one of {ids}")
+    place = ids.index(named) if ids and named else len(shown)
+    shown += [_NO_RESULT] * (place + 1 - len(shown))
+    if place >= len(step.calls) or shown[place] is not _NO_RESULT:
+        raise ValueError("a tool's message without a call before it")
+    shown[place] = Observation(text=text)
+    return replace(step, observations=tuple(shown))
 
 
 def _body(arguments: Any) -> str:

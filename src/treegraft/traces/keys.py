@@ -31,6 +31,11 @@ def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
     return "\n".join(filter(None, lines))
 
 
+def asked_by(key: str) -> str:
+    """Returns the name of the task of traces without a task id: the question of their key."""
+    return "\n" + key.partition("\n")[0]
+
+
 def step_lines(content: StepContent) -> list[str]:
     """Returns the lines of a key for one step."""
     lines = [content.thought]
@@ -74,9 +79,10 @@ def split_steps(
         trajectory: its name, unique within that source and task.
         policy_version: of the policy being trained, where that wrote it; None for other agents.
     """
+    keys = [retrieval_key(question, contents[:position]) for position in range(len(contents))]
     return [
         Trace(
-            key=retrieval_key(question, contents[:position]),
+            key=keys[position],
             value=content,
             reward=reward,
             source=source,
@@ -85,6 +91,7 @@ def split_steps(
             terminal=content.answer is not None,
             trajectory=trajectory,
             policy_version=policy_version,
+            question="" if position or question == keys[0] else question,
         )
         for position, content in enumerate(contents)
     ]
@@ -120,6 +127,8 @@ def _task_of(first: Trace, tasks: Mapping[str, Task], has_environment: bool) -> 
     task = tasks.get(first.task_id)
     if task is None or first.position:
         return task
+    if has_environment and first.question:
+        return task.asking(first.question)
     # The first step's history is the question alone. Under another seed the same id may stand for
     # another question.
     if retrieval_key(task.question, ()) == first.key:

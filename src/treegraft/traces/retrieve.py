@@ -20,7 +20,8 @@ from treegraft.settings.config import Config
 from treegraft.settings.explore import BufferSettings, chosen_kinds
 from treegraft.settings.table import value_of
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.keys import retrieval_key
+from treegraft.traces.keys import asked_by, retrieval_key
+from treegraft.traces.rows import Excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,9 @@ class BufferRetriever:
         drawn = [question for question in batch if question.draw is not None]
         found: dict[int, Retrieved] = {}
 
-        def excluded(questions: Sequence[Question]) -> list[str | None]:
-            return [None if settings.allow_same_task else one.task_id for one in questions]
+        def excluded(questions: Sequence[Question]) -> list[Excluded]:
+            named = [(one.task_id, asked_by(one.key)) for one in questions]
+            return [None] * len(named) if settings.allow_same_task else [*named]
 
         try:
             hits = buffer.search(
@@ -216,7 +218,12 @@ class BufferRetriever:
     def _retrieved(self, question: Question, trace: Trace, similarity: float) -> Retrieved:
         rest = self.buffer.rest(trace) if question.whole else ()
         kept = tuple(one for one in rest if self._settings.terminal == "allow" or not one.terminal)
-        return Retrieved(traces=kept or (trace,), similarity=similarity)
+        is_same = asked_by(trace.key) == asked_by(question.key)
+        return Retrieved(
+            traces=kept or (trace,),
+            similarity=similarity,
+            task_id=trace.task_id or (question.task_id if is_same else ""),
+        )
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call."""

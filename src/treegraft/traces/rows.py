@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from treegraft.tools.search.nearest import FLAT_LIMIT, Hits, IvfIndex, Mask, search_rows
 
+Excluded = str | tuple[str, ...] | None
+"""A task whose traces are not eligible, by its id or by several names; None or "": none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -24,7 +27,7 @@ class Rows:
     terminal: Mask
     """[rows] holds the final answer."""
     tasks: npt.NDArray[np.int32]
-    """[rows] number of the task."""
+    """[rows] number of the task; of one without an id, of its question."""
     sources: npt.NDArray[np.int32]
     """[rows] number of the source."""
     live: Mask
@@ -85,19 +88,20 @@ class RowTable:
         rows: Rows,
         allow_terminal: bool,
         sources: Sequence[str],
-        exclude_tasks: Sequence[str | None],
+        exclude_tasks: Sequence[Excluded],
     ) -> tuple[Mask, list[Mask]]:
         """Returns [rows] those that every query may find, and the same for each query without the
-        traces of its excluded task (None or "": nothing is excluded)."""
+        traces of its excluded task."""
         base = rows.live if allow_terminal else rows.live & ~rows.terminal
         if sources:
             numbers = [self._source_numbers.get(source, -1) for source in sources]
             base = base & np.isin(rows.sources, numbers)
         # One mask per task, not per query: the samples of a group ask about the same task.
-        masks = {
-            task: base & (rows.tasks != self._task_numbers.get(task, -1)) if task else base
-            for task in set(exclude_tasks)
-        }
+        masks = dict[Excluded, Mask]()
+        for task in set(exclude_tasks):
+            names = task if isinstance(task, tuple) else (task or "",)
+            numbers = [self._task_numbers.get(name, -1) for name in names if name]
+            masks[task] = base & ~np.isin(rows.tasks, numbers) if numbers else base
         return base, [masks[task] for task in exclude_tasks]
 
     def search(

@@ -38,7 +38,7 @@ def buffer_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     used = _noted(path / "buffer.json", "path")
-    places = [path / OWN_FILE, path / OWN_FILE.name, *([Path(used)] if used else [])]
+    places = [path / OWN_FILE, path / OWN_FILE.name, *([path / used] if used else [])]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise DataError(

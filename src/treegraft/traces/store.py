@@ -12,6 +12,7 @@ prunings  of a pruned buffer: each trajectory's steps with their likelihoods, an
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import threading
@@ -26,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.errors import DataError, nearest_file
-from treegraft.core.steps import observation_from
+from treegraft.core.steps import observation_from, text_of
 from treegraft.core.types import StepContent, ToolCall, Trace
+from treegraft.traces.keys import asked_by
 
 FORMAT = 1
 """Of the file; raised when older code could not read it."""
@@ -78,11 +80,11 @@ class TraceFile:
 
     def __init__(self, path: Path, *, create: bool, is_frozen: bool = False) -> None:
         """Args: is_frozen: nobody ever writes to the file, which is read without locks and without
-        a file beside it, also on a network's disk.
+        a file beside it, also on a network's disk; so is one that this user may not write.
 
         Raises DataError: no file and `create` is off, not a file of ours, of a newer format,
         damaged, or not to be opened."""
-        self.path, self._is_frozen = path, is_frozen
+        self.path = path
         if (is_frozen or not create) and not path.exists():
             raise DataError(
                 f"buffer '{path}': there is no such file.{nearest_file(path)} Build one with:"
@@ -95,10 +97,16 @@ class TraceFile:
                 code="buffer-is-folder",
             )
         self._lock = threading.RLock()
+        real = path.resolve()
+        # Of a file that is there: another process may be making it at this moment.
+        asked = (real, real.parent) if real.exists() else ()
+        self._is_frozen = is_frozen or not all(os.access(one, os.W_OK) for one in asked)
         try:
             place: str | Path = path
-            if is_frozen:
-                place = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+            if self._is_frozen:
+                # A log holds what another process, which may write, has not folded in yet.
+                has_log = real.with_name(f"{real.name}-wal").exists()
+                place = f"{real.as_uri()}?mode=ro{'' if has_log else '&immutable=1'}"
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
@@ -106,7 +114,7 @@ class TraceFile:
                 timeout=BUSY_TIMEOUT_S,
                 isolation_level=None,
                 check_same_thread=False,
-                uri=is_frozen,
+                uri=self._is_frozen,
             )
         except (OSError, sqlite3.Error) as error:
             raise DataError(
@@ -123,6 +131,7 @@ class TraceFile:
 
     def _prepare(self, create: bool) -> None:
         self._connection.execute("PRAGMA cache_size = -65536")
+        self._connection.create_function("asked_by", 1, _asked_by, deterministic=True)
         is_new = not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if is_new and not create:
             raise DataError(
@@ -168,11 +177,11 @@ class TraceFile:
         except sqlite3.ProgrammingError as error:
             raise DataError(f"buffer '{self.path}' is closed", code="buffer-closed") from error
         except sqlite3.OperationalError as error:
-            raise DataError(
-                f"buffer '{self.path}': {error}; is the disk full, or does another process hold the"
-                " file?",
-                code="buffer-busy",
-            ) from error
+            doubt = "is the disk full, or does another process hold the file?"
+            if self._is_frozen:
+                doubt = "you may only read it here: name a copy in a folder that you may write to"
+            text = f"buffer '{self.path}': {error}; {doubt}"
+            raise DataError(text, code="buffer-busy") from error
         except sqlite3.DatabaseError as error:
             with suppress(OSError), self.path.open("rb") as file:
                 # An empty file is a database to SQLite, so a short beginning counts as one.
@@ -349,6 +358,13 @@ class TraceFile:
             self._connection.close()
 
 
+def _asked_by(key: Any) -> str:
+    """The name of a task by a stored key; one that does not parse is told when it is read."""
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):
+        return asked_by(json.loads(key))
+    return ""
+
+
 def _fold(connection: sqlite3.Connection) -> None:
     # A copy has the log of its source. Closing would leave it beside the file, under the old name,
     # where the disk is full, and say nothing.
@@ -399,6 +415,8 @@ def to_json(value: object) -> str:
 def trace_row(trace: Trace) -> tuple[Any, ...]:
     """Returns the values of `COLUMNS`."""
     value = trace.value if isinstance(trace.value, str) else asdict(trace.value)
+    if isinstance(value, dict) and trace.question:
+        value["question"] = trace.question
     texts = (to_json(trace.key), to_json(value))
     place = (trace.source, trace.task_id, trace.position, int(trace.terminal), trace.trajectory)
     return (*texts, float(trace.reward), *place, trace.policy_version)
@@ -408,9 +426,11 @@ def trace_from_row(row: Sequence[Any]) -> Trace:
     """Returns the trace whose `trace_row` this is. Raises ValueError, TypeError, KeyError: it is
     something else."""
     key, value, reward, source, task_id, position, terminal, trajectory, version = row
-    content, text = content_from_json(json.loads(value)), json.loads(key)
+    found, text = json.loads(value), json.loads(key)
     place = (source, task_id, position)
-    return Trace(text, content, float(reward), *place, bool(terminal), trajectory, version)
+    about = (float(reward), *place, bool(terminal), trajectory, version)
+    question = text_of(found.get("question", ""), "question") if isinstance(found, dict) else ""
+    return Trace(text, content_from_json(found), *about, question)
 
 
 def content_from_json(value: Any) -> str | StepContent:
