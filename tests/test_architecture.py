@@ -94,7 +94,7 @@ NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.com
 
 MOST_CORE_LINES = 33_000
 """Lines of code outside `extras`."""
-MOST_LINES_BELOW_TRAIN = 38_900
+MOST_LINES_BELOW_TRAIN = 39_200
 """Lines of `train.py` and all that it imports, directly or not."""
 LONGEST_CHAIN = 18
 """Files of the core that import one another in a row."""

@@ -12,10 +12,12 @@ from tests.error_codes import raises_code
 
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
-from treegraft.cli.doctor import Machine, num_cpus
+from treegraft.cli.doctor import Machine, _num_words, num_cpus
 from treegraft.core.finding import Finding
 from treegraft.extras.lab import sizing
 from treegraft.extras.lab.memory import memory_estimate
+from treegraft.extras.lab.shape import model_shape
+from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
@@ -90,7 +92,7 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
             "learn": {"max_pack_tokens": 64, "vocab_chunk": 1},
         }
     )
-    shape = memory.model_shape(config)
+    shape = shaped(config)
     assert shape is not None
     # Query 8*8, key and value 2 * 8*4, output 8*8, feed-forward 3 * 8*16, two norms of 8.
     layer = 64 + 2 * 32 + 64 + 3 * 128 + 16
@@ -126,7 +128,7 @@ def test_the_words_of_a_data_set_count_as_weights_of_a_tiny_model(tmp_path: Path
         path = tmp_path / f"{count}.jsonl"
         path.write_text("".join(json.dumps({"question": words, "answer": a}) + "\n" for a in "ab"))
         tables = {"kind": "dataset", "num_eval": 1, "dataset": {"train": [str(path)]}}
-        shape = memory.model_shape(Config.model_validate({"tasks": tables}))
+        shape = shaped(Config.model_validate({"tasks": tables}))
         assert shape is not None
         sizes.append(shape.num_weights)
     width = Config().model.tiny.hidden_size
@@ -142,8 +144,8 @@ def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
             {"num_attention_heads": 2, "num_hidden_layers": 5, "hidden_size": 6, "vocab_size": 9}
         )
     )
-    shape = memory.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert shape == memory.ModelShape(
+    shape = shaped(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    assert shape == ModelShape(
         num_weights=12,
         num_layers=5,
         num_kv_heads=2,
@@ -162,7 +164,7 @@ def test_unusable_models_are_named(tmp_path: Path) -> None:
     )
     for path, code in unusable:
         with raises_code(code):
-            memory.model_shape(Config.model_validate({"model": {"path": path}}))
+            shaped(Config.model_validate({"model": {"path": path}}))
 
 
 def test_sizes_for_people() -> None:
@@ -172,12 +174,16 @@ def test_sizes_for_people() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_fits_in_24_gigabytes(path: Path) -> None:
     config = load_config(path)
-    *parts, total = on_machine(config, memory.model_shape(config), room(24))
+    *parts, total = on_machine(config, shaped(config), room(24))
     assert parts and total.is_good and total.value.endswith(("MB", "GB"))
 
 
-def on_machine(config: Config, shape: memory.ModelShape | None, free: memory.Room) -> list[Finding]:
-    return sizing.memory(config, Machine(shape=shape, num_starts=1, room=free))
+def on_machine(config: Config, shape: ModelShape | None, free: memory.Room) -> list[Finding]:
+    return sizing.memory_of(config, Machine(num_words=0, num_starts=1, room=free), shape)
+
+
+def shaped(config: Config) -> ModelShape | None:
+    return model_shape(config, _num_words(config))
 
 
 def room(free_gb: float, whole_gb: float = 24) -> memory.Room:
@@ -186,11 +192,11 @@ def room(free_gb: float, whole_gb: float = 24) -> memory.Room:
 
 def test_too_little_memory_is_said_with_the_settings_that_help() -> None:
     # What is free counts, not what there is.
-    *_, total = on_machine(Config(), memory.model_shape(Config()), room(0.25))
+    *_, total = on_machine(Config(), shaped(Config()), room(0.25))
     assert not total.is_good and "268 MB of 25.8 GB" in total.note
     assert "learn.max_pack_tokens=2048" in total.note and "smaller model" in total.note
     # A model of 1.5 B weights in 24 GB: adapters are named, as settings that can be typed.
-    shape = memory.ModelShape(
+    shape = ModelShape(
         num_weights=1_540_000_000,
         num_layers=28,
         num_kv_heads=2,
@@ -207,7 +213,7 @@ def test_too_little_memory_is_said_with_the_settings_that_help() -> None:
 
 
 def test_a_huge_model_is_told_that_no_setting_helps() -> None:
-    shape = memory.ModelShape(
+    shape = ModelShape(
         num_weights=70_000_000_000,
         num_layers=80,
         num_kv_heads=8,
@@ -262,7 +268,7 @@ def test_a_model_of_another_architecture_is_read_from_its_gguf_file(tmp_path: Pa
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    shape = memory.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert shape == memory.ModelShape(
+    shape = shaped(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    assert shape == ModelShape(
         num_weights=48, num_layers=3, num_kv_heads=2, head_dim=2, hidden_size=8, vocab_size=5
     )

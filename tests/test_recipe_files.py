@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from treegraft.cli.doctor import cards, data_files, weights
-from treegraft.cli.memory import model_shape
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
 from treegraft.core.types import GraftCause
+from treegraft.extras.lab.shape import model_shape
 from treegraft.extras.lab.sizing import Plan, sizing
 from treegraft.extras.search.plugin import plugin as searches
 from treegraft.runs.record import read_metrics, read_trees
@@ -127,7 +127,7 @@ def test_doctor_names_what_a_papers_recipe_lacks(
     assert ("tools.search.corpus" in lacks) is is_dense
     assert ("SERPER_API_KEY" in lacks) is not is_dense
     # Of agents that are measured alone the checkpoint's name may tell no size.
-    if (shape := model_shape(config)) is None:
+    if (shape := model_shape(config, 0)) is None:
         assert not config.run.num_updates
         return
     # The hardware that the recipe is written for.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.error_codes import raises_code
 
-from treegraft.cli.memory import model_shape
+from treegraft.extras.lab.shape import model_shape
 from treegraft.policy import shapes
 from treegraft.policy.load import load_model
 from treegraft.policy.shapes import published_shape, shape_named, shape_table
@@ -52,7 +52,7 @@ def test_shapes_are_those_of_the_published_models(name: str) -> None:
     path = f"shape:{name}"
     model, tokenizer = load_model(ModelSettings(path=path), has_weights=False)
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
-    estimated = model_shape(Config.model_validate({"model": {"path": path}}))
+    estimated = model_shape(Config.model_validate({"model": {"path": path}}), 0)
     assert estimated is not None
     assert sum(w.numel() for w in model.parameters()) == PUBLISHED[name] == estimated.num_weights
     assert len(tokenizer) == model.config.vocab_size == estimated.vocab_size

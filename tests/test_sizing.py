@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app
-from treegraft.cli.memory import model_shape
 from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
 from treegraft.explore.build import num_starts
 from treegraft.extras.lab.layout import Layout
 from treegraft.extras.lab.roofline import CARDS
+from treegraft.extras.lab.shape import model_shape
 from treegraft.extras.lab.sizing import (
     RESERVED,
     Plan,
@@ -56,7 +56,7 @@ SERVED = [
 
 
 def shaped(config: Config) -> ModelShape:
-    found = model_shape(config)
+    found = model_shape(config, 0)
     assert found is not None
     return found
 

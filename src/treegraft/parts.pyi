@@ -47,11 +47,11 @@ from treegraft.explore.entropy import EntropyBranching as EntropyBranching
 from treegraft.explore.independent import Independent as Independent
 from treegraft.launch.grove import Grove as Grove
 from treegraft.launch.grove import grove as grove
+from treegraft.policy import shapes as shapes
 from treegraft.policy.engine import served as served
 from treegraft.policy.learn.learner import Learner as Learner
 from treegraft.policy.learn.rows import LeafRow as LeafRow
 from treegraft.policy.learn.rows import leaf_rows as leaf_rows
-from treegraft.policy.shapes import ModelShape as ModelShape
 from treegraft.runs import metrics as metrics
 from treegraft.runs.display import NoDisplay as NoDisplay
 from treegraft.runs.tracked import Tracked as Tracked

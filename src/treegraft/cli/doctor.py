@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from treegraft.cli.commands import table
-from treegraft.cli.memory import Room, gigabytes, gpu_room, gpus, memory_room, model_shape
+from treegraft.cli.memory import Room, gigabytes, gpu_room, gpus, memory_room
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding
@@ -28,11 +28,11 @@ from treegraft.core.packages import OPTIONAL
 from treegraft.core.plugin import loaded, offered, plugins
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
-from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 from treegraft.settings.explore import MADE_BY_RUN, retrieving, takes_warmup_of_buffer
 from treegraft.settings.packages import missing_packages
 from treegraft.settings.table import with_choices
+from treegraft.tasks.build import build_tasks
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -255,10 +255,10 @@ class Examination:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The model and the GPUs that a recipe is examined for."""
+    """The GPUs that a recipe is examined for."""
 
-    shape: ModelShape | None
-    """Of the recipe's model; None where it has not been fetched yet."""
+    num_words: int
+    """Words of the tasks, which a tiny model has embeddings of; 0 for other models."""
     num_starts: int
     """First-level rollouts of a tree, by the recipe's explorers."""
     room: Room | None = None
@@ -282,7 +282,15 @@ def _machine_for(config: Config, asked: Mapping[str, Any]) -> Machine:
 
     starts = num_starts(config.explore)
     room = gpu_room() or memory_room()
-    return Machine(shape=model_shape(config), num_starts=starts, room=room, gpus=gpus(), **asked)
+    return Machine(num_words=_num_words(config), num_starts=starts, room=room, gpus=gpus(), **asked)
+
+
+def _num_words(config: Config) -> int:
+    if config.model.path == "tiny":
+        # Tasks that cannot be had are reported elsewhere.
+        with contextlib.suppress(TreegraftError):
+            return len({*build_tasks(config.tasks, config.run.seed).vocabulary()})
+    return 0
 
 
 def _examined(config: Config, machine: Machine) -> dict[str, list[Finding]]:
@@ -311,18 +319,11 @@ def examine(config: Config | None, **asked: Any) -> Examination:
         return found
     config = with_choices(config)
     gaps = missing_packages(config)
-    planned, more = "", dict[str, list[Finding]]()
-    parts: list[Finding] = []
-    try:
-        place = _machine_for(config, asked)
-    # The latter where a package that reads the weights is not installed.
-    except (ModelError, SettingError) as error:
-        total = Finding("model.path", config.model.path, False, str(error))
-    else:
-        planned, more = place.planned, _examined(config, place)
-        *parts, total = more.pop("memory", None) or [
-            Finding("memory", "not estimated", note="no plugin estimates it")
-        ]
+    place = _machine_for(config, asked)
+    planned, more = place.planned, _examined(config, place)
+    *parts, total = more.pop("memory", None) or [
+        Finding("memory", "not estimated", note="no plugin estimates it")
+    ]
     found.sections |= {
         "memory": [*parts, total],
         "data and own parts": [

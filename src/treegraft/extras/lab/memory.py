@@ -17,13 +17,13 @@ from typing import Any
 
 from treegraft import Config, load_config
 from treegraft.extras.lab.text import BYTES, PROMPT_TOKENS, gigabytes
-from treegraft.parts import Finding, Machine, ModelShape, value_of
+from treegraft.parts import Finding, Machine, shapes, value_of
 
 _PACKAGES_BYTES = 400_000_000
 """Resident after importing torch, transformers and peft, as measured."""
 
 
-def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
+def memory_estimate(config: Config, shape: shapes.ModelShape) -> dict[str, int]:
     """Returns bytes by part; their sum is the peak of one process, rollout and learning
     together."""
     width, rank, native = BYTES[config.model.dtype], config.model.lora.rank, config.engine.native
@@ -70,9 +70,9 @@ _SAVINGS: tuple[Mapping[str, Any], ...] = (
 """What takes less memory, in the order in which it is given up gladly; each keeps those before."""
 
 
-def one_process(config: Config, machine: Machine) -> list[Finding]:
+def one_process(config: Config, machine: Machine, shape: shapes.ModelShape | None) -> list[Finding]:
     """Returns the parts of the memory estimate, and at the end the sum against what is free."""
-    shape, room = machine.shape, machine.room
+    room = machine.room
     if shape is None:
         note = f"'{config.model.path}' is not on this machine yet, so its size is not known"
         return [Finding("memory", "unknown", note=note, is_doubtful=True)]
@@ -89,7 +89,7 @@ def one_process(config: Config, machine: Machine) -> list[Finding]:
     return [*rows, Finding("sum", gigabytes(total), fits, note)]
 
 
-def _advice(config: Config, shape: ModelShape, limit: float) -> str:
+def _advice(config: Config, shape: shapes.ModelShape, limit: float) -> str:
     """Which settings would make it fit, or that none would."""
     given: dict[str, Any] = {}
     for settings in _SAVINGS:

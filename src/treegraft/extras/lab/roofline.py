@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from treegraft.parts import ModelShape
+from treegraft.parts import shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def known_card(device_name: str) -> Card | None:
     return next((card for name, card in CARDS.items() if name in device_name), None)
 
 
-def decode_bytes(shape: ModelShape, num_rows: int, num_tokens: float, width: int) -> float:
+def decode_bytes(shape: shapes.ModelShape, num_rows: int, num_tokens: float, width: int) -> float:
     """Returns the bytes that one decoding step has to read: each weight, and each row's keys and
     values of `num_tokens`, once."""
     read = shape.num_layer_weights + shape.vocab_size * shape.hidden_size
@@ -59,13 +59,13 @@ def decode_bytes(shape: ModelShape, num_rows: int, num_tokens: float, width: int
 
 
 def decode_bound(
-    shape: ModelShape, num_rows: int, num_tokens: float, width: int, bandwidth: float
+    shape: shapes.ModelShape, num_rows: int, num_tokens: float, width: int, bandwidth: float
 ) -> float:
     """Returns the tokens a second that `bandwidth` (bytes a second) allows at best."""
     return num_rows * bandwidth / decode_bytes(shape, num_rows, num_tokens, width)
 
 
-def forward_flops(shape: ModelShape, num_seen: float, scored_frac: float = 1.0) -> float:
+def forward_flops(shape: shapes.ModelShape, num_seen: float, scored_frac: float = 1.0) -> float:
     """Returns the operations of one token's forward pass.
 
     Args:
@@ -78,7 +78,7 @@ def forward_flops(shape: ModelShape, num_seen: float, scored_frac: float = 1.0) 
 
 
 def model_flops_utilisation(
-    shape: ModelShape,
+    shape: shapes.ModelShape,
     num_tokens: float,
     seconds: float,
     flops: float,

@@ -30,10 +30,11 @@ from treegraft import Config, SettingError, load_config
 from treegraft.extras.lab.layout import Layout, ServerOptions
 from treegraft.extras.lab.memory import one_process
 from treegraft.extras.lab.roofline import CARDS, Card, decode_bytes, forward_flops, known_card
+from treegraft.extras.lab.shape import model_shape
 from treegraft.extras.lab.text import BYTES, PROMPT_TOKENS, gigabytes, ranges
-from treegraft.parts import Finding, Machine, ModelShape
+from treegraft.parts import Finding, Machine, errors, shapes
 
-RESERVED = ModelShape.RESERVED
+RESERVED = shapes.ModelShape.RESERVED
 DECODE_SHARE, FORWARD_SHARE, LEARN_SHARE = 0.6, 0.5, 0.37
 """Assumed shares of the card's bandwidth in sampling, and of its operations in passes without and
 with gradients. Assumptions, not measurements."""
@@ -87,7 +88,7 @@ class Plan:
         return cls(num_gpus=len(gpus), card=replace(found, memory=size))
 
 
-def host_bytes(config: Config, shape: ModelShape, ranks: int) -> float:
+def host_bytes(config: Config, shape: shapes.ModelShape, ranks: int) -> float:
     """Returns the bytes of the shards of all ranks in their hosts' memory, 0 where they lie on the
     GPUs."""
     if not config.learn.offload or ranks == 1:
@@ -97,7 +98,7 @@ def host_bytes(config: Config, shape: ModelShape, ranks: int) -> float:
     return copies * (16.0 * trained + (frozen if config.model.lora.rank else 0))
 
 
-def server_bytes(config: Config, shape: ModelShape, plan: Plan, num_gpus: int) -> float:
+def server_bytes(config: Config, shape: shapes.ModelShape, plan: Plan, num_gpus: int) -> float:
     """Returns the bytes that a server on `num_gpus` takes of each: weights, keys and values, and
     what it reserves."""
     options = ServerOptions.of(config)
@@ -111,7 +112,9 @@ def _parallel(config: Config, num_gpus: int) -> int:
     return min(num_gpus, ServerOptions.of(config).tensor_parallel)
 
 
-def gpu_parts(config: Config, shape: ModelShape, plan: Plan, gpu: int = 0) -> dict[str, float]:
+def gpu_parts(
+    config: Config, shape: shapes.ModelShape, plan: Plan, gpu: int = 0
+) -> dict[str, float]:
     """Returns the bytes of each part on a GPU, without the native engine's keys and values."""
     layout = Layout.of(config, plan.num_gpus)
     parts = shape.learner_parts(config, layout.ranks) if gpu < layout.ranks else {}
@@ -145,13 +148,13 @@ def _tree_tokens(config: Config, plan: Plan) -> tuple[float, float]:
     )
 
 
-def _kv_wanted(config: Config, shape: ModelShape, plan: Plan) -> float:
+def _kv_wanted(config: Config, shape: shapes.ModelShape, plan: Plan) -> float:
     """Bytes of keys and values that let every row of an engine run at its longest path."""
     rows, tokens = _rows(config, plan), sum(_path_tokens(config))
     return rows * tokens * shape.kv_bytes(BYTES[config.model.dtype])
 
 
-def _kv_free(config: Config, shape: ModelShape, plan: Plan) -> float:
+def _kv_free(config: Config, shape: shapes.ModelShape, plan: Plan) -> float:
     """Bytes that an engine has for keys and values, on all its GPUs."""
     layout = Layout.of(config, plan.num_gpus)
     if layout.is_native:
@@ -172,7 +175,7 @@ def _rows(config: Config, plan: Plan) -> int:
     return min(config.engine.max_rows, math.ceil(leaves / _num_engines(config, plan)))
 
 
-def seconds_by_phase(config: Config, shape: ModelShape, plan: Plan) -> dict[str, float]:
+def seconds_by_phase(config: Config, shape: shapes.ModelShape, plan: Plan) -> dict[str, float]:
     """Returns the estimated seconds of an update's phases, without tools and without what Python
     does."""
     width, card = BYTES[config.model.dtype], plan.card
@@ -198,7 +201,7 @@ def seconds_by_phase(config: Config, shape: ModelShape, plan: Plan) -> dict[str,
     return phases
 
 
-def _advice(config: Config, shape: ModelShape, plan: Plan, gpu: int, free: float) -> str:
+def _advice(config: Config, shape: shapes.ModelShape, plan: Plan, gpu: int, free: float) -> str:
     """What would make a GPU's parts fit, largest part first; `free` bytes are left, below 0."""
     layout, parts, ways = Layout.of(config, plan.num_gpus), gpu_parts(config, shape, plan, gpu), []
     sleeps = config.engine.vllm.sleep
@@ -245,11 +248,11 @@ def _smaller_learner(config: Config, parts: dict[str, float], free: float) -> It
         yield "model.lora.rank=16"
 
 
-def _free(config: Config, shape: ModelShape, plan: Plan, gpu: int) -> float:
+def _free(config: Config, shape: shapes.ModelShape, plan: Plan, gpu: int) -> float:
     return plan.card.memory - sum(gpu_parts(config, shape, plan, gpu).values())
 
 
-def _fits(config: Config, shape: ModelShape, plan: Plan) -> bool:
+def _fits(config: Config, shape: shapes.ModelShape, plan: Plan) -> bool:
     path = sum(_path_tokens(config)) * shape.kv_bytes(BYTES[config.model.dtype])
     layout = Layout.of(config, plan.num_gpus)
     frees = [_free(config, shape, plan, alike[0]) for alike in layout.kinds().values()]
@@ -264,16 +267,26 @@ def memory(config: Config, machine: Machine) -> list[Finding]:
     Raises:
         SettingError: the card of --gpu is not known.
     """
+    try:
+        shape = model_shape(config, machine.num_words)
+    # The latter where a package that reads the weights is not installed.
+    except (errors.ModelError, SettingError) as error:
+        return [Finding("model.path", config.model.path, False, str(error))]
+    return memory_of(config, machine, shape)
+
+
+def memory_of(config: Config, machine: Machine, shape: shapes.ModelShape | None) -> list[Finding]:
+    """Returns `memory` of a model of this shape; None: it is not known."""
     if machine.num_gpus is None:
         plan = Plan.here(config, machine.gpus)
     else:
         plan = Plan.of(machine.num_gpus, machine.gpu)
     if plan is None:
-        return one_process(config, machine)
-    return list(sizing(config, machine.shape, replace(plan, num_starts=machine.num_starts)))
+        return one_process(config, machine, shape)
+    return list(sizing(config, shape, replace(plan, num_starts=machine.num_starts)))
 
 
-def sizing(config: Config, shape: ModelShape | None, plan: Plan) -> Iterator[Finding]:
+def sizing(config: Config, shape: shapes.ModelShape | None, plan: Plan) -> Iterator[Finding]:
     """Yields memory by part for each kind of GPU, keys and values, and time by phase; what cannot
     fit is bad."""
     if shape is None:
@@ -299,7 +312,13 @@ def sizing(config: Config, shape: ModelShape | None, plan: Plan) -> Iterator[Fin
 
 
 def _memory(
-    config: Config, shape: ModelShape, plan: Plan, alike: list[int], holds: str, *, is_only: bool
+    config: Config,
+    shape: shapes.ModelShape,
+    plan: Plan,
+    alike: list[int],
+    holds: str,
+    *,
+    is_only: bool,
 ) -> Iterator[Finding]:
     """The parts of GPUs that hold the same, and whether they fit."""
     where = f"GPU{'s' if len(alike) > 1 else ''} {ranges(alike)}"
@@ -318,7 +337,7 @@ def _memory(
         yield Finding(name, "does not fit", False, note)
 
 
-def _keys_and_values(config: Config, shape: ModelShape, plan: Plan) -> Finding:
+def _keys_and_values(config: Config, shape: shapes.ModelShape, plan: Plan) -> Finding:
     """Room for them in an engine, against what its rows want; bad where one path does not fit."""
     one, longest = shape.kv_bytes(BYTES[config.model.dtype]), sum(_path_tokens(config))
     if not Layout.of(config, plan.num_gpus).servers:
@@ -344,7 +363,7 @@ def _keys_and_values(config: Config, shape: ModelShape, plan: Plan) -> Finding:
     return Finding("keys and values", value, note=note, is_doubtful=free < wanted)
 
 
-def _time(config: Config, shape: ModelShape, plan: Plan) -> Iterator[Finding]:
+def _time(config: Config, shape: shapes.ModelShape, plan: Plan) -> Iterator[Finding]:
     unique, apart = (size * config.run.tasks_per_update for size in _tree_tokens(config, plan))
     note = f"{apart / unique:.2f} times as many apart; if every path is as long as it may be"
     yield Finding("unique tokens an update", f"{unique / 1e6:.2f} M", note=note)
