@@ -68,6 +68,7 @@ SIGNATURES = {
             "terminal",
             "trajectory=''",
             "policy_version=None",
+            "question=''",
         ),
     ],
     "TraceBuffer": ["path", "encoder='minilm'"],
