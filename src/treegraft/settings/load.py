@@ -431,11 +431,19 @@ def load_config(
     config = _validate(data, where)
     if config.engine.kind == "auto":
         _put(data, "engine.kind", engine_here(config.engine.vllm.python))
-    for name, known in known_settings().items():
-        follows = known.facts.default_of or default_told(config, name) is not None
-        if follows and not _is_given(data, name):
-            _put(data, name, default_of(config, name))
+    following = [
+        name
+        for name, known in known_settings().items()
+        if known.facts.default_of or default_told(config, name) is not None
+        if not _is_given(data, name)
+    ]
+    for name in following:
+        _put(data, name, default_of(config, name))
     config = _validate(data, where)
+    for name in following:
+        table, _, last = name.rpartition(".")
+        # A later load fills it in anew, since nobody has set it.
+        value_of(config, table).model_fields_set.discard(last)
     found = contradictions(config)
     faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
     idle = list(_idle(config, names, used))
