@@ -53,16 +53,18 @@ def test_doctor_finds_what_is_missing(
         ' "/nowhere/b.jsonl", "hub:c"]\n[tools]\nuse = ["search",'
         ' "no_such_module:lookup", "a_file.py:lookup"]\n[model]\npath = "/nowhere/model/x"\n'
         '[explore]\nexplorers = ["graft"]\n[buffer]\npath = "/nowhere/traces.sqlite"\n'
+        '[credit]\nattribution = "no_such_credit:f"\n[loss]\nobjective = "no_such_loss:f"\n'
     )
     assert run(monkeypatch, path) == 2
     printed = " ".join(capsys.readouterr().out.split())
     # Nothing is known against its memory.
-    assert "verdict: not ready; 7 to correct" in printed
+    assert "verdict: not ready; 9 to correct" in printed
     for part in (
         "set the environment variable",
         "cannot be read",
         "name a file",
-        "no module",
+        "no module 'no_such_credit'",
+        "no module 'no_such_loss'",
         "a file; write 'a_file:lookup'",
         "no such folder",
         "buffer.path",

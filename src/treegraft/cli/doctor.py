@@ -29,10 +29,10 @@ from treegraft.core.plugin import loaded, offered, plugins
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.policy.shapes import ModelShape
-from treegraft.settings.config import Config
+from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import MADE_BY_RUN, retrieving, takes_warmup_of_buffer
 from treegraft.settings.packages import missing_packages
-from treegraft.settings.table import with_choices
+from treegraft.settings.table import value_of, with_choices
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
@@ -158,9 +158,11 @@ def data_files(config: Config) -> Iterator[Finding]:
 
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
-    names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
-    names += [config.environment.kind, config.credit.rule or "", *config.explore.explorers]
-    names += [*config.track.trackers, config.tools.search.kind]
+    names = [config.credit.rule or ""]
+    for setting, known in known_settings().items():
+        if known.facts.plugins:
+            value = value_of(config, setting)
+            names += [value] if isinstance(value, str) else value
     # As for `plugins`, the working directory counts.
     places = [*sys.path, os.getcwd()]
     for name in names:
