@@ -28,7 +28,9 @@ from treegraft.settings.load import (
     REMOVED,
     config_json,
     load_config,
+    refuse_foreign,
     refuse_ignored,
+    refuse_sampling,
     setting_rows,
     traced,
     without_removed,
@@ -449,9 +451,15 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
 
 def test_evaluation_refuses_what_only_training_uses() -> None:
     refuse_ignored(["eval.num_samples=4", "tools.deadline_s=3", "unknown=3"], "eval")
-    for override in ("learn.lr=1", "explore.num_leaves=3", "run.num_updates=3", "eval.every=3"):
+    plain = ("learn.lr=1", "explore.num_leaves=3", "run.num_updates=3", "eval.every=3")
+    # By the last part of the name, and as a table.
+    for override in (*plain, "num_leaves=3", "learn={lr=1}", "run={seed=1,num_updates=3}"):
         with raises_code("override-idle"):
             refuse_ignored([override], "eval")
+    with raises_code("override-idle"):
+        refuse_foreign(["buffer={build={num_samples=3}}"], "train")
+    with raises_code("override-idle"):
+        refuse_sampling(["eval={top_p=0.9}"], "the answer is greedy")
 
 
 def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:

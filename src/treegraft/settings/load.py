@@ -150,8 +150,7 @@ def _idle(config: Config, names: Sequence[str], used: Sequence[str]) -> Iterator
 
 def refuse_ignored(overrides: Sequence[str], command: str) -> None:
     """Refuses overrides that an evaluating command takes no notice of."""
-    for override in overrides:
-        name = override.partition("=")[0].strip()
+    for name in _apply({}, overrides):
         if name in known_settings() and name.startswith(settings_with("ignored_by_eval")):
             raise SettingError(
                 f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` neither"
@@ -162,8 +161,7 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
 
 def refuse_foreign(overrides: Sequence[str], command: str) -> None:
     """Refuses overrides that only another command takes notice of."""
-    for override in overrides:
-        name = _whole_name(override.partition("=")[0].strip())
+    for name in _apply({}, overrides):
         for table in settings_with("only_for"):
             owner = tables_and_settings()[table.rstrip(".")].facts.only_for
             if name.startswith(table) and command != owner:
@@ -177,8 +175,7 @@ def refuse_foreign(overrides: Sequence[str], command: str) -> None:
 def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
     """Refuses overrides of how evaluations sample, and those named in `also`, for a `reason` that
     begins "the answer is greedy"."""
-    for override in overrides:
-        name = override.partition("=")[0].strip()
+    for name in _apply({}, overrides):
         if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p", *also):
             raise SettingError(
                 f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.", code="override-idle"
