@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tests.error_codes import raises_code
 
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
-from treegraft.cli.doctor import Machine, num_cpus
+from treegraft.cli.doctor import Machine, data_files, import_paths, num_cpus
 from treegraft.core.finding import Finding
 from treegraft.extras.lab import sizing
 from treegraft.extras.lab.memory import memory_estimate
@@ -72,6 +74,29 @@ def test_doctor_finds_what_is_missing(
         "hub:c",
     ):
         assert part in printed
+
+
+class Editable:
+    """A finder as `pip install -e` puts it into sys.meta_path for a package beside its tests."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if name == "flat_package" else None
+
+
+def test_doctor_looks_where_a_run_would_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "of_this_folder.py").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    data = {"kind": "dataset", "dataset": {"train": ["~/rows.jsonl"]}}
+    own = {"use": ["flat_package.tools:f", "of_this_folder:f"]}
+    config = load_config({"tasks": data, "tools": own})
+    assert [one.is_good for one in data_files(config)] == [True]
+    assert [one.value for one in import_paths(config)] == ["found", "found"]
 
 
 def test_memory_is_the_sum_of_its_parts_by_hand() -> None:

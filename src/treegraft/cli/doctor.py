@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -147,7 +148,7 @@ def data_files(config: Config) -> Iterator[Finding]:
         if name.startswith("hub:"):
             yield Finding(setting, name, note="fetched when training starts")
             continue
-        path = os.path.expandvars(name)
+        path = os.path.expanduser(os.path.expandvars(name))
         note = "" if name else "name a file"
         if "$" in path:
             note = f"set the environment variable in '{name}'"
@@ -163,13 +164,15 @@ def import_paths(config: Config) -> Iterator[Finding]:
         if known.facts.plugins:
             value = value_of(config, setting)
             names += [value] if isinstance(value, str) else value
-    # As for `plugins`, the working directory counts.
-    places = [*sys.path, os.getcwd()]
     for name in names:
         module, _, attribute = name.partition(":")
         if attribute:
-            # Only the first name: the spec of a submodule needs its parents imported.
-            spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places)
+            # Only the first name: the spec of a submodule needs its parents imported. As for
+            # `plugins`, the working directory counts.
+            first = module.partition(".")[0]
+            spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd()])
+            with contextlib.suppress(ValueError):  # no name, or a script's
+                spec = spec or importlib.util.find_spec(first)
             if module.endswith(".py"):
                 note = f"a file; write '{Path(module).stem}:{attribute}'"
                 yield Finding(name, "no import path", False, note)
