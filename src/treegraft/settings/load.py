@@ -345,6 +345,24 @@ def _defaults() -> Config:
     return Config()
 
 
+def _filled_in(data: dict[str, Any], config: Config, where: Callable[[str], str]) -> Config:
+    """Returns `config`, made of `data`, with the defaults that follow other settings."""
+    following = [
+        name
+        for name, known in known_settings().items()
+        if known.facts.default_of or default_told(config, name) is not None
+        if not _is_given(data, name)
+    ]
+    for name in following:
+        _put(data, name, default_of(config, name))
+    config = _validate(data, where)
+    for name in following:
+        table, _, last = name.rpartition(".")
+        # A later load fills it in anew, since nobody has set it.
+        value_of(config, table).model_fields_set.discard(last)
+    return config
+
+
 @dataclass(frozen=True, slots=True)
 class Default:
     """A value for a setting that the source leaves open."""
@@ -428,19 +446,7 @@ def load_config(
     config = _validate(data, where)
     if config.engine.kind == "auto":
         _put(data, "engine.kind", engine_here(config.engine.vllm.python))
-    following = [
-        name
-        for name, known in known_settings().items()
-        if known.facts.default_of or default_told(config, name) is not None
-        if not _is_given(data, name)
-    ]
-    for name in following:
-        _put(data, name, default_of(config, name))
-    config = _validate(data, where)
-    for name in following:
-        table, _, last = name.rpartition(".")
-        # A later load fills it in anew, since nobody has set it.
-        value_of(config, table).model_fields_set.discard(last)
+    config = _filled_in(data, config, where)
     found = contradictions(config)
     faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
     idle = list(_idle(config, names, used))
