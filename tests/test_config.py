@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import tomllib
 import tracemalloc
 from pathlib import Path
@@ -27,14 +28,16 @@ from treegraft.settings.load import (
     REMOVED,
     config_json,
     load_config,
+    refuse_foreign,
     refuse_ignored,
+    refuse_sampling,
     setting_rows,
     traced,
     without_removed,
 )
 from treegraft.settings.plain import parse_value
 from treegraft.settings.policy import LearnSettings
-from treegraft.settings.table import Condition, setting, value_of
+from treegraft.settings.table import Condition, setting, value_of, with_value
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -448,9 +451,15 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
 
 def test_evaluation_refuses_what_only_training_uses() -> None:
     refuse_ignored(["eval.num_samples=4", "tools.deadline_s=3", "unknown=3"], "eval")
-    for override in ("learn.lr=1", "explore.num_leaves=3", "run.num_updates=3", "eval.every=3"):
+    plain = ("learn.lr=1", "explore.num_leaves=3", "run.num_updates=3", "eval.every=3")
+    # By the last part of the name, and as a table.
+    for override in (*plain, "num_leaves=3", "learn={lr=1}", "run={seed=1,num_updates=3}"):
         with raises_code("override-idle"):
             refuse_ignored([override], "eval")
+    with raises_code("override-idle"):
+        refuse_foreign(["buffer={build={num_samples=3}}"], "train")
+    with raises_code("override-idle"):
+        refuse_sampling(["eval={top_p=0.9}"], "the answer is greedy")
 
 
 def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
@@ -669,6 +678,19 @@ def test_defaults_follow_the_model() -> None:
     assert all(row.is_default for row in setting_rows(followed) if row.name.startswith("warmup."))
     # A resolved configuration holds them all.
     assert load_config(json.loads(config_json(model))) == model
+
+
+def test_defaults_of_a_loaded_configuration_follow_its_changes() -> None:
+    tables = {"explore": {"explorers": ["entropy"]}, "warmup": {"lr": 3e-3}}
+    other = ["model.path=a/b", "explore.num_leaves=4"]
+    from_tables = load_config(tables, other)
+    loaded = load_config(tables)
+    assert load_config(loaded, other) == from_tables
+    assert (loaded.learn.lr, from_tables.learn.lr) == (3e-4, 1e-6)
+    # What a table names stays, although it was the default.
+    assert (loaded.warmup.lr, from_tables.warmup.lr) == (3e-3, 3e-3)
+    sent = pickle.loads(pickle.dumps(with_value(loaded, "run.seed", 7)))
+    assert load_config(sent, other) == with_value(from_tables, "run.seed", 7)
 
 
 def test_thoughts_and_boxes_are_asked_for_in_tags_only() -> None:

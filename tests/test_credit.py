@@ -137,6 +137,16 @@ def test_a_rule_that_is_not_there_is_refused() -> None:
             find_credit_rule(load_config({"credit": {"rule": name}}))
 
 
+@pytest.mark.parametrize("setting", ["advantage", "attribution"])
+def test_what_credit_names_is_missed_before_the_work(setting: str) -> None:
+    for name, code in [
+        ("no_such_module:f", "import-module-missing"),
+        ("math:pi", f"credit-{setting}-invalid"),
+    ]:
+        with raises_code(code, f"credit.{setting}"):
+            find_credit_rule(load_config({"credit": {setting: name}}))
+
+
 def test_numbers_of_numpy_become_those_that_json_holds() -> None:
     """Trees go to other ranks as JSON, in which a float32 would be text."""
 

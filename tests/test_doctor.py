@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tests.error_codes import raises_code
 
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
-from treegraft.cli.doctor import Machine, _num_words, num_cpus
+from treegraft.cli.doctor import Machine, _num_words, data_files, import_paths, num_cpus
 from treegraft.core.finding import Finding
 from treegraft.extras.lab import sizing
 from treegraft.extras.lab.memory import memory_estimate
@@ -55,16 +57,18 @@ def test_doctor_finds_what_is_missing(
         ' "/nowhere/b.jsonl", "hub:c"]\n[tools]\nuse = ["search",'
         ' "no_such_module:lookup", "a_file.py:lookup"]\n[model]\npath = "/nowhere/model/x"\n'
         '[explore]\nexplorers = ["graft"]\n[buffer]\npath = "/nowhere/traces.sqlite"\n'
+        '[credit]\nattribution = "no_such_credit:f"\n[loss]\nobjective = "no_such_loss:f"\n'
     )
     assert run(monkeypatch, path) == 2
     printed = " ".join(capsys.readouterr().out.split())
     # Nothing is known against its memory.
-    assert "verdict: not ready; 7 to correct" in printed
+    assert "verdict: not ready; 9 to correct" in printed
     for part in (
         "set the environment variable",
         "cannot be read",
         "name a file",
-        "no module",
+        "no module 'no_such_credit'",
+        "no module 'no_such_loss'",
         "a file; write 'a_file:lookup'",
         "no such folder",
         "buffer.path",
@@ -72,6 +76,29 @@ def test_doctor_finds_what_is_missing(
         "hub:c",
     ):
         assert part in printed
+
+
+class Editable:
+    """A finder as `pip install -e` puts it into sys.meta_path for a package beside its tests."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if name == "flat_package" else None
+
+
+def test_doctor_looks_where_a_run_would_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "of_this_folder.py").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    data = {"kind": "dataset", "dataset": {"train": ["~/rows.jsonl"]}}
+    own = {"use": ["flat_package.tools:f", "of_this_folder:f"]}
+    config = load_config({"tasks": data, "tools": own})
+    assert [one.is_good for one in data_files(config)] == [True]
+    assert [one.value for one in import_paths(config)] == ["found", "found"]
 
 
 def test_memory_is_the_sum_of_its_parts_by_hand() -> None:

@@ -52,9 +52,10 @@ def test_the_project_is_trained_and_passes_its_tests(project: Path, tmp_path: Pa
 
 def test_the_commands_that_are_printed_work(tmp_path: Path) -> None:
     """As a user types them, the training cut short."""
-    printed = said(tmp_path, "init", "mine")
-    assert "mine/my_tool.py" in printed and "chat.toml" not in printed
-    assert "my_reward:one_call" in said(tmp_path / "mine", "doctor", "recipe.toml", "--json")
+    printed = said(tmp_path, "init", "my agent")
+    assert "my agent/my_tool.py" in printed and "chat.toml" not in printed
+    assert "next: cd 'my agent' && " in printed
+    assert "my_reward:one_call" in said(tmp_path / "my agent", "doctor", "recipe.toml", "--json")
 
 
 @pytest.mark.slow

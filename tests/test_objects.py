@@ -446,7 +446,7 @@ def test_a_model_and_its_tokenizer_are_copied(tmp_path: Path) -> None:
     assert evaluated.num_tasks == 5
     whole = evaluate_checkpoint(
         None,
-        load_config({"rollout": {"max_tool_calls": 0}}),
+        load_config({"rollout": {"max_tool_calls": 0, "max_completion_tokens": 96}}),
         model=(model, tokenizer),
         tasks=ROWS[:3],
         rewards=brief,

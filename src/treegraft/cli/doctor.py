@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -28,10 +29,10 @@ from treegraft.core.packages import OPTIONAL
 from treegraft.core.plugin import loaded, offered, plugins
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
-from treegraft.settings.config import Config
+from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import MADE_BY_RUN, retrieving, takes_warmup_of_buffer
 from treegraft.settings.packages import missing_packages
-from treegraft.settings.table import with_choices
+from treegraft.settings.table import value_of, with_choices
 from treegraft.tasks.build import build_tasks
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def data_files(config: Config) -> Iterator[Finding]:
         if name.startswith("hub:"):
             yield Finding(setting, name, note="fetched when training starts")
             continue
-        path = os.path.expandvars(name)
+        path = os.path.expanduser(os.path.expandvars(name))
         note = "" if name else "name a file"
         if "$" in path:
             note = f"set the environment variable in '{name}'"
@@ -158,16 +159,20 @@ def data_files(config: Config) -> Iterator[Finding]:
 
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
-    names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
-    names += [config.environment.kind, config.credit.rule or "", *config.explore.explorers]
-    names += [*config.track.trackers, config.tools.search.kind]
-    # As for `plugins`, the working directory counts.
-    places = [*sys.path, os.getcwd()]
+    names = [config.credit.rule or ""]
+    for setting, known in known_settings().items():
+        if known.facts.plugins:
+            value = value_of(config, setting)
+            names += [value] if isinstance(value, str) else value
     for name in names:
         module, _, attribute = name.partition(":")
         if attribute:
-            # Only the first name: the spec of a submodule needs its parents imported.
-            spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places)
+            # Only the first name: the spec of a submodule needs its parents imported. As for
+            # `plugins`, the working directory counts.
+            first = module.partition(".")[0]
+            spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd()])
+            with contextlib.suppress(ValueError):  # no name, or a script's
+                spec = spec or importlib.util.find_spec(first)
             if module.endswith(".py"):
                 note = f"a file; write '{Path(module).stem}:{attribute}'"
                 yield Finding(name, "no import path", False, note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -47,4 +48,5 @@ def init(name: Name, model: Model = None) -> None:
     chat.unlink(missing_ok=True)
     for path in sorted(path for path in name.rglob("*") if path.is_file()):
         say(f"  {path}")
-    say(f"next: cd {name} && treegraft doctor recipe.toml && treegraft train recipe.toml")
+    folder = shlex.quote(str(name))
+    say(f"next: cd {folder} && treegraft doctor recipe.toml && treegraft train recipe.toml")

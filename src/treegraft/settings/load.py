@@ -150,8 +150,7 @@ def _idle(config: Config, names: Sequence[str], used: Sequence[str]) -> Iterator
 
 def refuse_ignored(overrides: Sequence[str], command: str) -> None:
     """Refuses overrides that an evaluating command takes no notice of."""
-    for override in overrides:
-        name = override.partition("=")[0].strip()
+    for name in _apply({}, overrides):
         if name in known_settings() and name.startswith(settings_with("ignored_by_eval")):
             raise SettingError(
                 f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` neither"
@@ -162,8 +161,7 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
 
 def refuse_foreign(overrides: Sequence[str], command: str) -> None:
     """Refuses overrides that only another command takes notice of."""
-    for override in overrides:
-        name = _whole_name(override.partition("=")[0].strip())
+    for name in _apply({}, overrides):
         for table in settings_with("only_for"):
             owner = tables_and_settings()[table.rstrip(".")].facts.only_for
             if name.startswith(table) and command != owner:
@@ -177,8 +175,7 @@ def refuse_foreign(overrides: Sequence[str], command: str) -> None:
 def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
     """Refuses overrides of how evaluations sample, and those named in `also`, for a `reason` that
     begins "the answer is greedy"."""
-    for override in overrides:
-        name = override.partition("=")[0].strip()
+    for name in _apply({}, overrides):
         if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p", *also):
             raise SettingError(
                 f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.", code="override-idle"
@@ -348,6 +345,24 @@ def _defaults() -> Config:
     return Config()
 
 
+def _filled_in(data: dict[str, Any], config: Config, where: Callable[[str], str]) -> Config:
+    """Returns `config`, made of `data`, with the defaults that follow other settings."""
+    following = [
+        name
+        for name, known in known_settings().items()
+        if known.facts.default_of or default_told(config, name) is not None
+        if not _is_given(data, name)
+    ]
+    for name in following:
+        _put(data, name, default_of(config, name))
+    config = _validate(data, where)
+    for name in following:
+        table, _, last = name.rpartition(".")
+        # A later load fills it in anew, since nobody has set it.
+        value_of(config, table).model_fields_set.discard(last)
+    return config
+
+
 @dataclass(frozen=True, slots=True)
 class Default:
     """A value for a setting that the source leaves open."""
@@ -431,11 +446,7 @@ def load_config(
     config = _validate(data, where)
     if config.engine.kind == "auto":
         _put(data, "engine.kind", engine_here(config.engine.vllm.python))
-    for name, known in known_settings().items():
-        follows = known.facts.default_of or default_told(config, name) is not None
-        if follows and not _is_given(data, name):
-            _put(data, name, default_of(config, name))
-    config = _validate(data, where)
+    config = _filled_in(data, config, where)
     found = contradictions(config)
     faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
     idle = list(_idle(config, names, used))

@@ -22,9 +22,14 @@ from treegraft.settings.policy import CreditSettings
 def find_credit_rule(config: Config) -> CreditRule | None:
     """Returns the function that credit.rule names, None where it names none.
 
+    It also loads what else [credit] names, so that nothing is missing after the first rollouts.
+
     Raises:
-        SettingError: there is no such function.
+        SettingError: there is no such function, or none that credit.advantage or
+            credit.attribution names.
     """
+    _outcome(config.credit.advantage)
+    _attribution(config.credit)
     name = config.credit.rule
     if name is None:
         return None
@@ -55,7 +60,7 @@ def credit_trees(
     credit, kind = config.credit, config.credit.advantage
     how = partial(
         assign_credit,
-        advantage=_own(kind) if ":" in kind else offered("outcomes").get(kind, kind),
+        advantage=_outcome(kind),
         eps=credit.eps,
         leaf_weight=credit.leaf_weight,
         attribution=_attribution(credit),
@@ -90,27 +95,35 @@ def credit_by_entropy(
     return credit_trees(learner.with_exact_entropies(trees, everywhere=is_weighed), config, rule)
 
 
-def _own(path: str) -> OutcomeKind:
-    """The comparison of outcomes at an import path: an `OutcomeKind`, or its function alone."""
+def _outcome(name: str) -> Any:
+    """The core's names as they are; a plugin's comparison of outcomes; or that at an import path,
+    an `OutcomeKind` or its function alone."""
+    if ":" not in name:
+        return offered("outcomes").get(name, name)
     with about("credit.advantage"):
-        found = load_object(path)
-    if isinstance(found, OutcomeKind):
-        return found
-    if not callable(found):
-        raise SettingError(
-            f"credit.advantage: '{path}' is a {type(found).__name__}; expected a function of"
-            " trajectories and eps, or an OutcomeKind.",
-            code="credit-advantage-invalid",
-        )
-    return OutcomeKind(compare=found)
+        found = load_object(name)
+        if not isinstance(found, OutcomeKind) and not callable(found):
+            raise SettingError(
+                f"credit.advantage: '{name}' is a {type(found).__name__}; expected a function of"
+                " trajectories and eps, or an OutcomeKind.",
+                code="credit-advantage-invalid",
+            )
+    return found if isinstance(found, OutcomeKind) else OutcomeKind(compare=found)
 
 
 def _attribution(credit: CreditSettings) -> Any:
-    """The core's names as they are; a plugin's function with the settings filled in."""
+    """The core's names as they are; another function with the settings filled in."""
     name = credit.attribution
     if name in ("soft", "hard"):
         return name
-    found = loaded(offered("attributions").get(name, name))
+    with about("credit.attribution"):
+        found = loaded(offered("attributions").get(name, name))
+        if not callable(found):
+            raise SettingError(
+                f"credit.attribution: '{name}' is a {type(found).__name__}; expected a function of"
+                " trajectories, credit and scale.",
+                code="credit-attribution-invalid",
+            )
     return partial(found, credit=credit, scale=scale_of(credit.advantage))
 
 
