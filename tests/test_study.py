@@ -228,7 +228,7 @@ def test_results_survive_a_cut_line_and_equal_runs_get_their_own(tmp_path: Path)
     with raises_code("study-line-invalid"):
         read_results(path)
     path.write_bytes(b'{"defaults_of": "a"}\n{"world": "\xff"}\n')
-    with raises_code("study-line-invalid", match="line 2: not UTF-8"):
+    with raises_code("study-line-invalid"):
         read_results(path)
 
 
