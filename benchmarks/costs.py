@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from treegraft.core.types import ROOT_ID, Leaf, Origin, Status, Step, Task, Tree
 from treegraft.extras.lab.roofline import CARDS, Card, decode_bytes, forward_flops
+from treegraft.extras.lab.shape import num_shape_weights
 from treegraft.extras.lab.sizing import (
     BRANCH_FRAC,
     DECODE_SHARE,
@@ -37,7 +38,7 @@ from treegraft.extras.lab.sizing import (
 )
 from treegraft.policy.learn.orders import packed, unpacked
 from treegraft.policy.learn.pack import num_tree_tokens, pack_trees
-from treegraft.policy.shapes import ModelShape, num_shape_weights, published_shape
+from treegraft.policy.shapes import ModelShape, published_shape
 
 Layout = Literal["packed", "rows", "padded"]
 BFLOAT16 = 2

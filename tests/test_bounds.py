@@ -12,7 +12,8 @@ from treegraft.extras.lab.roofline import (
     known_card,
     model_flops_utilisation,
 )
-from treegraft.policy.shapes import ModelShape, num_shape_weights, published_shape
+from treegraft.extras.lab.shape import num_shape_weights
+from treegraft.policy.shapes import ModelShape, published_shape
 
 # One layer: query and output 4 x 4, key and value 4 x 2, three of 4 x 6, two norms; 10 words, not
 # tied, and a last norm.

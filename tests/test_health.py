@@ -26,7 +26,7 @@ from treegraft.rollout.measure import unused_metrics
 from treegraft.runs.display import PlainDisplay
 from treegraft.runs.health import HealthWarning, Monitor, explained, recorded
 from treegraft.runs.health_rules import RULES
-from treegraft.runs.metrics import check_known
+from treegraft.runs.metrics import meaning
 from treegraft.runs.record import read_metrics
 from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.health import HealthSettings
@@ -175,7 +175,7 @@ def test_each_rule_speaks_and_is_silenced(name: str) -> None:
     assert [one.name for one in found[-1]] == [name]
     (warning,) = found[-1]
     assert says in warning.text
-    check_known([warning.key])
+    assert meaning(warning.key)
     # What was written into a line is read back as the same warning.
     assert recorded({**history[-1], warning.key: warning.value}) == [warning]
     settings = HealthSettings(**{warning.rule.name: "off"})

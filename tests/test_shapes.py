@@ -8,10 +8,10 @@ import pytest
 import torch
 from tests.error_codes import raises_code
 
-from treegraft.extras.lab.shape import model_shape
+from treegraft.extras.lab.shape import model_shape, shape_named
 from treegraft.policy import shapes
 from treegraft.policy.load import load_model
-from treegraft.policy.shapes import published_shape, shape_named, shape_table
+from treegraft.policy.shapes import published_shape, shape_table
 from treegraft.policy.tiny import seeded
 from treegraft.settings.config import Config
 from treegraft.settings.policy import ModelSettings

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from treegraft.extras.lab.roofline import Card, known_card
-from treegraft.policy.shapes import ModelShape, num_shape_weights, published_shape
+from treegraft.extras.lab.shape import num_shape_weights
+from treegraft.policy.shapes import ModelShape, published_shape
 from treegraft.policy.tiny import build_byte_tokenizer, build_random_model
 
 _TINY = {

@@ -25,6 +25,7 @@ from torch.distributed._local_tensor import LocalTensorMode, maybe_disable_local
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from treegraft.extras.lab.shape import num_shape_weights
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.plan import plan_passes
@@ -32,7 +33,7 @@ from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.sharded import ShardedLearner
 from treegraft.policy.learn.weight_files import WeightFiles, meta_model, model_shape
 from treegraft.policy.load import load_model
-from treegraft.policy.shapes import ModelShape, num_shape_weights, published_shape
+from treegraft.policy.shapes import ModelShape, published_shape
 from treegraft.policy.shards import TensorFiles, local_rows
 from treegraft.policy.tiny import build_random_model
 from treegraft.policy.weights import fingerprint_of, plain_weights, weights_fingerprint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from treegraft.core.errors import nearest
@@ -69,9 +69,3 @@ def meaning(key: str) -> str:
             " metrics.toml."
         )
     return found
-
-
-def check_known(keys: Iterable[str]) -> None:
-    """Raises KeyError for the first key without a meaning."""
-    for key in keys:
-        meaning(key)

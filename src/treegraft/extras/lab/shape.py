@@ -6,7 +6,9 @@ import functools
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from treegraft import Config
 from treegraft.parts import errors, packages, shapes
@@ -78,6 +80,28 @@ def _gguf_shape(path: Path) -> shapes.ModelShape:
     )
 
 
+def shape_named(hub_id: str) -> dict[str, Any] | None:
+    """Returns the fields for a model on a hub whose name begins with that of a published shape,
+    such as "Qwen/Qwen2.5-7B-Instruct"; None where none does."""
+    name = hub_id.rpartition("/")[2].lower()
+    fits = [one for one in shapes.shape_table() if f"{name}-".startswith(f"{one}-")]
+    return dict(shapes.shape_table()[max(fits, key=len)]) if fits else None
+
+
+def num_shape_weights(fields: Mapping[str, Any]) -> int:
+    """Returns the weights of a shape of the table; a tied head counts once."""
+    width, own = fields["hidden_size"], fields["head_dim"]
+    query, key = fields["num_attention_heads"] * own, fields["num_key_value_heads"] * own
+    # Query and output, key and value, the three matrices of the feed-forward part, two norms.
+    layer = width * (2 * query + 2 * key + 3 * fields["intermediate_size"] + 2)
+    if fields["model_type"] == "qwen2":
+        layer += query + 2 * key  # biases
+    if fields["model_type"] == "qwen3":
+        layer += 2 * own  # norms of queries and keys
+    ends = width * fields["vocab_size"] * (1 if fields["tie_word_embeddings"] else 2)
+    return int(fields["num_hidden_layers"] * layer + ends + width)
+
+
 def model_shape(config: Config, num_words: int) -> shapes.ModelShape | None:
     """Returns the shape of the recipe's model without loading it; None for a hub model that is
     neither here nor of a published shape by its name.
@@ -93,7 +117,7 @@ def model_shape(config: Config, num_words: int) -> shapes.ModelShape | None:
         return _tiny_shape(config, num_words)
     if path.startswith(shapes.PREFIX):
         fields = shapes.published_shape(path)
-        return shapes.ModelShape.of_config(fields, shapes.num_shape_weights(fields))
+        return shapes.ModelShape.of_config(fields, num_shape_weights(fields))
     place, gguf = shapes.located(path)
     if gguf is not None:
         packages.require(f"model file '{Path(place) / gguf}'", "gguf")
@@ -111,6 +135,6 @@ def model_shape(config: Config, num_words: int) -> shapes.ModelShape | None:
     folder = Path(found).parent if isinstance(found, str) else None
     if folder and any(folder.glob("*.safetensors")):
         return _folder_shape(folder)
-    if (named := shapes.shape_named(path)) is None:
+    if (named := shape_named(path)) is None:
         return None
-    return shapes.ModelShape.of_config(named, shapes.num_shape_weights(named))
+    return shapes.ModelShape.of_config(named, num_shape_weights(named))

@@ -277,8 +277,8 @@ def _buffer_wrong(study: StudyFile, name: str) -> Iterator[str]:
     """A sentence for each key of a buffer that goes with no other, or with its source not."""
     made = study.buffers[name]
     if not made.made_from:
-        for own in sorted({"margin", "only_best"} & made.model_fields_set):
-            yield f"'buffers.{name}.{own}' would have no effect without prune."
+        for key in sorted({"margin", "only_best"} & made.model_fields_set):
+            yield f"'buffers.{name}.{key}' would have no effect without prune."
         return
     key, *others = made.made_from
     if others:
