@@ -445,6 +445,20 @@ class Fixed(Corridor):
         self.lines: Iterator[str] = iter("abc" for _ in range(3))
 
 
+class Blank(Corridor):
+    """Its copies have not begun, so that their reward fails."""
+
+    def reset(self, **row: Any) -> str:  # type: ignore[override]
+        self.begun = 0.0
+        return super().reset(length=2)[0]
+
+    def get_reward(self) -> float:
+        return self.begun
+
+    def fork(self) -> Blank:
+        return Blank()
+
+
 class Priceless(Corridor):
     def get_reward(self) -> None: ...
 
@@ -479,6 +493,10 @@ HERE = "tests.test_foreign_environments"
         ),
         (
             {"environment": {"kind": f"{HERE}:Fixed"}, "explorers": "tree_search"},
+            "environment-trial-failed",
+        ),
+        (
+            {"environment": {"kind": f"{HERE}:Blank"}, "explorers": "entropy"},
             "environment-trial-failed",
         ),
     ],
