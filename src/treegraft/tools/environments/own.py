@@ -189,7 +189,11 @@ class ClassEnvironment:
             raise ToolError(OVER, code="episode-over")
         own = self._kind.methods[name]
         method = getattr(self._object, own.name)
-        result = await own.tool.run(method, body, task, self._run_plain)
+        try:
+            result = await own.tool.run(method, body, task, self._run_plain)
+        except Exception:
+            self._is_over = await self._run_plain(self._says_done)
+            raise
         outcome = step_of(result)
         if outcome is None:
             if own.may_reward:
