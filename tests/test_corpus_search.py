@@ -25,7 +25,7 @@ from tests.error_codes import raises_code
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import Task
-from treegraft.tools.search import dense, lexical
+from treegraft.tools.search import dense, encoders, lexical
 from treegraft.tools.search import home as index_home
 from treegraft.tools.search.corpus import Corpus, read_rows
 from treegraft.tools.search.dense import DenseIndex
@@ -333,6 +333,24 @@ def test_an_index_is_made_once_and_again_for_another_corpus(tmp_path: Path) -> N
     # Who had the old one open keeps it.
     assert len(old.search(["x"], 3)[0][0]) == 3
     old.close()
+
+
+def test_an_index_is_made_again_for_other_weights_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "c.jsonl", ["oak", "fir"])
+    encoder, weights = Counting(), tmp_path / "encoder" / "model.safetensors"
+    encoder.name = str(weights.parent)
+    weights.parent.mkdir()
+    monkeypatch.setattr(encoders, "build_encoder", lambda *_, **__: encoder)
+    found = []
+    for content in ("1", "1", "2"):
+        weights.write_text(content)
+        search = open_corpus(str(path), "dense", encoder="./encoder")
+        asyncio.run(search.close())
+        found.append((search.fingerprint, encoder.num_texts))
+    assert found[0] == found[1] and [num for _, num in found] == [2, 2, 4]
+    assert found[1][0] != found[2][0]
 
 
 KILLED = """

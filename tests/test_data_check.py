@@ -116,6 +116,9 @@ def test_three_ways_of_standing_in_the_training_data(tmp_path: Path) -> None:
 def test_small_texts_have_shingles_too() -> None:
     assert shingles("") == frozenset() and shingles("Two words") == frozenset({"two words"})
     assert shingles("a b c d") == frozenset({"a b c", "b c d"})
+    # Two numbers stay two; the comma of a thousand goes.
+    assert normalised("What is 1 + 23 ?") == "whatis1 23" != normalised("What is 12 + 3 ?")
+    assert normalised("$1,000 a day") == normalised("1000 a day") == "1000aday"
     assert normalised("\uff34\uff48\uff45  End!") == "theend" and words("第3章") == [
         "第",
         "3",

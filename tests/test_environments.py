@@ -249,6 +249,31 @@ def test_an_object_is_used_in_one_thread() -> None:
     assert seen(tree) == [["w4", "w5"]] * 2 and [leaf.reward for leaf in tree.leaves] == [2.0, 2.0]
 
 
+def test_copies_of_its_own_fork_are_used_in_its_thread() -> None:
+    class Forked(OneThread):
+        def fork(self) -> Forked:
+            self.ask("w3")
+            return Forked()
+
+    async def story() -> tuple[int, list[float]]:
+        before = threading.active_count()
+        one = environments(Forked).kind.make()
+        await one.reset(TASK)
+        two = await one.fork()
+        await one.close()
+        three = await two.fork()
+        found = [await copy.reward() for copy in (two, three)]
+        assert threading.active_count() == before + 1
+        await two.close()
+        await three.close()
+        for _ in range(300):
+            if threading.active_count() > before:
+                await asyncio.sleep(0.01)
+        return threading.active_count() - before, found
+
+    assert asyncio.run(story()) == (0, [2.0, 2.0])
+
+
 class NoThread(OneThread):
     is_blocking = False
 

@@ -122,7 +122,7 @@ def play(
         for name, body in acts:
             try:
                 told.append(as_text(await live.call(name, body, task)))
-            except ToolError as error:
+            except (ToolError, OSError) as error:
                 told.append(f"error: {error}")
         reward = await live.reward()
         await live.close()
@@ -183,6 +183,17 @@ def test_an_object_that_says_done_is_over() -> None:
     assert reward == 2.0
     sizes = ("list_files", '{"showSizes": true}')
     assert play(Files, write, sizes, ("read", "a"))[0][2:] == ['{"a": 0}', ""]
+
+
+def test_an_episode_that_ends_in_an_error_is_over() -> None:
+    class Slammed(Files):
+        def submit(self) -> str:
+            """Hands the files in."""
+            self.done = True
+            raise OSError("shut")
+
+    told, reward = play(Slammed, ("submit", ""), ("write", '{"name": "a"}'))
+    assert told[1:] == ["error: shut", f"error: {OVER}"] and reward == 1.0
 
 
 def test_a_copy_goes_on_with_rewards_and_end() -> None:
@@ -445,6 +456,20 @@ class Fixed(Corridor):
         self.lines: Iterator[str] = iter("abc" for _ in range(3))
 
 
+class Blank(Corridor):
+    """Its copies have not begun, so that their reward fails."""
+
+    def reset(self, **row: Any) -> str:  # type: ignore[override]
+        self.begun = 0.0
+        return super().reset(length=2)[0]
+
+    def get_reward(self) -> float:
+        return self.begun
+
+    def fork(self) -> Blank:
+        return Blank()
+
+
 class Priceless(Corridor):
     def get_reward(self) -> None: ...
 
@@ -479,6 +504,10 @@ HERE = "tests.test_foreign_environments"
         ),
         (
             {"environment": {"kind": f"{HERE}:Fixed"}, "explorers": "tree_search"},
+            "environment-trial-failed",
+        ),
+        (
+            {"environment": {"kind": f"{HERE}:Blank"}, "explorers": "entropy"},
             "environment-trial-failed",
         ),
     ],

@@ -6,13 +6,14 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel, Field
 from tests.error_codes import raises_code
 
@@ -118,6 +119,11 @@ def test_results_of_other_types_become_text() -> None:
     )
     assert call_once(returning([Observation(text="x")])).text.startswith('[{"text": "x", "is_')
     assert call_once(returning((np.arange(2), Path("a")))).text == '[[0, 1], "a"]'
+    # Bytes wherever they stand, and arrays of any length in full.
+    assert call_once(returning({"out": [b"caf\xe9"]})).text == '{"out": ["caf\ufffd"]}'
+    for long in (np.arange(2000), torch.arange(2000)):
+        whole = call_once(returning(long), max_output_chars=12_000).text
+        assert whole == str([*range(2000)])
 
 
 @dataclass
@@ -474,10 +480,20 @@ def test_functions_that_make_no_tool_are_refused() -> None:
         """Starred."""
         return ""
 
+    def bit_by_bit(text: str) -> Iterator[str]:
+        """Yields."""
+        yield text
+
+    async def later(text: str) -> AsyncIterator[str]:
+        """Yields."""
+        yield text
+
     for func, code in (
         (undocumented, "tool-without-docstring"),
         (untyped, "parameter-without-annotation"),
         (star, "parameter-starred"),
+        (bit_by_bit, "tool-yields"),
+        (later, "tool-yields"),
         (lambda text: text, "tool-name-invalid"),
     ):
         with raises_code(code):

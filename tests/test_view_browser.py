@@ -224,6 +224,17 @@ def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> Non
     until(page, "location.hash.includes('update-000002')")
     page.keyboard.press("Escape")
     page.wait_for_selector("#updates")
+    # Enter belongs to the button or link with the focus, until a row is chosen.
+    sorts = "document.querySelector('#updates th[aria-sort]').textContent.includes"
+    until(page, f"{sorts}('update')")
+    page.focus("#updates th button >> text=reward")
+    page.keyboard.press("Enter")
+    until(page, f"{sorts}('reward')")
+    page.focus("#updates td a")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#groups")
 
 
 def test_filters_stand_in_the_address(page: Any, address: str) -> None:

@@ -187,6 +187,8 @@ def test_settings_of_a_cluster_elsewhere(
         ({"engine": {"kind": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "servers-on-cluster"),
         ({"engine": {"kind": "vllm"}, "publish": {"kind": "adapter"}}, "adapter-on-cluster"),
         ({"cluster": {"server_gpus": 8, "engines": 3}}, "engines-invalid"),
+        # A share of 2/3 fits each GPU once, so that one of three engines would wait for ever.
+        ({"cluster": {"server_gpus": 2, "engines": 3}}, "engines-invalid"),
         ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner-ranks-invalid"),
         ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "ranks-unequal"),
         (

@@ -69,6 +69,29 @@ def test_python_shows_output_and_last_value() -> None:
     ]
 
 
+def test_the_last_value_is_shown_as_python_shows_it() -> None:
+    point = "class P:\n  def __repr__(self): return 'P(1)'\n"
+    shown = {
+        f"{point}P()": "P(1)",
+        f"{point}[P()]  # one": "[P(1)]",
+        f"{point}P(\n)": "P(1)",
+        "from dataclasses import dataclass\n@dataclass\nclass Q:\n  a: int\nQ(2)": "Q(a=2)",
+        "import collections\ncollections.Counter('aab')": "Counter({'a': 2, 'b': 1})",
+        "range(3)": "range(0, 3)",
+        "{1: 2}.values()": "dict_values([2])",
+        "a = []\na.append(a)\na": "[[...]]",
+        # Sets in one order, whatever they were made of.
+        "[{3, 1, 2}]": "[{1, 2, 3}]",
+        "1, 2": "(1, 2)",
+        "'''a\n'''": "'a\\n'",
+        "print(1); 2": "1\n2",
+        "f(\na=1,\n)": "! NameError: name 'f' is not defined",
+        "print(1)\neval('2 +')": "! 1\nSyntaxError: Expected an expression (<string>, line 1)",
+        "# nothing": NO_OUTPUT,
+    }
+    assert dict(zip(shown, run_python(*shown), strict=True)) == shown
+
+
 def test_python_errors_are_short_and_keep_what_was_printed() -> None:
     texts = run_python(
         "1 / 0", "print('so far')\n[][1]", "def f(:", "import os\nos.listdir('/')", "10 ** 100000"

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from tests.test_environments import make_toolbox
 
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Task, ToolCall
+from treegraft.extras.environments.verifiers.environment import INDEX, VerifiersEnvironments
 from treegraft.extras.environments.verifiers.tasks import VerifiersTasks
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.build import open_environments
+from treegraft.tools.environments.own import OVER
 from treegraft.tools.environments.sessions import Environments
 
 WORDLE = {"taskset": "textarena", "settings": {"game": "Wordle-v0"}}
@@ -140,6 +144,33 @@ def test_an_episode_without_a_guess_ends_with_its_reward() -> None:
                 await sessions.start(0).open()
 
     asyncio.run(work())
+
+
+def test_a_turn_without_words_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's part in it, in its place: an episode of three turns, two of them silent."""
+    for name in ("verifiers", "verifiers.v1", "verifiers.v1.agent"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["verifiers.v1.agent"].Segment = SimpleNamespace  # type: ignore[attr-defined]
+
+    class Episode:
+        async def setup(self, agents: Any) -> None: ...
+
+        async def run(self, task: Any, agents: Any) -> None:
+            for message in (["hello"], [], [""]):
+                await agents.agent.turn(*message)
+            agents.agent.trace.record_reward("made", 1.0)
+
+    kind = object.__new__(VerifiersEnvironments)
+    kind.env, kind.agents, kind._tasks = Episode(), ["agent"], [None]
+    kind._rest, kind._loop = iter(()), None
+    task = Task(id="t", question="?", reference=(), columns={INDEX: 0})
+
+    async def work() -> list[str]:
+        live = kind.make()
+        first = await live.reset(task)
+        return [first, *[await live.call("say", "on", task) for _ in range(3)]]
+
+    assert asyncio.run(work()) == ["hello", "", "", f"[{OVER}]"]
 
 
 @pytest.mark.usefixtures("words")

@@ -255,9 +255,9 @@ class Environment(Protocol):
     Its other public methods, typed and with docstrings, are the agent's tools, except these, which
     may be missing: `get_reward()` returns the reward of the state in which the trajectory ended,
     `fork()` a further object in the same state, `close()` frees what it holds. Every method may be
-    async; a plain one runs in a thread that belongs to the object, or without one where the class
-    attribute `is_blocking` is False. The class attribute `capability` ("fork", "replay" or "none")
-    says how a tree may branch over the state.
+    async; a plain one runs in a thread that belongs to the object and its forks, or without one
+    where the class attribute `is_blocking` is False. The class attribute `capability` ("fork",
+    "replay" or "none") says how a tree may branch over the state.
     """
 
     def reset(self, **row: Any) -> Any:

@@ -14,34 +14,37 @@ TAGS: Final = r"</?[a-z_]+>|\\boxed\{|\}"
 
 def as_text(result: Any) -> str:
     """Returns a tool's result as text: nothing for None, bytes read as UTF-8, JSON of mappings,
-    lists and records."""
+    lists, arrays and records."""
     if isinstance(result, str):
         return result
-    if isinstance(result, bytes | bytearray | memoryview):
-        return bytes(result).decode("utf-8", errors="replace")
     if result is None:
         return ""
     # Pydantic takes a third of the time of `treegraft --help`.
     from pydantic import BaseModel
     from pydantic_core import to_jsonable_python
 
+    result = _readable(result)
     is_record = is_dataclass(result) and not isinstance(result, type)
-    if is_record or isinstance(result, Mapping | list | tuple | set | frozenset | BaseModel):
-        found = to_jsonable_python(_without_sets(result), fallback=_bare)
-        return json.dumps(found, ensure_ascii=False)
+    # The text of a long array leaves numbers out.
+    is_array = type(result).__name__ in ("ndarray", "Tensor")
+    if is_record or is_array or isinstance(result, Mapping | list | tuple | BaseModel):
+        return json.dumps(to_jsonable_python(result, fallback=_bare), ensure_ascii=False)
     return str(result)
 
 
-def _without_sets(value: Any) -> Any:
-    """`value` with lists in place of sets, in the order of their members' JSON: a set's own order
-    differs from process to process. What holds no set is returned itself."""
+def _readable(value: Any) -> Any:
+    """`value` with text in place of bytes, and lists in place of sets, in the order of their
+    members' JSON: a set's own order differs from process to process. What holds neither is returned
+    itself."""
     from pydantic import BaseModel
     from pydantic_core import to_json
 
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode("utf-8", errors="replace")
     if isinstance(value, set | frozenset):
-        return sorted(map(_without_sets, value), key=lambda one: to_json(one, fallback=_bare))
+        return sorted(map(_readable, value), key=lambda one: to_json(one, fallback=_bare))
     if isinstance(value, list | tuple):
-        listed = [_without_sets(one) for one in value]
+        listed = [_readable(one) for one in value]
         return value if all(map(operator.is_, listed, value)) else listed
     if isinstance(value, BaseModel):
         own: Mapping[Any, Any] = value.model_dump(by_alias=True)
@@ -51,7 +54,7 @@ def _without_sets(value: Any) -> Any:
         own = value
     else:
         return value
-    named = {name: _without_sets(one) for name, one in own.items()}
+    named = {name: _readable(one) for name, one in own.items()}
     return value if all(named[name] is one for name, one in own.items()) else named
 
 

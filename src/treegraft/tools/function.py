@@ -70,15 +70,19 @@ class FunctionTool:
                 + (" Begin the name with _ where it is not a tool." if owner else ""),
                 code="tool-without-docstring",
             )
-        capability = getattr(func, "capability", Capability.STATELESS)
+        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise SettingError(
+                f"{self._place} yields, so that a call would not run it; return the whole result.",
+                code="tool-yields",
+            )
         try:
-            self.capability = Capability(capability)
-        except ValueError:
+            self.capability = Capability(getattr(func, "capability", Capability.STATELESS))
+        except ValueError as error:
             kinds = ", ".join(f"'{kind}'" for kind in Capability)
             raise SettingError(
-                f"{self._place}: capability is {capability!r}, expected one of {kinds}.",
+                f"{self._place}: capability: {error}; expected one of {kinds}.",
                 code="capability-unknown",
-            ) from None
+            ) from error
         self.cacheable = bool(getattr(func, "cacheable", False))
         self.is_remote = bool(getattr(func, "is_remote", False))
         self.fingerprint = str(getattr(func, "fingerprint", ""))
@@ -96,10 +100,9 @@ class FunctionTool:
             ) from error
         self._task_params: list[str] = []
         self._params: dict[str, TypeAdapter[Any]] = {}
+        self._required: list[str] = []
         for parameter in self._signature.parameters.values():
             self._add(parameter, hints)
-        blank = inspect.Parameter.empty
-        self._required = [n for n in self._params if self._signature.parameters[n].default is blank]
         is_text = [_bare(hints.get(name)) for name in self._params] == [str]
         self.signature = Signature(self._schema(), next(iter(self._params)) if is_text else None)
 
@@ -152,6 +155,8 @@ class FunctionTool:
                 f"{place} '{name}' is annotated {hint}, which cannot be read from JSON.",
                 code="annotation-no-json",
             ) from error
+        if parameter.default is parameter.empty:
+            self._required.append(name)
 
     def _arguments(self, body: str) -> dict[str, Any]:
         if not self._params or not (body.strip() or self._required):

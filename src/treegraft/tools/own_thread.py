@@ -79,7 +79,7 @@ class OwnThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name, self._num_users = name, 1
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -92,9 +92,16 @@ class OwnThread:
         self._jobs.put(job)
         return await future
 
+    def shared(self) -> OwnThread:
+        """Returns this thread for one more user."""
+        self._num_users += 1
+        return self
+
     def end(self) -> None:
-        """Ends the thread after the calls in its queue."""
-        self._jobs.put(None)
+        """Ends the thread after the calls in its queue, once each user has called this."""
+        self._num_users -= 1
+        if not self._num_users:
+            self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -252,9 +252,10 @@ def words(text: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """Returns a text without case, punctuation and spaces; signs and points of numbers go as
-    well."""
-    return "".join(words(text))
+    """Returns a text without case, punctuation and spaces, but one between digits: "1 + 23" gives
+    "1 23", and "1,000" gives "1000". Signs of numbers go as well."""
+    whole = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words(whole)))
 
 
 def shingles(text: str) -> frozenset[str]:

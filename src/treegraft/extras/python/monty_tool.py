@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shlex
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from pydantic_monty import (
     Monty,
     MontyCrashedError,
     MontyRuntimeError,
+    MontySession,
     MontySyntaxError,
     OSPolicy,
     ResourceLimits,
@@ -102,10 +105,11 @@ class MontyTool(PooledPython[_Workers]):
         )
         try:
             with pool.checkout(limits=limits, os_policy=policy) as session:
-                value = session.feed_run(
-                    code, print_callback=lambda stream, text: printed.add(text)
-                )
+                value, text = _value(session, code, printed)
             shown = "" if value is None else show(value, self.max_output_chars)
+            # Many values reach us as others, such as a text for a range; Monty knows their repr.
+            if text is not None and not _agree(shown, text, self.max_output_chars):
+                shown = cut(text, self.max_output_chars)
         except MontyCrashedError as error:
             died = "the code was stopped: its worker process died"
             raise ToolError(
@@ -127,6 +131,34 @@ class MontyTool(PooledPython[_Workers]):
                 printed.text() + f"{type(error).__name__}: {error}", code="code-failed"
             ) from error
         return (printed.text() + shown).rstrip("\n") or NO_OUTPUT
+
+
+def _value(session: MontySession, code: str, printed: Printed) -> tuple[Any, str | None]:
+    """Runs the code; returns the value of its last expression, and its repr where that expression
+    begins a line and is the whole statement."""
+
+    def run(code: str) -> Any:
+        return session.feed_run(code, print_callback=lambda stream, text: printed.add(text))
+
+    # Not parsed here, since it is not ours. Where the last line without indentation begins no
+    # expression, or stands inside of one, the changed code is no Python, and none of it runs.
+    starts = [found.start() for found in re.finditer(r"(?m)^[^\s#)\]}]", code)]
+    if starts:
+        before, last = code[: starts[-1]], code[starts[-1] :]
+        try:
+            found = run(f"{before}pass\n(lambda value: (value, f'{{value!r}}'))((\n{last}\n))")
+            return found if found[0] is not None else (None, None)
+        except MontySyntaxError as error:
+            if any(frame.function_name for frame in error.traceback()):  # raised by code that ran
+                raise
+    return run(code), None
+
+
+def _agree(shown: str, text: str, max_chars: int) -> bool:
+    """Whether a value that was shown here has this repr, but for the order of sets."""
+    if text.startswith(shown[:max_chars]):
+        return True
+    return len(text) == len(shown) and sorted(text) == sorted(shown)
 
 
 def _quiet_program(folder: Path) -> Path | None:

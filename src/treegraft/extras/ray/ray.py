@@ -76,11 +76,11 @@ def refuse_unfit(config: Config) -> None:
             code="adapter-on-cluster",
         )
     settings, learn = cluster_settings(config), config.learn
-    count = num_engines(config)
-    if settings.server_gpus > count and settings.server_gpus % count:
+    count, gpus = num_engines(config), settings.server_gpus
+    if gpus and max(gpus, count) % min(gpus, count):
         raise SettingError(
-            f"cluster.engines: got {count} for cluster.server_gpus ="
-            f" {settings.server_gpus}, expected a divisor of it, so that each engine has as many.",
+            f"cluster.engines: got {count} for cluster.server_gpus = {gpus}, expected a divisor or"
+            " a multiple of it, so that each engine has as many, or each GPU as many engines.",
             code="engines-invalid",
         )
     num_ranks = settings.num_ranks

@@ -140,8 +140,8 @@ class ClassEnvironments:
 
 
 class ClassEnvironment:
-    """One object of such a class, with a thread of its own unless the class says that no method
-    blocks."""
+    """One object of such a class, with a thread that only the copies of its own fork() share,
+    unless the class says that no method blocks."""
 
     def __init__(
         self,
@@ -150,12 +150,13 @@ class ClassEnvironment:
         rewards: Sequence[float] | None = (),
         *,
         is_over: bool = False,
+        thread: OwnThread | None = None,
     ) -> None:
         self._kind, self._object = kind, made
         self._rewards = rewards
         """Those that calls returned; None where calls that might have returned one did not."""
         self._is_over = is_over
-        self._thread = OwnThread("treegraft-environment")
+        self._thread = thread or OwnThread("treegraft-environment")
         self._run_plain: Callable[[Callable[[], Any]], Awaitable[Any]] = (
             self._thread.run if kind.is_blocking else _run_at_once
         )
@@ -188,7 +189,11 @@ class ClassEnvironment:
             raise ToolError(OVER, code="episode-over")
         own = self._kind.methods[name]
         method = getattr(self._object, own.name)
-        result = await own.tool.run(method, body, task, self._run_plain)
+        try:
+            result = await own.tool.run(method, body, task, self._run_plain)
+        except Exception:
+            self._is_over = await self._run_plain(self._says_done)
+            raise
         outcome = step_of(result)
         if outcome is None:
             if own.may_reward:
@@ -218,7 +223,11 @@ class ClassEnvironment:
                 " environment",
                 code="fork-invalid",
             )
-        return ClassEnvironment(self._kind, made, self._rewards, is_over=self._is_over)
+        # What fork() opened, such as a database connection, belongs to the thread it ran in.
+        thread = self._thread.shared() if self._kind.has_fork else None
+        return ClassEnvironment(
+            self._kind, made, self._rewards, is_over=self._is_over, thread=thread
+        )
 
     async def close(self) -> None:
         """Calls the object's close, where it has one, and ends the thread."""

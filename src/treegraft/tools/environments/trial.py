@@ -60,9 +60,12 @@ async def try_environment(
                 part, advice = "no branch can be opened", _ADVICE.get(kind.capability, "")
                 point = session.mark()
                 point.reserve(1)
-                (await point.open()).release()
+                branch = await point.open()
             part, advice = "it has no reward", "Correct get_reward()."
             reward = await session.reward()
+            if branches:
+                part, advice = "a branch has no reward", "Correct the state it begins in."
+                await branch.reward()
         except ToolUnavailable as error:
             raise SettingError(
                 f"environment.kind: tried on task '{task.id}', {part}: {error}. {advice}".strip(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -112,14 +113,18 @@ def open_corpus(
         # A passage begins with its title, which must not be cut off.
         with about("tools.search.encoder"):
             made = encoders.build_encoder(encoder, keeps="beginning")
+        recipe = {"kind": kind, "format": dense.FORMAT, "encoder": made.name, "dim": made.dim}
+        # A folder may be trained further; the encoders with a name of ours stay as they are.
+        weights = [checksum(one) for one in sorted(Path(made.name).rglob("*.safetensors"))]
         folder = find_or_make(
             path,
             index_home(path, kind, index_dir),
-            {"kind": kind, "format": dense.FORMAT, "encoder": made.name, "dim": made.dim},
+            recipe | ({"weights": weights} if weights else {}),
             lambda folder: dense.DenseIndex.build(read_rows(path), folder, made),
         )
         index = dense.DenseIndex(folder, made)
-        return CorpusSearch(Corpus(path, index.offsets), index, f"dense by {encoder}")
+        told = " ".join(["dense by", encoder, *weights])
+        return CorpusSearch(Corpus(path, index.offsets), index, told)
     require("tools.search.kind = 'bm25'", "bm25s")
     from treegraft.tools.search import lexical
 

@@ -234,6 +234,7 @@ function onKey(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
+  if (event.key === "Enter" && event.target.closest("a,button")) return;
   const asked = isGoing && PLACES.find(([key]) => key === event.key);
   isGoing = event.key === "g" && !isGoing;
   const own = (current?.keys ?? []).find(([keys]) => keys.split(" ").includes(event.key));

@@ -78,6 +78,8 @@ export function makeList(place, { id, columns, address, query, first, down: firs
     mark([...place.querySelectorAll("tr[data-href]")], row);
   }
   function mark(shown, n) {
+    // Enter is the row's from here on, no longer that of a link which was clicked.
+    document.activeElement?.blur();
     for (const row of shown) row.classList.toggle("at", row === shown[n]);
     shown[n]?.scrollIntoView({ block: "nearest" });
   }

@@ -146,7 +146,8 @@ class VerifiersEnvironment:
         if self._run is None or self._run.done():
             raise ToolError(EnvironmentTool.over, code="episode-over")
         self._seat.replies.put_nowait(text)
-        return await self._next() or f"[{EnvironmentTool.over}]"
+        said = await self._next()
+        return f"[{EnvironmentTool.over}]" if said is None else said
 
     async def _next(self) -> str | None:
         """The episode's next message; None where it has ended."""
@@ -201,7 +202,7 @@ class _Seat:
 
     def __init__(self) -> None:
         self.trace = _Trace()
-        self.said: asyncio.Queue[str | None] = asyncio.Queue()
+        self.said: asyncio.Queue[str] = asyncio.Queue()
         self.replies: asyncio.Queue[str | None] = asyncio.Queue()
 
     @asynccontextmanager
@@ -301,12 +302,12 @@ def _playable(env: Any, taskset: str) -> list[str]:
     return names
 
 
-def _text_of(message: Any) -> str | None:
-    """A turn's message as text: a text, or messages with contents."""
-    if message is None or isinstance(message, str):
+def _text_of(message: Any) -> str:
+    """A turn's message as text: a text, messages with contents, or nothing."""
+    if isinstance(message, str):
         return message
     contents = (
         one.get("content") if isinstance(one, dict) else getattr(one, "content", "")
-        for one in message
+        for one in message or ()
     )
     return "\n".join(str(content) for content in contents if content)
