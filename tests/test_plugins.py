@@ -332,7 +332,7 @@ from treegraft.cli.doctor import examine
 from treegraft.parts import Finding
 config = load_config({"tasks": {"num_train": 8, "num_eval": 4}})
 def memory(config, machine):
-    return [Finding("all", machine.planned)] if machine.num_gpus == 3 else None
+    return [Finding("all", machine.gpu.upper())] if machine.num_gpus == 3 else None
 kinds = {"memory": memory}
 seam.plugins = lambda: seam.Plugins((seam.Plugin(name="mine", examinations=kinds),), ())
 print([str(one) for one in examine(config, num_gpus=3, gpu="h100").sections["memory"]])

@@ -473,10 +473,7 @@ class _Scenario:
         words = closed_vocabulary(self.tasks, self.tools, config.warmup) if is_tiny else []
         with about("model.path"):
             model, tokenizer = load_model(
-                settings,
-                vocabulary=words,
-                seed=config.run.seed,
-                has_weights=has_weights,
+                settings, vocabulary=words, seed=config.run.seed, has_weights=has_weights
             )
         if path is not None and has_weights:
             model = with_saved_adapter(model, Path(path))

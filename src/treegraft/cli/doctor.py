@@ -275,11 +275,6 @@ class Machine:
     gpu: str = "H100"
     """Their name by --gpu, with a memory behind it that is not the data sheet's: "A100:40"."""
 
-    @property
-    def planned(self) -> str:
-        """Name of the GPUs that are not this machine's; empty for this machine's."""
-        return "" if self.num_gpus is None else self.gpu.upper()
-
 
 def _machine_for(config: Config, asked: Mapping[str, Any]) -> Machine:
     # Here, since it loads numpy, and `doctor` is to answer at once.
@@ -325,7 +320,7 @@ def examine(config: Config | None, **asked: Any) -> Examination:
     config = with_choices(config)
     gaps = missing_packages(config)
     place = _machine_for(config, asked)
-    planned, more = place.planned, _examined(config, place)
+    more = _examined(config, place)
     *parts, total = more.pop("memory", None) or [
         Finding("memory", "not estimated", note="no plugin estimates it")
     ]
@@ -340,7 +335,7 @@ def examine(config: Config | None, **asked: Any) -> Examination:
         ],
         "what runs where": [
             *cards(config, asked.get("num_gpus") or len(gpus())),
-            *placement(config, planned),
+            *placement(config, "" if place.num_gpus is None else place.gpu.upper()),
         ],
         **more,
     }

@@ -144,8 +144,7 @@ class ChatClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 # httpx's own JSON cannot hold half a surrogate pair, such as a cut emoji.
-                content = json.dumps(body).encode()
-                response = await self._http.post(self._url, content=content)
+                response = await self._http.post(self._url, content=json.dumps(body).encode())
         except TimeoutError as error:
             raise _TransientError(f"no reply within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:

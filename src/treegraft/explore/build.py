@@ -66,11 +66,7 @@ def _graft(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
     return hybrid.in_stages(settings.num_first, settings.fill_from, facts.penalty)
 
 
-MAKERS: Mapping[str, Maker] = {
-    "independent": _independent,
-    "entropy": _entropy,
-    "graft": _graft,
-}
+MAKERS: Mapping[str, Maker] = {"independent": _independent, "entropy": _entropy, "graft": _graft}
 
 
 def num_starts(settings: ExploreSettings) -> int:

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any, ClassVar
 
 from treegraft.core.errors import ModelError, nearest
-from treegraft.core.locate import locate
+from treegraft.core.locate import locate as locate
 
 PREFIX = "shape:"
 """What model.path begins with where it names a shape."""
@@ -120,11 +120,6 @@ class ModelShape:
             "reserved": self.RESERVED,
         }
         return {name: size for name, size in parts.items() if size}
-
-
-def located(path: str) -> tuple[str, str | None]:
-    """Returns folder or hub id of a model.path, and the GGUF file in it."""
-    return locate(path)
 
 
 @functools.cache

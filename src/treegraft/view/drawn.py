@@ -94,8 +94,7 @@ def _page(tree: Tree, num_rows: int, num_letters: int, *, is_open: bool) -> str:
     if len(tree.leaves) > 1:
         said.insert(0, f"{len(tree.leaves)} leaves")
     if facts["reward_mean"] is not None and len(tree.leaves) > 1:
-        said.append(f"mean reward {facts['reward_mean']:.3g}")
-        said.append(f"{facts['num_correct']} right")
+        said += [f"mean reward {facts['reward_mean']:.3g}", f"{facts['num_correct']} right"]
     said += [
         f"{one}: {facts[f'num_{one}']}" for one in ("branches", "grafts") if facts[f"num_{one}"]
     ]

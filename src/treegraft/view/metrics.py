@@ -21,11 +21,7 @@ MAX_COUNT = 10**12
 """Whole numbers beyond it, which no run has, are taken for damage."""
 MAX_LINES = 1000
 """Lines of one answer; of more lines, every so-and-so-many-th is given."""
-AXES = {
-    "tokens": ("rollout/num_sampled_tokens",),
-    "calls": CALLS,
-    "cpu_s": ("time/cpu_s",),
-}
+AXES = {"tokens": ("rollout/num_sampled_tokens",), "calls": CALLS, "cpu_s": ("time/cpu_s",)}
 """Metrics whose sums so far may be the x axis of a chart, which is there where the first of them
 is; seconds by the clock are made of others."""
 _AT_ONCE = 4_000_000

@@ -165,7 +165,9 @@ class RunReader:
         total = self.setting("run", "num_updates") or 0
         done = table.last_update()
         sums = table.axes([-1]) if table.num_lines else {}
-        is_over = bool(table.num_lines) and (done >= total or self._is_spent(sums))
+        limits = {axis: self.setting("run", f"max_{axis}") for axis in ("calls", "tokens")}
+        is_spent = any(most and sums.get(axis, [0.0])[-1] >= most for axis, most in limits.items())
+        is_over = bool(table.num_lines) and (done >= total or is_spent)
         # By time rather than by the lock, which says nothing of a run on another machine.
         is_live = not is_over and time.time() - newest / 1e9 < _LIVE_S
         return {
@@ -182,11 +184,6 @@ class RunReader:
             "sums": {axis: values[0] for axis, values in sums.items()},
             **self._named_by(),
         }
-
-    def _is_spent(self, sums: Mapping[str, Sequence[float]]) -> bool:
-        """Whether a limit of [run] is reached."""
-        limits = {axis: self.setting("run", f"max_{axis}") for axis in ("calls", "tokens")}
-        return any(limit and sums.get(axis, [0.0])[-1] >= limit for axis, limit in limits.items())
 
     def _named_by(self) -> dict[str, str]:
         """The settings by which a list of runs tells them apart, as text."""

@@ -65,10 +65,8 @@ DAMAGE = (
 )
 """Errors that reading a damaged file may raise."""
 _NO_STATE: dict[str, Any] = {
-    **dict.fromkeys(("era", "num_lines", "read_frac", "newest", "update"), 0),
-    "num_updates": 0,
-    "is_over": 0,
-    "is_live": 0,
+    **dict.fromkeys(("era", "num_lines", "read_frac", "newest"), 0),
+    **dict.fromkeys(("update", "num_updates", "is_over", "is_live"), 0),
     "last": {},
     "sums": {},
     **dict.fromkeys(("roles", "explorers", "model", "seed"), ""),

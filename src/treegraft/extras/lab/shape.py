@@ -118,7 +118,7 @@ def model_shape(config: Config, num_words: int) -> shapes.ModelShape | None:
     if path.startswith(shapes.PREFIX):
         fields = shapes.published_shape(path)
         return shapes.ModelShape.of_config(fields, num_shape_weights(fields))
-    place, gguf = shapes.located(path)
+    place, gguf = shapes.locate(path)
     if gguf is not None:
         packages.require(f"model file '{Path(place) / gguf}'", "gguf")
         return _gguf_shape(Path(place) / gguf)

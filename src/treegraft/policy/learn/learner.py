@@ -298,8 +298,7 @@ class Learner:
             denominators = self._denominators(mine)
             packs[part] = self._optimiser_step(packs[part], denominators, sums)
         # The schedule counts those that had no tree too, as its plan does.
-        planned = self.settings.num_epochs * self.settings.num_minibatches
-        self.optimiser.num_steps += planned - len(passes)
+        self.optimiser.num_steps += self.settings.num_epochs * len(minibatches) - len(passes)
         for own in packs.values():
             sums.add_sizes([pack.batch for pack in own if pack.parts])
         sums = combined(self._team, sums.state(), MetricSums.of)
