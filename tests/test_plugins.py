@@ -111,7 +111,7 @@ def lengths(folders, as_json):
 
 
 def disk(config, machine):
-    shown = Finding("run.dir", config.run.dir, note=f"{machine.shape.num_layers} layers")
+    shown = Finding("run.dir", config.run.dir, note=f"{machine.num_words} words")
     return [shown] if config.run.dir != "runs" else None
 
 
