@@ -450,7 +450,7 @@ def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
                 EntropySettings(num_starts=3, probe_tokens=1, normaliser="none"), vocab_size=100
             ),
             engine=engine,
-            deadline_s=0.3,
+            deadline_s=1.5,
         )
     )
     statuses = {leaf.step_id: leaf.status for leaf in tree.leaves}
@@ -466,10 +466,10 @@ class Belated(ScriptedEngine):
         step_id = str(request.noise_key[-1])
         if step_id == "0.1.0":
             assert request.on_probe is not None
-            asyncio.get_running_loop().call_later(0.45, request.on_probe, (1.0,))
+            asyncio.get_running_loop().call_later(1.8, request.on_probe, (1.0,))
             await asyncio.sleep(3600)
         if len(step_id.split(".")) == 4:
-            await asyncio.sleep(0.3)  # others are still under way when it comes
+            await asyncio.sleep(1.2)  # others are still under way when it comes
         return await super().complete(request)
 
 
@@ -481,7 +481,7 @@ def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing(
     explorer = EntropyBranching(
         EntropySettings(num_starts=2, probe_tokens=1, normaliser="none"), vocab_size=100
     )
-    fields = {"deadline_s": 0.4, "num_leaves": 7, "max_completion_tokens": 200}
+    fields = {"deadline_s": 1.6, "num_leaves": 7, "max_completion_tokens": 200}
     tree = grow(make(explorer, engine=engine, allocate=allocate, **fields))
     assert next(leaf.step_id for leaf in tree.leaves if leaf.status is Status.FAILED) == "0.1.0"
     assert "0.1.1" not in ids(tree) and len(tree.leaves) == 7

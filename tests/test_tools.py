@@ -204,13 +204,13 @@ def test_a_hanging_plain_function_does_not_hold_up_the_exit() -> None:
 
 def test_the_deadline_starts_when_the_call_does() -> None:
     async def nap(body: str) -> str:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         return body
 
     async def run() -> list[Observation]:
         box = Toolbox(
             [Fake(nap)],
-            ToolsSettings(deadline_s=0.4, max_output_chars=100, cache=False, max_concurrent=1),
+            ToolsSettings(deadline_s=2.0, max_output_chars=100, cache=False, max_concurrent=1),
         )
         return await asyncio.gather(*(box.call(ToolCall("fake", str(n)), TASK) for n in range(4)))
 
