@@ -402,7 +402,7 @@ def test_law_8_and_9_a_lookup_that_fails_or_hangs_means_the_prompt(
     assert not any(leaf.status is Status.FAILED for leaf in tree.leaves)
     assert grower.take_metrics() == {"restart/num_untrue": 0.0, "restart/num_failed": 1.0}
     assert grower.take_metrics()["restart/num_failed"] == 0.0
-    why = "OSError: database is locked" if task is TASKS[0] else "rollout.deadline_s = 2 s"
+    why = "OSError: database is locked" if task is TASKS[0] else "rollout.deadline_s = 2.0 s"
     assert why in caplog.text
 
 
