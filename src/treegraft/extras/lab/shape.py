@@ -8,10 +8,13 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from treegraft import Config
 from treegraft.parts import errors, packages, shapes
+
+if TYPE_CHECKING:
+    # Settings need pydantic, which a machine with a card may lack where `benchmarks.card` runs.
+    from treegraft import Config
 
 _TINY_WORDS = 16
 """Markup, tags of tools and special tokens of a tiny model's vocabulary, beside the tasks'
