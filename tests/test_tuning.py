@@ -77,6 +77,27 @@ def test_pages_have_the_calls_and_differences_that_no_table_holds() -> None:
     assert round(permutation_test(twenty, [0.0] * 20), 2) == 0.03
 
 
+def test_the_page_has_what_a_thinking_model_cost_and_reached() -> None:
+    lines = known_lines("smollm2-thoughts", "thoughts")
+    names = ("commit, begun anew", "own lessons, call bonus")
+    arms = {name: [lines["thoughts", name, pair]["curve"] for pair in range(6)] for name in names}
+    page = " ".join((ROOT / "docs" / "results.md").read_text("utf-8").split())
+    page = page.split("**And if it thinks")[1].split("**And in a world")[0]
+
+    def ends(key: str) -> list[float]:
+        return [statistics.fmean(curve[-1][key] for curve in arms[name]) for name in names]
+
+    ours, theirs = ends("eval/pass_at_2")
+    assert f"pass@2 is {ours:.2f} and {theirs:.2f}".replace("0.", ".") in page
+    assert all(round(one, -2) == 28_800 for one in ends("rollout/num_sampled_tokens"))
+    ours, theirs = ends("time/cpu_s")
+    assert f"takes {ours:.0f} CPU seconds with commit branching and {theirs:.0f} with" in page
+    costs = [[point["time/cpu_s"] for point in curve] for curve in arms[names[0]]]
+    shares = [[point["accuracy"] for point in curve] for curve in arms[names[0]]]
+    found = [accuracy_at(x, y, theirs) or 0.0 for x, y in zip(costs, shares, strict=True)]
+    assert statistics.fmean(found) < statistics.fmean(c[-1]["accuracy"] for c in arms[names[1]])
+
+
 def known_lines(study: str, world: str) -> dict[Any, Any]:
     plan = make_plan(ROOT / "studies" / f"{study}.toml", only=[world])
     return known_runs(ROOT / "studies" / f"{study}.jsonl", plan.runs)[0]
