@@ -440,7 +440,7 @@ def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
     if name in known or (module and attribute):
         return ""
     return (
-        f"{setting}: got '{name}', expected one of {', '.join(known)}, or an import path"
+        f"{setting}: got '{name:.99}', expected one of {', '.join(known)}, or an import path"
         f" 'package.module:name'.{nearest(name, known)}"
     )
 

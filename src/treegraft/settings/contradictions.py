@@ -77,8 +77,8 @@ def _rule_wrong(config: Config) -> Iterator[Contradiction]:
     if name is not None and ":" not in name:
         yield Contradiction(
             ("credit.rule",),
-            f"credit.rule: got '{name}', expected None or an import path 'package.module:name' of a"
-            " function of your own; the built-in rules are the other settings of [credit].",
+            f"credit.rule: got '{name:.99}', expected None or an import path 'package.module:name'"
+            " of a function of your own; the built-in rules are the other settings of [credit].",
         )
 
 
