@@ -92,6 +92,15 @@ def test_the_page_has_what_a_thinking_model_cost_and_reached() -> None:
     assert all(round(one, -2) == 28_800 for one in ends("rollout/num_sampled_tokens"))
     ours, theirs = ends("time/cpu_s")
     assert f"takes {ours:.0f} CPU seconds with commit branching and {theirs:.0f} with" in page
+    at_600 = [
+        statistics.fmean(
+            accuracy_at([p[CALLS] for p in curve], [p["accuracy"] for p in curve], 600) or 0.0
+            for curve in arms[name]
+        )
+        for name in names
+    ]
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"(with SmolLM2-135M {at_600[0]:.2f} and {at_600[1]:.2f})" in readme
     costs = [[point["time/cpu_s"] for point in curve] for curve in arms[names[0]]]
     shares = [[point["accuracy"] for point in curve] for curve in arms[names[0]]]
     found = [accuracy_at(x, y, theirs) or 0.0 for x, y in zip(costs, shares, strict=True)]
