@@ -12,17 +12,17 @@ from typing import Any
 from treegraft import DataError
 from treegraft.extras.lab.study.plan import RunPlan
 from treegraft.extras.lab.text import counted
-from treegraft.parts import files, setting_rows
+from treegraft.parts import files, metrics, setting_rows
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
 
-CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
+CALLS, REPLAYED = metrics.CALLS
+"""Replayed calls, which an environment had to repeat, count as executed, and as shown."""
+TOKENS, SECONDS = "rollout/num_sampled_tokens", "time/cpu_s"
 DEFAULTS_OF = "defaults_of"
 SHOWN = "rollout/num_shown_calls"
 """Executed calls, and grafted ones."""
-REPLAYED = "environment/num_replayed_calls"
-"""Calls that an environment had to repeat for a branch; they count as executed, and as shown."""
 COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
 
 
