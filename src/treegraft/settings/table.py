@@ -1,5 +1,5 @@
 """How a setting is declared, once, on its field: type, default and limits, its meaning as the text
-under it, and `Facts`: when it has no effect, and who may ignore or change it."""
+under it, and `Facts`: when it has no effect, what it does, and who may ignore or change it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from types import NoneType
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
@@ -127,6 +128,12 @@ def by_model(*, tiny: Any, full: Any, lora: Any = None) -> Callable[[Any], Any]:
 # --- facts ----------------------------------------------------------------------------------------
 
 
+Act = Literal["runs", "imports", "writes", "reads", "sends", "unknown", "nothing"]
+"""What the value of a setting does: it "runs" a program, "imports" Python code or a template (or is
+handed to such code), "writes" or "reads" files, "reads" an environment variable, "sends" to an
+address or listens at one, or does "nothing". That of a value without a declaration is "unknown"."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Facts about a setting, or all settings of a table, beside type, limits and meaning."""
@@ -155,6 +162,9 @@ class Facts:
     means."""
     retrieval_source: bool = False
     """Decides whose steps are retrieved."""
+    acts: Act | None = None
+    """What its value does. None: an import path in place of a name of `plugins` imports; any other
+    text of the writer's own is "unknown"; numbers and fixed words do nothing."""
 
 
 def setting(
@@ -196,7 +206,13 @@ class Setting:
     def table(self) -> type[Settings] | None:
         """The model of a table, None for a setting."""
         kind = self.field.annotation
-        return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
+        return kind if _is_table(kind) else None
+
+    @property
+    def entries(self) -> type[Settings] | None:
+        """The model of a table, or of each entry of a list of tables; None for another setting."""
+        kinds = (self.field.annotation, *get_args(self.field.annotation))
+        return next(filter(_is_table, kinds), None)
 
     @functools.cached_property
     def meaning(self) -> str:
@@ -213,6 +229,13 @@ class Setting:
         """The names that it takes besides import paths, ours first, then those of plugins."""
         kind = self.facts.plugins
         return (*CORE_NAMES.get(kind, ()), *offered(kind)) if kind else ()
+
+    def act(self, value: Any) -> Act:
+        """Returns what this value of it would do."""
+        if self.facts.plugins:
+            named = value if isinstance(value, list) else [value]
+            return "nothing" if all(one in self.names for one in named) else "imports"
+        return self.facts.acts or ("unknown" if _takes_text(self.field.annotation) else "nothing")
 
     def idle_reasons(
         self, config: Settings, told: Mapping[str, Callable[[Any], str]]
@@ -233,6 +256,18 @@ class Setting:
                     yield reason
 
 
+def _is_table(kind: Any) -> TypeGuard[type[Settings]]:
+    return isinstance(kind, type) and issubclass(kind, Settings)
+
+
+def _takes_text(kind: Any) -> bool:
+    """Whether a type has values with texts of the writer's own."""
+    parts = get_args(kind)
+    if not parts:
+        return isinstance(kind, type) and kind not in (bool, int, float, NoneType)
+    return get_origin(kind) is not Literal and any(_takes_text(part) for part in parts)
+
+
 def walk(
     model: type[Settings], prefix: str = "", above: tuple[Facts, ...] = ()
 ) -> Iterator[Setting]:
@@ -243,6 +278,28 @@ def walk(
         yield found
         if found.table is not None:
             yield from walk(found.table, f"{prefix}{name}.", (*above, found.facts))
+
+
+def acting(
+    table: type[Settings], values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[Act, str, Any]]:
+    """Yields, for each of the `values` that does something or that no setting declares, what it
+    does, its dotted name and the value. Nobody has checked them; defaults are left out.
+
+    Args:
+        prefix: dotted name of `table` with a dot behind it, "" for the root.
+    """
+    for key, value in values.items():
+        if key not in table.model_fields:
+            yield "unknown", f"{prefix}{key!r}", value
+            continue
+        found = Setting(f"{prefix}{key}", table.model_fields[key], ())
+        entries = value if isinstance(value, list) else [value]
+        if found.entries and all(isinstance(one, Mapping) for one in entries):
+            for one in entries:
+                yield from acting(found.entries, one, f"{found.name}.")
+        elif value != found.field.default and (act := found.act(value)) != "nothing":
+            yield act, found.name, value
 
 
 def joined(
@@ -264,12 +321,8 @@ def joined(
     fields: dict[str, Any] = {}
     for name, field in table.model_fields.items():
         dotted, kind = f"{prefix}{name}", field.annotation
-        is_table = isinstance(kind, type) and issubclass(kind, Settings)
-        if is_table and any(f"{one}.".startswith(f"{dotted}.") for one in added):
-            grown, again = (
-                joined(cast("type[Settings]", kind), added, home, f"{dotted}."),
-                copy.copy(field),
-            )
+        if _is_table(kind) and any(f"{one}.".startswith(f"{dotted}.") for one in added):
+            grown, again = joined(kind, added, home, f"{dotted}."), copy.copy(field)
             again.annotation = grown
             again.default = grown.model_validate(field.default.model_dump(exclude_unset=True))
             fields[name] = (grown, again)

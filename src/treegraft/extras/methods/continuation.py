@@ -26,7 +26,7 @@ class ContinuationSettings(Settings):
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest go
     on where others answered wrongly."""
-    tool: str = setting("", idle_unless=(names_tools,))
+    tool: str = setting("", acts="nothing", idle_unless=(names_tools,))
     """The tool whose call is begun in place of an answer; empty for the first."""
     min_reward: float = 1.0
     """Reward from which an answer is right."""

@@ -40,7 +40,7 @@ class CounterfactualSettings(Settings):
     """What begins the other side: the mark of the call or the answer behind the step's own thought,
     or, with "anew", the first token in which the tree's own steps of the other kind differ from the
     step, where there is such a step. For agents that decide in their thoughts."""
-    tool: str = setting("", idle_unless=(names_tools,))
+    tool: str = setting("", acts="nothing", idle_unless=(names_tools,))
     """The tool whose call is begun in place of an answer; empty for the first."""
     answers: bool = setting(True, default_of=marks_answers)
     """Whether answers are begun in place of calls, too; the format "chat" has no mark that begins

@@ -10,7 +10,7 @@ from treegraft.parts import Settings, setting
 class ClusterSettings(Settings):
     """How `treegraft cluster` spreads a run over machines; other commands take no notice."""
 
-    address: str = setting("local")
+    address: str = setting("local", acts="sends")
     """The Ray cluster: "local" starts one on this machine for the run, "auto" takes the one that
     this machine belongs to, "HOST:PORT" that of another machine's head node."""
     learner_gpus: int = setting(0, ge=0)

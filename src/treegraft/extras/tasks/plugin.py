@@ -9,9 +9,9 @@ from treegraft.parts import Plugin, Settings, setting, when
 
 
 class ReasoningGymSettings(Settings):
-    generator: str = "chain_sum"
+    generator: str = setting("chain_sum", acts="imports")
     """Name of a reasoning-gym generator, e.g. "chain_sum", "products", "basic_arithmetic"."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = setting({}, acts="imports")
     """The generator's own parameters."""
 
 

@@ -12,10 +12,10 @@ SETTING = "track.prometheus"
 
 
 class _Tables(Settings):
-    project: str | None = setting(None, resumable=True, ignored_by_eval=True)
+    project: str | None = setting(None, acts="nothing", resumable=True, ignored_by_eval=True)
     """Project of trackio and Weights & Biases, experiment of MLflow; None takes their environment
     variables, else "treegraft"."""
-    prometheus: str | None = setting(None, resumable=True, ignored_by_eval=True)
+    prometheus: str | None = setting(None, acts="sends", resumable=True, ignored_by_eval=True)
     """Address at which a Prometheus server finds the latest metrics of the run, such as
     "127.0.0.1:9464"; None for none."""
 

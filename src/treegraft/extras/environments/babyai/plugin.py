@@ -10,7 +10,9 @@ from treegraft.parts import Contradiction, Plugin, Settings, setting, when
 
 class BabyAISettings(Settings):
     levels: list[str] = setting(
-        ["GoToObjS6", "GoToRedBallGrey", "GoToLocalS6N3", "PickupLoc"], min_length=1
+        ["GoToObjS6", "GoToRedBallGrey", "GoToLocalS6N3", "PickupLoc"],
+        min_length=1,
+        acts="nothing",
     )
     """Names of BabyAI's levels, in equal shares, such as "GoToLocalS6N3" for "BabyAI-GoToLocalS6N3"
     in its newest version."""

@@ -26,6 +26,7 @@ class ScienceWorldSettings(Settings):
             "find-non-living-thing",
         ],
         min_length=1,
+        acts="nothing",
     )
     """Names of ScienceWorld's 30 tasks, in equal shares, such as "find-plant" or "boil"; those that
     stand here are the shortest."""

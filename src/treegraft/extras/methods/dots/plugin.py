@@ -24,7 +24,7 @@ class _SamplerFields(Settings):
     temperature: float = setting(1e-3, gt=0, idle_unless=_BY_DIFFICULTY)
     """How far from the target the dealt tasks may be (tau in the paper): a task's chance is
     proportional to exp(-|rate - target| / temperature)."""
-    encoder: str = setting("", idle_unless=_BY_DIFFICULTY)
+    encoder: str = setting("", acts="reads", idle_unless=_BY_DIFFICULTY)
     """Compares questions, so that a task's rate is predicted from those of tasks like it:
     "hashing", "minilm", a folder, a hub id or "pypi:PACKAGE"; "" compares nothing, and a task that
     was not rolled out yet has the mean rate."""
