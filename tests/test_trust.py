@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from tests.error_codes import raises_code
 from tests.tiny import tiny
 from typer.testing import CliRunner
 
@@ -361,7 +362,7 @@ def test_a_question_shows_everything_or_is_not_asked(
     changed(run / "config.json", "engine", options={"a": "b" * 5000})
     monkeypatch.setattr(trust, "_says_yes", lambda question: pytest.fail("asked"))
     shown = asked(run)
-    assert "too many for a question. Read it in config.json there" in shown and "evil" not in shown
+    assert "too many for a question. Read it in config.json" in shown and "evil" not in shown
     trust.accept(True)
     own_config(run)
 
@@ -371,6 +372,57 @@ def test_the_name_of_a_folder_forges_no_line_of_the_question(run: Path) -> None:
     (other / ".trust").unlink()
     shown = asked(other)
     assert "\x1b" not in shown and "\n  runs: nothing" not in shown
+
+
+# --- what is trusted was listed -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", ["run", "checkpoint"])
+def test_a_question_lists_all_that_is_trusted_with_it(run: Path, hidden: str) -> None:
+    """Asked about the run, it lists its checkpoints' settings, and asked about one, the run's."""
+    checkpoint = find_checkpoint(run)
+    state = read_state(checkpoint)
+    for one in run.rglob(".trust"):
+        one.unlink()
+    place = run if hidden == "run" else checkpoint / "treegraft"
+    changed(place / "config.json", "track", trackers=["evil.module:Tracker"])
+    resealed(checkpoint, state)
+    line = "imports: track.trackers = ['evil.module:Tracker']"
+    with raises_code("folder-untrusted") as about_checkpoint:
+        open_checkpoint(run, None, ())
+    assert line in asked(run) and line in str(about_checkpoint.value)
+
+
+def test_what_changes_while_the_question_is_read_is_not_trusted(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / ".trust").unlink()
+
+    def agrees(question: str) -> bool:
+        changed(run / "config.json", "track", trackers=["evil.module:Tracker"])
+        return True
+
+    monkeypatch.setattr(trust, "_says_yes", agrees)
+    assert "evil" not in asked(run)
+    monkeypatch.undo()
+    assert "evil" in asked(run)
+
+
+def test_trust_leaves_out_what_links_lead_to(made: Path, run: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(made, tmp_path / "other"))
+    for one in (*run.rglob(".trust"), *other.rglob(".trust")):
+        one.unlink()
+    linked, elsewhere = run / "checkpoints" / "update-000009", find_checkpoint(other)
+    linked.symlink_to(elsewhere)
+    own = find_checkpoint(run).with_name("update-000001")
+    treegraft.trust(run)
+    assert is_trusted(run, RUN) and is_trusted(own, CHECKPOINT)
+    assert not [*other.rglob(".trust")]
+    # Opened by the link, the question names the folder that is trusted.
+    os.environ["TREEGRAFT_TRUSTED"] = ""
+    with raises_code("folder-untrusted") as caught:
+        open_checkpoint(linked, None, ())
+    assert f"treegraft.trust('{other}')" in str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["run", "eval", "resume"])

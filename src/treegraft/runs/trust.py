@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -89,11 +89,16 @@ def _content(folder: Path, of: Marked) -> bytes:
     )
 
 
+def _sign(path: Path, content: bytes) -> None:
+    """Writes a mark; without a key, or where nothing can be written, there is none."""
+    with suppress(OSError, RuntimeError):
+        write_atomically(path, hmac.new(_key(), content, "sha256").hexdigest())
+
+
 def mark(folder: Path, of: Marked) -> None:
     """Marks a folder that this process has written; without a key it stays without a mark."""
-    with suppress(OSError, RuntimeError):
-        signed = hmac.new(_key(), _content(folder, of), "sha256").hexdigest()
-        write_atomically(_mark_path(folder, of), signed)
+    with suppress(OSError):
+        _sign(_mark_path(folder, of), _content(folder, of))
 
 
 def is_trusted(folder: Path, of: Marked) -> bool:
@@ -108,6 +113,22 @@ def is_trusted(folder: Path, of: Marked) -> bool:
     return False
 
 
+def _seen(folder: Path) -> list[tuple[Path, bytes, Any]]:
+    """Of a run folder with its checkpoints, or of a checkpoint: where each mark goes, what it is
+    of, and the settings. Unreadable ones are left out, and what a link in the folder leads to."""
+    place = folder.resolve()
+    found = []
+    of = CHECKPOINT if (place / CHECKPOINT[1]).exists() else RUN
+    below = [(one, CHECKPOINT) for one in sorted(place.glob("checkpoints/*"))]
+    for one, names in [(place, of), *below]:
+        path = _mark_path(one, names)
+        with suppress(OSError, ValueError):
+            if path.parent == path.parent.resolve():
+                settings = parse_json((one / names[0]).read_bytes())
+                found.append((path, _content(one, names), settings))
+    return found
+
+
 def trust(folder: Path | str) -> None:
     """Trusts a run folder with its checkpoints, or a checkpoint, as it is now: what its settings
     name may run. A later change of it is asked about.
@@ -115,20 +136,21 @@ def trust(folder: Path | str) -> None:
     Raises:
         CheckpointError: it is neither.
     """
-    place, found = Path(folder).expanduser(), False
-    for one in (place, *sorted(place.glob("checkpoints/*"))):
-        of = CHECKPOINT if (one / CHECKPOINT[1]).exists() else RUN
-        with suppress(OSError):
-            digest = hashlib.sha256(_content(one, of)).hexdigest()
-            # Also where the folder cannot be written to, and in the processes that this one starts.
-            os.environ[_TRUSTED] = f"{os.environ.get(_TRUSTED, '')} {digest}".strip()
-            mark(one, of)
-            found = True
-    if not found:
+    seen = _seen(Path(folder).expanduser())
+    if not seen:
         raise CheckpointError(
             f"'{folder}' is neither a run folder nor a checkpoint of Treegraft.",
             code="trust-nothing",
         )
+    _trust(seen)
+
+
+def _trust(seen: Sequence[tuple[Path, bytes, Any]]) -> None:
+    for path, content, _ in seen:
+        digest = hashlib.sha256(content).hexdigest()
+        # Also where the folder cannot be written to, and in the processes that this one starts.
+        os.environ[_TRUSTED] = f"{os.environ.get(_TRUSTED, '')} {digest}".strip()
+        _sign(path, content)
 
 
 def accept(is_given: bool) -> bool:
@@ -147,21 +169,28 @@ def require_trust(folder: Path, of: Marked) -> None:
     try:
         if is_trusted(folder, of):
             return
-        settings = parse_json((folder / of[0]).read_bytes())
+        parse_json((folder / of[0]).read_bytes())
     except (OSError, ValueError):  # nothing acts; who reads it next says what is missing or damaged
         return
-    whole = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    whole = whole if of == CHECKPOINT and (whole / RUN[0]).is_file() else folder
-    listed = "".join(f"\n  {line}" for line in what_acts(settings))
+    whole = folder.resolve()
+    run = whole.parent.parent
+    if of == CHECKPOINT and whole.parent.name == "checkpoints" and (run / RUN[0]).is_file():
+        whole = run
+    # What is trusted together is read once, and shown together.
+    seen = _seen(whole)
+    listed = "".join(f"\n  {line}" for line in what_acts(*(settings for _, _, settings in seen)))
     if is_long := len(listed) > _MOST_SHOWN:
-        listed = f" {len(listed):,} characters, too many for a question. Read it in {of[0]} there."
+        listed = f" {len(listed):,} characters, too many for a question. Read it in config.json"
+        listed += " there, and in treegraft/config.json of each checkpoint."
     fault = (
         f"{str(folder)!r} was not made by you, or has changed since: it has no mark under your key"
-        f" ('{key_path()}'). What its settings may do:{listed or ' nothing.'}"
+        f" ('{key_path()}'). What the settings in {str(whole)!r} and its checkpoints may do:"
+        f"{listed or ' nothing.'}"
     )
     if _accepts or (not is_long and _says_yes(fault)):
-        trust(whole)
-        return
+        _trust(seen)
+        if is_trusted(folder, of):
+            return
     raise CheckpointError(
         f"{fault}\nIf you trust where it comes from, say so with --trust, or in Python with"
         f" treegraft.trust({str(whole)!r}).",
