@@ -12,7 +12,7 @@ import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.house import below, imports_of, longest_chain, text_of
+from benchmarks.house import text_of
 from tests.pages import builder
 from tests.test_exports import is_overload
 
@@ -91,15 +91,6 @@ TORCH = (
 
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")
 """Exceptions from the above: what must answer without torch."""
-
-MOST_CORE_LINES = 33_000
-"""Lines of code outside `extras`."""
-MOST_LINES_BELOW_TRAIN = 39_200
-"""Lines of `train.py` and all that it imports, directly or not."""
-LONGEST_CHAIN = 18
-"""Files of the core that import one another in a row."""
-LONGER: dict[str, str] = {}
-"""Functions longer than 60 lines of code and files longer than 400, each with the reason."""
 
 
 def under(module: str, parents: tuple[str, ...]) -> bool:
@@ -382,39 +373,16 @@ def test_lines_of_code_are_counted_without_docstrings() -> None:
     assert code_lines(source, ast.parse(source)) == {6, 10, 12}
 
 
-def is_core(module: str) -> bool:
-    return not under(module, ("extras",))
-
-
-def test_sizes() -> None:
+def test_functions_are_short() -> None:
     long = []
     for module, tree in trees().items():
         code = code_lines(TEXTS[module], tree)
-        if len(code) > 400 and module not in LONGER:
-            long.append(f"{module} has {len(code)} lines of code")
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 own = code & set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-                name = f"{module}.{node.name}"
-                if len(own) > 60 and name not in LONGER:
-                    long.append(f"{name} has {len(own)} lines of code")
+                if len(own) > 60:
+                    long.append(f"{module}.{node.name} has {len(own)} lines of code")
     assert long == []
-
-
-def test_the_core_is_small() -> None:
-    total = sum(len(code_lines(TEXTS[one], tree)) for one, tree in trees().items() if is_core(one))
-    assert total <= MOST_CORE_LINES
-
-
-def test_what_a_training_imports_is_bounded() -> None:
-    closure = below("train", imports_of(TEXTS))
-    lines = sum(len(TEXTS[name].splitlines()) for name in closure)
-    assert lines <= MOST_LINES_BELOW_TRAIN
-
-
-def test_chains_of_imports_are_short() -> None:
-    core = {one: text for one, text in TEXTS.items() if is_core(one) and one not in ("", "parts")}
-    assert longest_chain(imports_of(core)) <= LONGEST_CHAIN
 
 
 def test_modules_and_public_functions_are_described() -> None:
