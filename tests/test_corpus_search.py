@@ -173,7 +173,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     assert (found.id, found.contents[:11]) == (789, '"needle789"')
     assert peak < 10_000_000
     assert after - before < 1_000_000
-    assert (tmp_path / "large.jsonl.bm25" / "current.json").exists()
+    assert len([*(tmp_path / "large.jsonl.bm25").glob("*/index.json")]) == 1
     asyncio.run(search.close())
 
 
@@ -323,7 +323,8 @@ def test_an_index_is_made_once_and_again_for_another_corpus(tmp_path: Path) -> N
     build(path, encoder).close()
     assert encoder.num_texts == 50
     home = tmp_path / "c.jsonl.dense"
-    (home / "current.json").write_text("{")  # damaged: the vectors are still there
+    (record,) = home.glob("*/index.json")
+    record.write_text("{")  # damaged: the vectors are still there
     build(path, encoder).close()
     assert encoder.num_texts == 50
     write(path, [sentence(draw) for _ in range(50)])  # as many bytes, nearly
@@ -333,6 +334,46 @@ def test_an_index_is_made_once_and_again_for_another_corpus(tmp_path: Path) -> N
     # Who had the old one open keeps it.
     assert len(old.search(["x"], 3)[0][0]) == 3
     old.close()
+
+
+def test_only_earlier_indexes_of_the_same_corpus_are_removed(tmp_path: Path) -> None:
+    disk, encoder = tmp_path / "disk", Counting()
+    for name in ("photos", "0123456789abcdef"):
+        (disk / name).mkdir(parents=True)
+        (disk / name / "a.txt").write_text("kept")
+    paths = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "c.jsonl.dense").symlink_to(disk)
+        paths.append(write(tmp_path / folder / "c.jsonl", [folder]))
+    for path in (*paths, *paths):
+        build(path, encoder).close()
+    # Each corpus has found its own again.
+    assert encoder.num_texts == 2
+    (record,) = (one for one in disk.glob("*/index.json") if "/a/c.jsonl" in one.read_text())
+    elsewhere = tmp_path / "elsewhere"
+    record.parent.rename(elsewhere)
+    record.parent.symlink_to(elsewhere)
+    write(paths[0], ["another", "text"])
+    build(paths[0], encoder).close()
+    build(paths[1], encoder).close()
+    assert encoder.num_texts == 4
+    # The earlier one of this corpus was a link by then.
+    assert record.exists() and len([*disk.glob("*/index.json")]) == 3
+    assert len([*disk.glob("*/a.txt")]) == 2
+
+
+def test_a_build_does_not_write_through_links(tmp_path: Path) -> None:
+    path, encoder, own = write(tmp_path / "c.jsonl", ["oak"]), Counting(), tmp_path / "own.txt"
+    own.write_text("kept")
+    build(path, encoder).close()
+    (record,) = (tmp_path / "c.jsonl.dense").glob("*/index.json")
+    record.write_text("{}")
+    for name in ("vectors.f16", "offsets.npy"):
+        (record.parent / name).unlink()
+        (record.parent / name).symlink_to(own)
+    build(path, encoder).close()
+    assert own.read_text() == "kept" and encoder.num_texts == 2
 
 
 def test_an_index_is_made_again_for_other_weights_of_a_folder(
@@ -385,7 +426,6 @@ def test_a_build_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     child.wait()
     child.stdout.close()
     home = tmp_path / "c.jsonl.dense"
-    assert not (home / "current.json").exists()
     (folder,) = (one for one in home.iterdir() if one.is_dir())
     # A block that was cut off in the middle is made again.
     with (folder / "vectors.f16").open("ab") as file:

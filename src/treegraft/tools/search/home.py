@@ -2,12 +2,13 @@
 the same; a build may be killed at any moment.
 
     CORPUS.jsonl.dense/          beside the corpus, or elsewhere
-        current.json             size, time and checksum of the corpus, and the folder of its index
         3f9c.../                 the files of one index, named after everything they depend on
+            index.json           the corpus, and once the index is finished its size and checksum
         .lock                    held while an index is built
 
-`current.json` is written last, so a folder that it does not name is unfinished: its files may be
-reused, and it is removed once another is finished.
+The files of an unfinished index may be reused. Once an index is finished, all others of the same
+corpus are removed. Nothing else is: the folder may be a link to a disk that holds other things, and
+corpora of one name may share it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -25,11 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError
-from treegraft.core.files import open_own, write_atomically
+from treegraft.core.files import open_own, remove_folder, write_atomically
 from treegraft.tools.search.corpus import checksum
 
 SMALL_BYTES = 1 << 26
 """Corpora up to this size are compared by their contents; larger ones by size and time first."""
+
+_RECORD = "index.json"
+_FOLDER = re.compile("[0-9a-f]{16}")
+"""Names of the folders of indexes."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +56,7 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
     else:
         beside = corpus.parent / name
         # An index beside the corpus serves also where nothing can be written.
-        if (beside / "current.json").exists():
+        if any(beside.glob(f"*/{_RECORD}")):
             return beside
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegraft"
         # Corpora of one name in two folders must not share a place.
@@ -93,47 +99,61 @@ def find_or_make(
         state = corpus.stat()
         content = checksum(corpus)
         folder = home / _digest(json.dumps([content, dict(recipe)], sort_keys=True), 8)
+        if any(one.is_symlink() for one in (folder, *folder.glob("*"))):
+            # Made by somebody else: writing here would write to what the links lead to.
+            remove_folder(folder)
         folder.mkdir(exist_ok=True)
+        record: dict[str, Any] = {"corpus": str(corpus.resolve()), "recipe": dict(recipe)}
+        # Before the files, so that a later build knows whose they are if this one is killed.
+        write_atomically(folder / _RECORD, json.dumps(record))
         make(folder)
-        current = {
-            "size": state.st_size,
-            "mtime_ns": state.st_mtime_ns,
-            "content": content,
-            "recipe": dict(recipe),
-            "folder": folder.name,
-        }
-        write_atomically(home / "current.json", json.dumps(current, indent=2))
+        record |= {"size": state.st_size, "mtime_ns": state.st_mtime_ns, "content": content}
+        write_atomically(folder / _RECORD, json.dumps(record, indent=2))
         for other in home.iterdir():
-            # A process that has mapped their files keeps them.
-            if other.is_dir() and other != folder:
+            if other != folder and _is_index_of(corpus, other):
+                # A process that has mapped their files keeps them.
                 shutil.rmtree(other, ignore_errors=True)
         return folder
 
 
-def _find(corpus: Path, home: Path, recipe: Mapping[str, Any]) -> Path | None:
-    place = home / "current.json"
+def _is_index_of(corpus: Path, folder: Path) -> bool:
+    """Whether a folder of a home is an index of this corpus, finished or not; a link is none."""
+    if folder.is_symlink() or not _FOLDER.fullmatch(folder.name):
+        return False
     try:
-        current = json.loads(place.read_text(encoding="utf-8"))
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        return bool(record["corpus"] == str(corpus.resolve()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _find(corpus: Path, home: Path, recipe: Mapping[str, Any]) -> Path | None:
+    records = sorted(home.glob(f"*/{_RECORD}"))
+    return next((one.parent for one in records if _describes(one, corpus, recipe)), None)
+
+
+def _describes(place: Path, corpus: Path, recipe: Mapping[str, Any]) -> bool:
+    """Whether a file describes a finished index of this corpus as it is now."""
+    try:
+        record = json.loads(place.read_text(encoding="utf-8"))
         state = corpus.stat()
-        folder = home / str(current["folder"])
-        is_same_time = current["mtime_ns"] == state.st_mtime_ns
+        is_same_time = record["mtime_ns"] == state.st_mtime_ns
         is_same = (
-            current["recipe"] == dict(recipe)
-            and current["size"] == state.st_size
-            and folder.is_dir()
+            record["recipe"] == dict(recipe)
+            and record["size"] == state.st_size
             # Reading tens of gigabytes at each start takes minutes; there the time has to do.
             and (
                 (is_same_time and state.st_size > SMALL_BYTES)
-                or current["content"] == checksum(corpus)
+                or record["content"] == checksum(corpus)
             )
         )
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # none there, or damaged: the index is built again
+        return False  # unfinished or damaged: the index is built again
     if is_same and not is_same_time:
         # A copied corpus is read once; the next start goes by its new time.
         with contextlib.suppress(OSError):
-            write_atomically(place, json.dumps(current | {"mtime_ns": state.st_mtime_ns}, indent=2))
-    return folder if is_same else None
+            write_atomically(place, json.dumps(record | {"mtime_ns": state.st_mtime_ns}, indent=2))
+    return is_same
 
 
 def _digest(text: str, num_bytes: int) -> str:
