@@ -269,6 +269,32 @@ def test_a_checkpoint_that_is_a_link_is_pruned_and_its_target_stays(
     assert not os.path.lexists(write_again) and len(list(target.rglob("*"))) == number
 
 
+@pytest.mark.parametrize("name", ["trees", "checkpoints", "buffer", "buffer/traces.sqlite"])
+def test_a_resume_refuses_links_out_of_the_run_folder(
+    copy: Path, tmp_path: Path, name: str
+) -> None:
+    victim = tmp_path / "elsewhere" / "victim"
+    victim.parent.mkdir()
+    (copy / name).replace(victim)
+    (copy / name).symlink_to(victim)
+    files = [one for place in (copy, victim.parent) for one in place.rglob("*") if one.is_file()]
+    before = {one: (one.stat().st_mtime_ns, file_checksum(one)) for one in files}
+    for accepts in (False, True):
+        with raises_code("run-linked-out", match=f"{name} is a link to '{victim}'"):
+            train(None, resume=copy, accepts_changes=accepts)
+    after = [one for place in (copy, victim.parent) for one in place.rglob("*") if one.is_file()]
+    assert {one: (one.stat().st_mtime_ns, file_checksum(one)) for one in after} == before
+
+
+def test_a_run_folder_reached_through_a_link_goes_on(
+    whole: Path, copy: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(copy)
+    train(None, resume=link)
+    assert differing(whole, copy) == []
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 

@@ -384,6 +384,24 @@ def test_trees_are_read_through_links_of_the_user_s(
     assert read_trees("mine.jsonl") == read_trees("link.jsonl") == [TREE]
 
 
+def test_going_on_refuses_links_out_of_the_run_folder(tmp_path: Path) -> None:
+    packed(tmp_path)
+    run, elsewhere = RunFolder(tmp_path / "run"), tmp_path / "elsewhere"
+    run.trees_dir.rename(elsewhere)
+    run.trees_dir.symlink_to(elsewhere)
+    (file,) = elsewhere.iterdir()
+    before = file.read_bytes()
+    for going_on in (run.refuse_links, lambda: run.cut_before(1)):
+        with raises_code("run-linked-out", match=f"trees is a link to '{elsewhere}'"):
+            going_on()
+    assert file.read_bytes() == before
+    run.trees_dir.unlink()
+    elsewhere.rename(run.path / "moved")
+    # A link to a place inside loses nothing of anybody else.
+    run.trees_dir.symlink_to("moved")
+    run.refuse_links()
+
+
 def test_trees_of_0_7_are_read_and_cut(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "{}")
     for number in (1, 2):

@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import IO
 
 from treegraft.core.errors import CheckpointError, DataError, nearest
-from treegraft.core.files import LineFile, open_own, parse_json, storage_fault, write_atomically
+from treegraft.core.files import (
+    LineFile,
+    leads_outside,
+    open_own,
+    parse_json,
+    storage_fault,
+    write_atomically,
+)
 from treegraft.core.given import Record
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
@@ -174,6 +181,19 @@ class RunFolder:
             )
         return cls(path)
 
+    def refuse_links(self) -> None:
+        """Raises CheckpointError where a link leads out of the folder: going on with the run would
+        write and remove there."""
+        for place in (*self.path.glob("*"), *self.path.glob("buffer/*")):
+            if place.is_symlink() and leads_outside(place, self.path):
+                raise CheckpointError(
+                    f"run folder '{self.path}': {place.relative_to(self.path)} is a link to"
+                    f" '{os.path.realpath(place)}'; expected no link out of the folder, since a"
+                    " resumed run writes and removes files in it. Put what it leads to in its"
+                    " place. To keep a run on another disk, move the whole folder and link that.",
+                    code="run-linked-out",
+                )
+
     def claim(self) -> None:
         """Locks the run for this process until `release` or the end of the process.
 
@@ -247,6 +267,7 @@ class RunFolder:
 
     def cut_before(self, update: int) -> None:
         """Removes the metrics and trees of `update` and of later ones."""
+        self.refuse_links()
         size = 0
         if self.metrics_path.exists():
             lines = read_metrics(self.path)

@@ -290,11 +290,13 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the settings that a run was started with, with overrides.
 
     Raises:
-        CheckpointError: no run folder, one whose settings cannot be read, or one that this user
-            neither made nor trusts.
+        CheckpointError: no run folder, one with links out of it, one whose settings cannot be read,
+            or one that this user neither made nor trusts.
         SettingError: an override is wrong.
     """
-    path = RunFolder.open(run_dir).path / "config.json"
+    folder = RunFolder.open(run_dir)
+    folder.refuse_links()
+    path = folder.path / "config.json"
     # A checkpoint has a config.json as well, that of its model.
     if (path.parent / "treegraft" / "state.json").exists():
         raise CheckpointError(
