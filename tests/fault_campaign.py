@@ -178,9 +178,10 @@ class Campaign:
                 self.faults.append(f"{what}, {len(errors)} errors: {end.printed[-800:]}")
         else:
             self.faults.append(f"{what}: {end.printed[-800:]}")
-        partial = self.folder / f".{name}.partial"
-        if fault != "kill" and partial.exists():
-            self.faults.append(f"{what}: '{partial}' was left behind")
+        for partial in self.folder.glob(".*.partial"):
+            shutil.rmtree(partial)
+            if fault != "kill":
+                self.faults.append(f"{what}: '{partial}' was left behind")
 
     # ------------------------------------------------------------------ whole runs
 

@@ -3,6 +3,7 @@ buffers that cannot be used."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -21,8 +22,11 @@ from treegraft.core.errors import (
     TreegraftError,
 )
 from treegraft.core.types import BranchCause, GraftCause, Origin, StepContent, ToolCall, Trace
+from treegraft.launch import training
+from treegraft.runs.display import PlainDisplay
 from treegraft.runs.metrics import meaning
-from treegraft.runs.record import read_metrics, read_trees
+from treegraft.runs.record import RunFolder, read_metrics, read_trees
+from treegraft.runs.start import Start, new_start
 from treegraft.runs.tree_files import parts_in
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.run_buffer import OWN_FILE
@@ -278,3 +282,22 @@ def quiet() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+def test_a_run_whose_name_was_taken_while_it_loaded_goes_on_under_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(*arguments: Any) -> Start:
+        found = new_start(*arguments)
+        RunFolder.create(found.path, '{"other": 1}')
+        return found
+
+    monkeypatch.setattr(training, "new_start", taken)
+    shown = io.StringIO()
+    tables = {"run": {"dir": str(tmp_path), "num_updates": 0}, "warmup": {"num_steps": 1}}
+    result = train(tiny(**{**BOTH, **tables}), display=PlainDisplay(shown))
+    other = result.run_dir.with_name(result.run_dir.name.removesuffix("-2"))
+    assert result.run_dir != other and result.checkpoint_dir.is_relative_to(result.run_dir)
+    assert (result.run_dir / OWN_FILE).is_file() and str(result.run_dir) in shown.getvalue()
+    assert (other / "config.json").read_text() == '{"other": 1}' and not any(other.glob("*/*"))
+    assert RunResult.read(result.run_dir) == result

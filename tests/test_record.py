@@ -4,7 +4,10 @@ checkpoint."""
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from tests.examples import at_most
 from tests.tiny import tiny
 from tests.trees import Part, build_tree, recorded_trees
 
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.files import write_atomically
 from treegraft.core.steps import observation_from
 from treegraft.core.types import (
@@ -27,9 +30,9 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.runs import tree_files
+from treegraft.runs import record, start, tree_files
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
-from treegraft.runs.start import find_checkpoint
+from treegraft.runs.start import find_checkpoint, new_start
 from treegraft.runs.tree_files import TreePart, drop_parts, parts_in, parts_of, write_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.load import load_config
@@ -221,6 +224,49 @@ def test_a_folder_in_the_way_is_refused_and_a_foreign_one_too(tmp_path: Path) ->
     assert (tmp_path / "run" / "config.json").read_text() == '{"a": 1}'
     with raises_code("not-a-run"):
         RunFolder.open(tmp_path)
+
+
+def test_of_starts_of_one_name_exactly_one_makes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None goes on before all have found the name free and have filled their folders.
+    together = threading.Barrier(4, timeout=10)
+    monkeypatch.setattr(record, "mark", lambda *_: together.wait())
+    place = tmp_path / "runs" / "run"
+
+    def start(number: int) -> str:
+        try:
+            RunFolder.create(place, f'{{"a": {number}}}')
+        except CheckpointError as error:
+            return error.code
+        return str(number)
+
+    with ThreadPoolExecutor(4) as threads:
+        ends = sorted(threads.map(start, range(4)))
+    assert ends[1:] == ["run-exists"] * 3
+    assert (place / "config.json").read_text() == f'{{"a": {ends[0]}}}'
+    assert {one.name for one in place.iterdir() if one.is_dir()} == {"trees", "checkpoints"}
+    assert [*place.parent.iterdir()] == [place]
+
+
+def test_starts_without_a_name_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Still(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Still:
+            return cls(2026, 11, 27, 7, 57, 39, tzinfo=tz)
+
+    monkeypatch.setattr(start, "datetime", Still)
+    # The second begins while the first one loads: its folder is not there yet.
+    starts = [new_start(tiny(run={"dir": str(tmp_path), "seed": 3}), "demo") for _ in range(3)]
+    names = []
+    for one in starts:
+        folder = one.open_folder()
+        names.append(folder.path.name)
+        folder.release()
+    assert names == [f"demo-seed3-20261127-075739{end}" for end in ("", "-2", "-3")]
+    assert all((tmp_path / name / "config.json").is_file() for name in names)
 
 
 def test_observations_of_0_6_are_read_and_hashes_stay() -> None:

@@ -275,6 +275,7 @@ async def prepared(
             await buffer.check_expert(parts.environments)
         show_texts(run.display, parts.tokenizer)
         with run.opened(_checkpoint_writer(config, parts), source.report()):
+            buffer.run_dir = run.path
             parts.keep_logs(run.path / "servers")
             await _tell_beforehand(run, parts)
             if buffer.is_due and needs_buffer:

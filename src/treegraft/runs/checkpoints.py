@@ -20,7 +20,7 @@ class Checkpoints:
     """The checkpoints of one run: the latest few, and the best."""
 
     def __init__(self, start: Start) -> None:
-        self._start, self._beside = start, ResumeInputs(start.path)
+        self._start = start
         # A run that goes on from a checkpoint has nothing to save before something changes.
         self._saved = None if start.checkpoint is None else start.state
         self._more: Callable[[], dict[str, str]] = dict
@@ -31,6 +31,7 @@ class Checkpoints:
     def open(self, folder: RunFolder, write: Write) -> None:
         """Takes the folder to write to, and how."""
         self._folder, self._write_to = folder, write
+        self._beside = ResumeInputs(folder.path)
 
     @property
     def is_any(self) -> bool:

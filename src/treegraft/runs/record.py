@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -76,6 +77,35 @@ def runs_beside(path: Path) -> str:
     return close or (f" There are {', '.join(newest[:5])}." if newest else "")
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """Yields the folders that a run without a name of the user's may take: itself, then with a
+    number."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{n}") for n in range(2, 1000))
+
+
+def _is_renamed(folder: Path, path: Path) -> bool:
+    """Gives a folder another name; returns False where something has it."""
+    if os.path.lexists(path):
+        return False
+    try:
+        folder.rename(path)
+    except OSError:
+        # Another process has taken the name meanwhile.
+        if os.path.lexists(path):
+            return False
+        raise
+    return True
+
+
+def _existing(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
+        f" continue that run with: treegraft train --resume {path}",
+        code="run-exists",
+    )
+
+
 class RunFolder:
     """Paths and files of one run."""
 
@@ -89,23 +119,28 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def create(cls, path: Path, config_json: str) -> RunFolder:
+    def create(cls, path: Path, config_json: str, *, is_named: bool = True) -> RunFolder:
         """Returns a new folder with the resolved settings in it.
+
+        Args:
+            is_named: whether the user chose the name; another one gets a number where it is taken.
 
         Raises:
             CheckpointError: the folder exists.
         """
-        cls.refuse_unusable(path)
-        # Made aside and renamed: a killed process leaves no folder that looks like a run.
-        partial = path.with_name(f".{path.name}.partial")
+        if is_named:
+            cls.refuse_unusable(path)
+        # Made aside, each process its own, and renamed: a killed process leaves no folder that
+        # looks like a run, and of several that want one name only one can get it.
+        partial = path.with_name(f".{secrets.token_hex(8)}.partial")
         above = [one for one in path.parents if not one.exists()]
         try:
-            shutil.rmtree(partial, ignore_errors=True)
             for folder in ("trees", "checkpoints"):
                 (partial / folder).mkdir(parents=True)
             write_atomically(partial / "config.json", config_json)
             mark(partial, RUN)
-            partial.replace(path)
+            names = [path] if is_named else numbered(path)
+            taken = next((one for one in names if _is_renamed(partial, one)), None)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             for one in above:
@@ -116,26 +151,24 @@ class RunFolder:
                 " a folder that can be written to and has room. Choose another run.dir.",
                 code="run-not-made",
             ) from error
-        return cls(path)
+        if taken is None:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise _existing(path)
+        return cls(taken)
 
     @staticmethod
     def refuse_unusable(path: Path) -> None:
         """Raises CheckpointError where no folder can be made at `path`, or something is there."""
         fault = ""
         if os.path.lexists(path):
-            raise CheckpointError(
-                f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
-                f" continue that run with: treegraft train --resume {path}",
-                code="run-exists",
-            )
+            raise _existing(path)
         above = next(one for one in path.absolute().parents if os.path.lexists(one))
         if not above.is_dir():
             fault = f"'{above}' is not a folder"
         elif not os.access(above, os.W_OK | os.X_OK):
             fault = f"'{above}' cannot be written to"
         else:
-            # ".NAME.partial" stands there while the folder is made.
-            longest = os.pathconf(above, "PC_NAME_MAX") - len("..partial")
+            longest = os.pathconf(above, "PC_NAME_MAX")
             if any(len(os.fsencode(part)) > longest for part in path.parts):
                 fault = f"a name in it has more than {longest} bytes"
         if fault:

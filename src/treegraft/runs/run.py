@@ -42,7 +42,7 @@ class Run:
         self.start, self.config = start, start.config
         self.state, self.path = start.state, start.path
         self.stop, self.checkpoints = Stop(), Checkpoints(start)
-        self._resume_command = f"treegraft {command} --resume {start.path}"
+        self._command = command
         self._is_opened = False
         try:
             self.reporter = Reporter(start, display, callbacks)
@@ -50,6 +50,10 @@ class Run:
             start.give_up(start.folder)
             raise
         self.display = self.reporter.display
+
+    @property
+    def _resume_command(self) -> str:
+        return f"treegraft {self._command} --resume {self.path}"
 
     @property
     def is_over(self) -> bool:
@@ -85,6 +89,7 @@ class Run:
             KeyboardInterrupt: after Ctrl-C; Ended, which is one, after another signal.
         """
         self.folder = self.start.open_folder()
+        self.path = self.folder.path
         with ExitStack() as ends:
             ends.callback(self.folder.release)
             signals = self.stop.on_signals(

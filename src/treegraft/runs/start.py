@@ -22,7 +22,7 @@ from treegraft.runs.checkpoint import (
     tidy,
     whole_state,
 )
-from treegraft.runs.record import RunFolder, read_metrics, runs_beside
+from treegraft.runs.record import RunFolder, numbered, read_metrics, runs_beside
 from treegraft.runs.resume_inputs import choose_checkpoint, refuse_changes, refuse_other_settings
 from treegraft.runs.trust import CHECKPOINT, RUN, key_problem, mark, require_trust
 from treegraft.settings.config import Config, settings_with
@@ -39,7 +39,8 @@ class Start:
 
     config: Config
     path: Path
-    """Where the run folder is, or will be."""
+    """Where the run folder is, or will be; with a number at its end where the user gave no name and
+    another run takes this one first."""
     folder: RunFolder | None
     """The folder to go on in; None for a new run."""
     checkpoint: Path | None
@@ -66,7 +67,8 @@ class Start:
     def open_folder(self) -> RunFolder:
         """Returns the run folder: a new one, or the existing one cut to the state to go on from."""
         if self.folder is None:
-            folder = RunFolder.create(self.path, config_json(self.config))
+            is_named = self.config.run.name is not None
+            folder = RunFolder.create(self.path, config_json(self.config), is_named=is_named)
             folder.claim()
             folder.write_objects(self.given.records)
             return folder
@@ -138,8 +140,7 @@ def new_start(config: Source, recipe: str | None, given: GivenObjects | None = N
     path = Path(settings.run.dir).expanduser() / name
     if settings.run.name is None:
         # Two runs that start within one second would have one name.
-        others = (path.with_name(f"{name}-{n}") for n in range(2, 1000))
-        path = next(one for one in (path, *others) if not os.path.lexists(one))
+        path = next(one for one in numbered(path) if not os.path.lexists(one))
     RunFolder.refuse_unusable(path)
     return Start(
         config=settings,

@@ -80,9 +80,13 @@ class RunBuffer(RolloutBuffer):
             CheckpointError: the buffer is not the one that the checkpoint was trained with.
             DataError, SettingError, ModelError: as of `RolloutBuffer`.
         """
-        self._run_dir, self._own = run_dir, run_dir / OWN_FILE
+        self.run_dir = run_dir
         self._start, self._checksum = start, ""
         super().__init__(config, source)
+
+    @property
+    def _own(self) -> Path:
+        return self.run_dir / OWN_FILE
 
     @property
     def file(self) -> Path:
@@ -119,9 +123,9 @@ class RunBuffer(RolloutBuffer):
             return
         if BESIDE in start.state.beside and not start.accepts_changes:
             raise CheckpointError(
-                f"run folder '{self._run_dir}': its Step-Trace Buffer {OWN_FILE} is missing, which"
+                f"run folder '{self.run_dir}': its Step-Trace Buffer {OWN_FILE} is missing, which"
                 f" {start.checkpoint.name} was trained with."
-                f" {ways_out(self._run_dir, start.checkpoint)}",
+                f" {ways_out(self.run_dir, start.checkpoint)}",
                 code="run-buffer-missing",
             )
 
@@ -136,10 +140,10 @@ class RunBuffer(RolloutBuffer):
         if noted is None or start.accepts_changes or buffer.checksum(update) == noted:
             return
         raise CheckpointError(
-            f"run folder '{self._run_dir}': the Step-Trace Buffer '{buffer.path}' (traces, vectors"
+            f"run folder '{self.run_dir}': the Step-Trace Buffer '{buffer.path}' (traces, vectors"
             f" or evictions) has changed since {start.checkpoint.name} was written, so the resumed"
             " run would not equal an undisturbed one."
-            f" {ways_out(self._run_dir, start.checkpoint)}",
+            f" {ways_out(self.run_dir, start.checkpoint)}",
             code="buffer-changed",
         )
 
@@ -185,10 +189,10 @@ class RunBuffer(RolloutBuffer):
     def _note(self, buffer: TraceBuffer, is_own: bool) -> None:
         """Writes buffer.json when the run begins; later a buffer that others can change has to be
         the one that it names."""
-        place, fingerprint = self._run_dir / "buffer.json", buffer.fingerprint()
+        place, fingerprint = self.run_dir / "buffer.json", buffer.fingerprint()
         if not place.exists():
             note = {
-                "path": os.path.relpath(buffer.path, self._run_dir),
+                "path": os.path.relpath(buffer.path, self.run_dir),
                 "fingerprint": fingerprint,
                 "num_traces": len(buffer),
             }

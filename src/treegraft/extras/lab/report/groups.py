@@ -21,7 +21,7 @@ MOST_CURVES = 7
 """Groups whose curves one panel can hold apart."""
 INTERVAL_SEEDS = "95 % interval of the mean over runs with other seeds (Student's t)"
 INTERVAL_TASKS = "95 % interval over held-out tasks (Wilson)"
-_GIVEN = re.compile(r"-seed\d+-\d{8}-\d{6}(-\d+)?$")
+_GIVEN = re.compile(r"-seed\d+-\d{8}-\d{6}(-\d+)*$")
 """The end of the name that a run gets without run.name."""
 _ENDS = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d*$")
 _MOST = 60
