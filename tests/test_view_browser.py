@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,50 @@ def test_overview(page: Any, address: str) -> None:
     page.click("button.run >> text=second")
     until(page, "document.querySelector('.warnings').innerText.includes('Warnings (in 1 update)')")
     assert "runs=first" in query(page)
+
+
+def test_another_server_of_the_machine_learns_no_token(page: Any, address: str) -> None:
+    """Cookies go to all ports of a host; the address of a page to none."""
+    seen: list[str] = []
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(f"{self.path}\n{self.headers}")
+            body = f"<title>Other</title><img src='/{len(seen)}.png'>".encode()
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    show(page, address, "#/r/first/t/update-000001/0")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{other.server_port}/"
+        # A link in the viewer, one that opens another window, and an address that the user types.
+        page.evaluate(
+            "(to) => { for (const target of ['', '_blank']) document.body.append(Object.assign("
+            "document.createElement('a'), {href: to, target, textContent: `other${target}`})) }",
+            place,
+        )
+        with page.context.expect_page() as opened:
+            page.get_by_text("other_blank", exact=True).click()
+        opened.value.wait_for_load_state("networkidle")
+        assert opened.value.evaluate("opener === null && document.referrer === ''")
+        opened.value.close()
+        page.get_by_text("other", exact=True).click()
+        page.wait_for_load_state("networkidle")
+        assert page.title() == "Other" and page.evaluate("document.referrer") == ""
+        page.goto(f"{place}typed")
+        page.wait_for_load_state("networkidle")
+        other.shutdown()
+    assert len(seen) >= 6
+    found = "\n".join(seen).lower()
+    assert "a-token" not in found and "cookie" not in found
+    # Nor which server the viewer is.
+    assert address.removesuffix("a-token/") not in found
 
 
 def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> None:

@@ -197,47 +197,12 @@ def test_without_the_token_nothing_is_answered(run: Path) -> None:
         for path in ("", "api/runs", "static/app.js", "wrong/", "a-token", "a-token-/api/runs"):
             answer = browser.get(f"{root}{path}")
             assert answer.status_code == 403 and "first" not in answer.text
-        # In the address it opens everything, without a cookie (frames keep none).
-        assert browser.get(f"{address}api/runs").json()[0]["name"] == "first"
-        assert not browser.cookies
-        answer = browser.get(address)
-        assert answer.status_code == 303 and answer.headers["location"] == "/"
-        cookie = answer.headers["set-cookie"].lower()
-        assert "httponly" in cookie and "samesite=strict" in cookie
-        assert browser.get(f"{root}api/runs").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("site", "status"),
-    [("none", 200), ("same-origin", 200), ("same-site", 403), ("cross-site", 403)],
-)
-def test_the_cookie_is_of_use_to_the_pages_alone(run: Path, site: str, status: int) -> None:
-    """Another server of this machine shares the cookies of all ports."""
-    client = TestClient(build_app(open_runs([run]), token="t"), base_url="http://127.0.0.1:80")
-    client.get("/t/")
-    headers = {"sec-fetch-site": site}
-    assert client.get("/api/runs", headers=headers).status_code == status
-
-
-def test_two_servers_of_a_machine_do_not_take_each_others_cookie(run: Path) -> None:
-    apps = [build_app(open_runs([run]), token=one) for one in ("t", "u")]
-    clients = [
-        TestClient(app, base_url=f"http://127.0.0.1:{port}")
-        for app, port in zip(apps, (81, 82), strict=True)
-    ]
-    for client, token in zip(clients, "tu", strict=True):
-        client.get(f"/{token}/")
-    names = [cookie.name for client in clients for cookie in client.cookies.jar]
-    assert names == ["treegraft-127-0-0-1-81", "treegraft-127-0-0-1-82"]
-
-
-def test_a_notebook_keeps_the_token_in_the_address(run: Path) -> None:
-    app = build_app(open_runs([run]), token="t", is_framed=True)
-    client = TestClient(app, base_url="http://127.0.0.1", follow_redirects=False)
-    page = client.get("/t/")
-    assert page.status_code == 200 and not client.cookies
-    # All its addresses are relative to the page's own.
-    assert 'src="static/app.js"' in page.text and client.get("/t/static/app.js").status_code == 200
+        # In the address it opens everything. A cookie would reach the other ports of this machine.
+        page = browser.get(address)
+        assert page.status_code == 200 and 'src="static/app.js"' in page.text
+        for path in ("api/runs", "static/app.js"):
+            assert browser.get(f"{address}{path}").status_code == 200
+        assert not browser.cookies and browser.get(f"{root}api/runs").status_code == 403
 
 
 def test_questions_change_nothing(run: Path) -> None:

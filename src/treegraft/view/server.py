@@ -19,7 +19,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -113,42 +113,24 @@ class Guard:
 
 
 class Entry:
-    """Lets in who knows the token: by the address `/TOKEN/...`, or by the cookie that the address
-    `/TOKEN/` leaves in a browser."""
+    """Lets in who knows the token, by the address `/TOKEN/...`: those in the pages are relative to
+    it. There is no cookie, which a browser would send to every port of this machine."""
 
-    def __init__(self, app: ASGIApp, token: str, *, is_framed: bool = False) -> None:
-        """Args: is_framed: shown in a frame, where browsers keep no cookie of ours: the token stays
-        in the address."""
-        self._app, self._token, self._is_framed = app, token.encode(), is_framed
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
-        # Cookies of all ports of a machine are one: each server has a name of its own.
-        name = "treegraft-" + re.sub(r"\W", "-", request.headers.get("host", ""))
         first, slash, rest = scope["path"].removeprefix("/").partition("/")
         answer: ASGIApp
-        if slash and self._is_token(first):
+        if slash and hmac.compare_digest(first.encode("utf-8", "replace"), self._token):
             answer, scope = self._app, {**scope, "path": f"/{rest}"}
-            if not rest and not self._is_framed:
-                answer = RedirectResponse("/", 303)
-                answer.set_cookie(name, self._token.decode(), httponly=True, samesite="strict")
-        elif self._is_token(request.cookies.get(name, "")) and _is_own_page(request):
-            answer = self._app
         else:
             error = "refused: open the address that the viewer printed at its start, token included"
             answer = _json({"error": error}, 403)
         await answer(scope, receive, send)
-
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token)
-
-
-def _is_own_page(request: Request) -> bool:
-    """Whether the user or a page of ours asks; another server of this machine is "same-site"."""
-    return request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
 
 
 def _finite(value: Any) -> Any:
@@ -492,5 +474,5 @@ def build_app(
     # own here and read runs through it (DNS rebinding).
     app: ASGIApp = GZipMiddleware(Starlette(routes=routes), MOST_PLAIN, compresslevel=1)
     if token is not None:
-        app = Entry(app, token, is_framed=is_framed)
+        app = Entry(app, token)
     return Guard(OwnNames(app, host), is_framed=is_framed)
