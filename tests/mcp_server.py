@@ -4,6 +4,7 @@ over HTTP."""
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 
@@ -56,6 +57,25 @@ def picture() -> Image:
 def flood() -> str:
     """Answers too much."""
     return "x" * 5_000_000
+
+
+@server.tool()
+def start() -> str:
+    """Starts processes that stay: one in the server's group, one in a session of its own, and one
+    that ignores SIGTERM and whose parent has ended."""
+    sleep = "import time; time.sleep(600)"
+    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {sleep}"
+    parent = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]],"
+        " start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+    )
+    command = [sys.executable, "-c"]
+    pids = [
+        subprocess.Popen([*command, sleep], stdout=subprocess.DEVNULL).pid,
+        subprocess.Popen([*command, sleep], stdout=subprocess.DEVNULL, start_new_session=True).pid,
+        int(subprocess.check_output([*command, parent, stubborn])),
+    ]
+    return " ".join(map(str, [os.getpid(), *pids]))
 
 
 @server.tool()

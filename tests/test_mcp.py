@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,11 @@ def toolbox_of(tools: list[Tool]) -> Toolbox:
 
 def is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
     # A child that has ended and was not waited for is as good as gone.
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]
+    return state != "Z"
 
 
 @contextmanager
@@ -147,6 +148,7 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         "slow",
         "picture",
         "flood",
+        "start",
         "about",
     ]
     weather, add = by_name["get_weather"], by_name["add"]
@@ -184,6 +186,55 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [
         thread for thread in threading.enumerate() if thread.name.startswith("treegraft-mcp")
     ]
+
+
+def ended(pids: Sequence[int], within_s: float = 10.0) -> bool:
+    """Waits for the end of processes; kills those that are left."""
+    deadline = time.monotonic() + within_s
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left
+
+
+@pytest.mark.parametrize("end", ["close", "crash"])
+def test_what_a_server_has_started_ends_with_it(end: str) -> None:
+    tools = build_tools(with_servers([over_stdio(max_restarts=0, tools=["start", "crash"])]), ())
+
+    async def talk() -> list[int]:
+        toolbox = toolbox_of(tools)
+        (told,) = await ask(toolbox, ("start", ""))
+        pids = [int(word) for word in told.text.split()]
+        assert all(map(is_alive, pids))
+        if end == "crash":
+            await ask(toolbox, ("crash", ""))
+            assert ended(pids)
+        await toolbox.close()
+        return pids
+
+    pids = asyncio.run(talk())
+    assert len(pids) == 4 and ended(pids, within_s=0)
+
+
+KILLED = """
+import asyncio, sys, time
+from tests.test_mcp import ask, build_tools, over_stdio, toolbox_of, with_servers
+toolbox = toolbox_of(build_tools(with_servers([over_stdio(tools=["start"])]), ()))
+print(asyncio.run(ask(toolbox, ("start", "")))[0].text, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.smoke
+def test_servers_end_with_a_process_that_is_killed() -> None:
+    child = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    with child.stdout:
+        pids = [int(word) for word in child.stdout.readline().split()]
+        child.kill()
+        child.wait()
+    assert len(pids) == 4 and ended(pids)
 
 
 def test_a_url(http_server: str) -> None:

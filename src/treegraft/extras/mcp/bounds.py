@@ -23,12 +23,12 @@ from anyio.abc import ByteReceiveStream, Process
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 
+from treegraft.extras.mcp import keeper
+from treegraft.extras.mcp.keeper import GRACE_S
 from treegraft.parts import plain
 
 KEPT_BYTES = 4096
 """What is kept of a server's standard error, and of a line to find out whose answer it was."""
-GRACE_S = 2.0
-"""Wait for a process to end by itself, and again once it was asked to, in seconds."""
 _ID = re.compile(rb'"id"\s*:\s*(\d+|"[^"\\]{0,100}")')
 
 
@@ -38,6 +38,9 @@ class Pipes:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], max_bytes: int) -> None:
         """Starts nothing; `env` comes on top of PATH, HOME and the like."""
         self._command, self._max_bytes = list(command), max_bytes
+        if sys.platform == "linux":
+            parent = str(os.getpid())
+            self._command = [sys.executable, "-I", keeper.__file__, parent, *command]
         self._env = get_default_environment() | dict(env)
         self._asked: set[int | str] = set()
         """Requests without an answer yet."""
@@ -169,12 +172,13 @@ async def _send(stream: Any, message: SessionMessage) -> None:
 
 
 async def _end(process: Process) -> None:
-    """Ends a process and all that it started: by the end of its input, then by signals."""
+    """Ends a process and what it started: by the end of its input, then by signals."""
     with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
         assert process.stdin
         await process.stdin.aclose()
-    for name in ("SIGTERM", "SIGKILL"):
-        with anyio.move_on_after(GRACE_S):
+    # After SIGTERM the keeper waits as long, then kills; killed itself, it could not.
+    for name, wait_s in (("SIGTERM", GRACE_S), ("SIGKILL", 2 * GRACE_S)):
+        with anyio.move_on_after(wait_s):
             # Not `wait`, which also waits for pipes that a child of the server may hold.
             while process.returncode is None:
                 await anyio.sleep(0.01)
