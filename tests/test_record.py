@@ -4,6 +4,7 @@ checkpoint."""
 from __future__ import annotations
 
 import json
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -385,6 +386,27 @@ def test_a_small_frame_of_a_huge_line_is_refused(
     monkeypatch.setattr(tree_files, "_MOST_LINE", 100)
     with raises_code("tree-unreadable"):
         read_trees(tmp_path / "run")
+
+
+def test_a_frame_unpacks_to_so_many_times_its_size_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path)
+    place = tmp_path / "run" / "trees" / "update-000004"
+    # Sixty-four equal trajectories of 8,000 tokens, as a policy that is sure of itself samples.
+    draw = random.Random(0)
+    same = ",".join(f"{draw.random():.8f}" for _ in range(8_000))
+    held = f'{{"rows":[{",".join([f"[{same}]"] * 64)}]}}'
+    for text, is_read in ((held, True), (f"[{'0,' * (1 << 25)}0]", False)):
+        monkeypatch.setattr(tree_files, "tree_to_json", lambda _, text=text: text)
+        write_trees(place, [TREE])
+        part = tree_files.find_part(place)
+        assert part is not None and part.size < len(text) / 100
+        if is_read:
+            assert [line for _, line in part.lines()] == [f"{text}\n".encode()]
+        else:
+            with raises_code("tree-unreadable"):
+                list(part.lines())
 
 
 def test_a_full_disk_leaves_no_half_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,10 @@ _MOST_HEAD = 1 << 20
 _MOST_HOPS = 1000
 """From head to head in a file, which a stranger may have written."""
 _MOST_LINE = 1 << 28
-"""Longest tree in bytes: a small frame can hold zeros without end."""
+"""Longest tree in bytes."""
+_MOST_GROWN = 1000
+"""Bytes of a tree, beyond 4 MB, for each of its frame: a small one can hold zeros without end, and
+equal trajectories pack to a few hundredths."""
 _TASK = re.compile(rb'\{"group_id":"(?:[^"\\]|\\.)*","task":\{"id":("(?:[^"\\]|\\.)*")')
 """How a line begins: ten thousand files are not parsed for the ids of their tasks."""
 _OPTIONS: Mapping[int, int] = {
@@ -133,11 +136,12 @@ class TreePart:
                 file.seek(begin)
                 data = file.read(end - begin)
                 if self.checksum:
-                    reader = zstd.ZstdDecompressor()
+                    reader, most = zstd.ZstdDecompressor(), (1 << 22) + _MOST_GROWN * len(data)
+                    most = min(_MOST_LINE, most)
                     with self._reading(f", line {number + 1}"):
-                        data = reader.decompress(data, max_length=_MOST_LINE)
+                        data = reader.decompress(data, max_length=most)
                         if not reader.eof:
-                            raise ValueError(f"cut off, or over {_MOST_LINE >> 20} MB")
+                            raise ValueError(f"cut off, or over {most >> 20} MB")
                 yield number, data
 
     @contextmanager
