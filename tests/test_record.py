@@ -459,7 +459,7 @@ def test_going_on_refuses_links_out_of_the_run_folder(tmp_path: Path) -> None:
     run.trees_dir.symlink_to(elsewhere)
     (file,) = elsewhere.iterdir()
     before = file.read_bytes()
-    for going_on in (run.refuse_links, lambda: run.cut_before(1)):
+    for going_on in (run.refuse_foreign, lambda: run.cut_before(1)):
         with raises_code("run-linked-out", match=f"trees is a link to '{elsewhere}'"):
             going_on()
     assert file.read_bytes() == before
@@ -467,7 +467,7 @@ def test_going_on_refuses_links_out_of_the_run_folder(tmp_path: Path) -> None:
     elsewhere.rename(run.path / "moved")
     # A link to a place inside loses nothing of anybody else.
     run.trees_dir.symlink_to("moved")
-    run.refuse_links()
+    run.refuse_foreign()
 
 
 def test_trees_of_0_7_are_read_and_cut(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import os
 import pty
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +27,13 @@ from treegraft.cli.main import app
 from treegraft.core.errors import CheckpointError
 from treegraft.runs import trust
 from treegraft.runs.checkpoint import TrainState, checksums_of, read_state, state_json
-from treegraft.runs.start import find_checkpoint, new_start, open_checkpoint, own_config
+from treegraft.runs.start import (
+    find_checkpoint,
+    new_start,
+    open_checkpoint,
+    own_config,
+    resumed_start,
+)
 from treegraft.runs.trust import CHECKPOINT, RUN, is_trusted, what_acts
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -451,3 +459,41 @@ def test_a_link_in_a_run_folder_empties_no_file(run: Path, tmp_path: Path, name:
     (run / name).symlink_to(victim)
     typed("train", "--resume", run, "run.num_updates=2", "--accept-changes", "--trust")
     assert victim.read_text() == "mine"
+
+
+@contextmanager
+def deadline() -> Iterator[None]:
+    """Ends what waits for the writer of a pipe."""
+
+    def late(*_: Any) -> None:
+        pytest.fail("it waits for the writer of a pipe")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(10)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", ["config.json", "objects.json", "warmup.jsonl", ".lock", ".trust"])
+def test_a_pipe_in_a_run_folder_keeps_no_resume_waiting(run: Path, name: str) -> None:
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    with deadline(), raises_code("run-with-pipe"):
+        resumed_start(run, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("state.json", "checkpoint-without-state"), (".trust", "folder-untrusted")],
+)
+def test_a_pipe_in_a_checkpoint_keeps_nobody_waiting(run: Path, name: str, code: str) -> None:
+    place = find_checkpoint(run) / "treegraft" / name
+    place.unlink()
+    os.mkfifo(place)
+    with deadline(), raises_code(code):
+        resumed_start(run, None)
+    with deadline(), raises_code(code):
+        open_checkpoint(run, None, ())

@@ -115,7 +115,8 @@ def read_state(folder: Path) -> TrainState:
 
 def _read(folder: Path) -> TrainState:
     path = folder / "treegraft" / "state.json"
-    if not path.exists():
+    # A pipe would keep the reader waiting.
+    if not path.is_file():
         raise DamagedCheckpoint(
             f"checkpoint '{folder}': there is no treegraft/state.json; expected a folder written by"
             " `treegraft train` (a plain model can be started from with model.path, not resumed)",

@@ -214,9 +214,9 @@ class RunFolder:
             )
         return cls(path)
 
-    def refuse_links(self) -> None:
-        """Raises CheckpointError where a link leads out of the folder: going on with the run would
-        write and remove there."""
+    def refuse_foreign(self) -> None:
+        """Raises CheckpointError for a link that leads out of the folder, where going on with the
+        run would write and remove, and for a pipe or device, whose reader would wait."""
         for place in (*self.path.glob("*"), *self.path.glob("buffer/*")):
             if place.is_symlink() and leads_outside(place, self.path):
                 raise CheckpointError(
@@ -225,6 +225,12 @@ class RunFolder:
                     " resumed run writes and removes files in it. Put what it leads to in its"
                     " place. To keep a run on another disk, move the whole folder and link that.",
                     code="run-linked-out",
+                )
+            if place.exists() and not (place.is_file() or place.is_dir()):
+                raise CheckpointError(
+                    f"run folder '{self.path}': {place.relative_to(self.path)} is a pipe, socket or"
+                    " device; expected plain files and folders. Remove it.",
+                    code="run-with-pipe",
                 )
 
     def claim(self) -> None:
@@ -300,7 +306,7 @@ class RunFolder:
 
     def cut_before(self, update: int) -> None:
         """Removes the metrics and trees of `update` and of later ones."""
-        self.refuse_links()
+        self.refuse_foreign()
         size = 0
         if self.metrics_path.exists():
             lines = read_metrics(self.path)

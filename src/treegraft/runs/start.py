@@ -296,7 +296,7 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         SettingError: an override is wrong.
     """
     folder = RunFolder.open(run_dir)
-    folder.refuse_links()
+    folder.refuse_foreign()
     path = folder.path / "config.json"
     # A checkpoint has a config.json as well, that of its model.
     if (path.parent / "treegraft" / "state.json").exists():
