@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.tiny import tiny
+from tests.viewed import write_run
+from typer.testing import CliRunner
 
+from treegraft.cli.main import app
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import (
@@ -449,3 +452,36 @@ def test_an_evaluation_on_one_line() -> None:
     assert evaluation_line(sampled) == "accuracy 25.0% sampled (math 50%), failed 10.0%"
     many = {"eval/accuracy": 0.5} | {f"eval/accuracy_{name}": 0.5 for name in "abcdefgh"}
     assert evaluation_line(many).endswith("f 50%, 2 more)")
+
+
+@pytest.mark.parametrize("display", ["plain", "rich"])
+def test_a_name_of_a_run_cannot_steer_the_terminal(display: str) -> None:
+    file, run = io.StringIO(), Path("runs/\x1b[31mred\x07")
+    console = Console(file=file, force_terminal=False)
+    shown = PlainDisplay(file) if display == "plain" else RichDisplay(console)
+    shown.started(run, "tiny", 2)
+    shown.finished(run, run / "checkpoints" / "update-000002", METRICS)
+    shown.interrupted(f"treegraft train --resume {run}")
+    text = file.getvalue()
+    assert text.count("runs/␛[31mred␇") >= 5 and not {"\x1b", "\x07"} & {*text}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["view", "RUN", "--text"],
+        ["view", "RUN", "--bundle", "bundle"],
+        ["compare", "RUN", "RUN"],
+        ["buffer", "stats", "RUN"],
+        ["export", "RUN", "--to", "inspect"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_commands_print_the_name_of_a_run_without_escapes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path / "\x1b[31mred\x07").name
+    done = CliRunner().invoke(app, [run if word == "RUN" else word for word in words])
+    assert done.exit_code == 0 and "␛[31mred␇" in done.output
+    assert not {"\x1b", "\x07"} & {*done.output}

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from treegraft.core.errors import DataError, ModelError, SettingError
 from treegraft.core.shipped import names_recipe, shipped_recipes
+from treegraft.core.text import plain
 
 # rich is loaded where something is printed: the list of commands does not wait for it.
 if TYPE_CHECKING:
@@ -152,11 +153,12 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
 
 
 def say(text: str, style: str = "", *, to_stderr: bool = False) -> None:
-    """Prints text as it is, unwrapped, so that paths and commands can be copied."""
+    """Prints text without control characters, and unwrapped, so that paths and commands can be
+    copied."""
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=to_stderr).print(Text(text, style), soft_wrap=True)
+    Console(stderr=to_stderr).print(Text(plain(text), style), soft_wrap=True)
 
 
 def print_rows(title: str, rows: Mapping[str, str]) -> None:
@@ -180,7 +182,7 @@ def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
 
     made = Table(box=None, header_style="dim", **({"padding": (0, 1)} | options))
     for number, name in enumerate(columns):
-        made.add_column(Text(name), justify="left" if number < num_left else "right")
+        made.add_column(Text(plain(name)), justify="left" if number < num_left else "right")
     return made
 
 

@@ -24,6 +24,7 @@ from treegraft.cli.commands import (
     table,
 )
 from treegraft.cli.plugged import Plugged
+from treegraft.core.text import plain
 
 _OWN = " "
 """The command for the recipe's own tasks: it needs a name, and nobody types it."""
@@ -145,7 +146,7 @@ def _held_out(
         values = {"num_tasks": result.num_tasks, "metrics": result.metrics, "out": file}
         print(json.dumps(values))
         return
-    title = Text(f"{run}: {result.num_tasks} tasks")
+    title = Text(plain(f"{run}: {result.num_tasks} tasks"))
     shown = table("metric", "value", title=title, title_justify="left")
     shown.add_column("meaning", style="dim")
     for key, value in result.metrics.items():

@@ -49,7 +49,6 @@ from treegraft.core.errors import (
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.plugin import loaded, offered_comparisons
-from treegraft.core.text import plain
 
 NARROWEST = 16
 """Characters of a column of `compare`: a cost of ten million and the space beside it."""
@@ -398,14 +397,14 @@ def main() -> None:
         with others_as_ctrl_c():
             app()
     except TreegraftError as error:
-        say(f"error: {plain(str(error))}", "red", to_stderr=True)
+        say(f"error: {error}", "red", to_stderr=True)
         sys.exit(exit_code(error))
     except (OSError, RuntimeError, MemoryError, BaseExceptionGroup) as error:
         if fault := storage_fault(error):
-            said = f"a file could not be used: {plain(fault)}."
+            said = f"a file could not be used: {fault}."
         elif fault := memory_fault(error):
             said = (
-                f"memory has run out ({plain(fault)}). `treegraft doctor RECIPE` estimates what a"
+                f"memory has run out ({fault}). `treegraft doctor RECIPE` estimates what a"
                 " recipe takes; lower engine.max_rows, explore.num_leaves or"
                 " rollout.max_completion_tokens, or free memory. A run that had begun goes on from"
                 " its last checkpoint with: treegraft train --resume RUN"

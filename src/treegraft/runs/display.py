@@ -183,10 +183,10 @@ class _Lines(ABC):
         self._sample = pick_sample(tree)
 
     def warn(self, text: str) -> None:
-        self._say(f"warning: {plain(text)}", "yellow")
+        self._say(f"warning: {text}", "yellow")
 
     def note(self, text: str) -> None:
-        self._say(f"note: {plain(text)}")
+        self._say(f"note: {text}")
 
     def finished(
         self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
@@ -230,7 +230,7 @@ class PlainDisplay(_Lines):
 
     def _say(self, text: str, style: str = "") -> None:
         # Flushed, so that a log file can be followed.
-        print(text, file=self._file, flush=True)
+        print(plain(text), file=self._file, flush=True)
 
     def started(self, run_dir: Path, title: str, num_updates: int) -> None:
         self._say(f"run {run_dir}: {title}, {num_updates} updates")
@@ -338,7 +338,7 @@ class RichDisplay(_Lines):
     def _say(self, text: str, style: str = "") -> None:
         # Unwrapped, so that paths and commands can be copied; above a live display a line too long
         # would spoil the picture.
-        self._console.print(Text(text, style), soft_wrap=self._live is None)
+        self._console.print(Text(plain(text), style), soft_wrap=self._live is None)
 
     def _head(self) -> RenderableType:
         update, num_updates = self._updates
@@ -397,7 +397,7 @@ class RichDisplay(_Lines):
     def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
         self._phase = None
         self._evaluation = f"{plain(name)}: {evaluation_line(metrics, is_brief=True)}"
-        self._say(f"evaluated {plain(name)}: {evaluation_line(metrics)}")
+        self._say(f"evaluated {name}: {evaluation_line(metrics)}")
 
     def finished(
         self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]

@@ -21,6 +21,7 @@ from typing import Any, get_args
 from treegraft.core.addresses import redacted
 from treegraft.core.errors import CheckpointError
 from treegraft.core.files import parse_json, write_atomically
+from treegraft.core.text import plain
 
 KEY_PATH = "TREEGRAFT_TRUST_KEY"
 """Environment variable: the key's file, for machines that share run folders but no home."""
@@ -189,7 +190,7 @@ def require_trust(folder: Path, of: Marked) -> None:
         f" ('{key_path()}'). What the settings in {str(whole)!r} and its checkpoints may do:"
         f"{listed or ' nothing.'}"
     )
-    if _accepts or (not is_long and _says_yes(fault)):
+    if _accepts or (not is_long and _says_yes(plain(fault))):
         _trust(seen)
         if is_trusted(folder, of):
             return

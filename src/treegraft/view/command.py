@@ -14,6 +14,7 @@ from rich.text import Text
 
 from treegraft.core.errors import SettingError
 from treegraft.core.listener import address_of, is_loopback, listen, serve
+from treegraft.core.text import plain
 from treegraft.view.runs import open_runs
 from treegraft.view.text import pick_file, show
 
@@ -55,7 +56,7 @@ def view_text(
         kind, number = file.split("-")[:2]
         hint = f"treegraft view {paths[0]} --text --{kind} {int(number)} --group 0"
         # Not wrapped, so that it can be copied from a narrow terminal.
-        console.print(Text(f"one tree: {hint}", style="dim"), soft_wrap=True)
+        console.print(Text(plain(f"one tree: {hint}"), style="dim"), soft_wrap=True)
 
 
 def view_bundle(paths: list[Path], out: Path, updates: str | None, buffer: Path | None) -> None:
@@ -71,16 +72,15 @@ def view_bundle(paths: list[Path], out: Path, updates: str | None, buffer: Path 
     console = Console()
     console.print(f"{out}: {made.num_bytes / 1e6:.1f} MB in its files", highlight=False)
     for name, (held, total) in made.updates.items():
-        console.print(
-            Text(f"  {name}: all metrics, trees of {held} of {total} updates and evaluations")
-        )
+        line = f"  {name}: all metrics, trees of {held} of {total} updates and evaluations"
+        console.print(Text(plain(line)))
     if updates is None and any(held < total for held, total in made.updates.values()):
         console.print(
             f"  at most {MOST_UPDATES} updates of a run, evenly spread; others with --updates",
             style="dim",
         )
     for note in made.notes:
-        console.print(Text(f"  damaged: {note}", style="yellow"))
+        console.print(Text(plain(f"  damaged: {note}"), style="yellow"))
     print("open index.html in it, from the folder or from any web server", flush=True)
 
 

@@ -112,7 +112,7 @@ def drawn(
 
 
 def _list(run: RunReader, file: str) -> Table:
-    title = Text(f"{run.name}, {file}")
+    title = Text(plain(f"{run.name}, {file}"))
     table = Table(
         title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim"
     )

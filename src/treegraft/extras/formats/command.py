@@ -11,7 +11,7 @@ import typer
 from treegraft import DataError, SettingError
 from treegraft.extras.formats.inspect import write_log
 from treegraft.extras.formats.verifiers import write_traces
-from treegraft.parts import RunReader
+from treegraft.parts import RunReader, plain
 
 FORMATS = {"inspect": ".eval", "verifiers": ".jsonl"}
 """What there is, and how the names of its files end."""
@@ -55,4 +55,4 @@ def export(
             write_log(path, trees, model=f"treegraft/{model}", name=name, when=when)
         else:
             write_traces(path, trees, model=model, when=when)
-        typer.echo(f"{sum(len(tree.leaves) for tree in trees)} trajectories: {path}")
+        typer.echo(plain(f"{sum(len(tree.leaves) for tree in trees)} trajectories: {path}"))

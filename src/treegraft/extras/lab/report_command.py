@@ -66,7 +66,7 @@ def report(
     for line in (*written.notes, *written.left_out):
         print(plain(line))
     names = f" ({', '.join(written.figures)})" if written.figures else ""
-    print(f"{written.page}: {len(written.figures)} figures{names}")
+    print(plain(f"{written.page}: {len(written.figures)} figures{names}"))
     if found is not None:
         write_cases(found, written.page.with_name(PAGE))
-        print(f"{written.page.with_name(PAGE)}: {plain(found.summary)}")
+        print(plain(f"{written.page.with_name(PAGE)}: {found.summary}"))
