@@ -298,6 +298,19 @@ def test_nothing_is_pickled() -> None:
         assert not found, f"{module} uses {', '.join(sorted(found))}"
 
 
+FLOATS = {f"torch.{name}" for name in ("empty", "full", "ones", "rand", "randn", "zeros")}
+"""What makes tensors of torch's default type, which another thread may change at any time."""
+
+
+def test_new_tensors_have_a_type_of_their_own() -> None:
+    for module, tree in trees().items():
+        for one in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            is_untyped = not {"dtype", "out"} & {keyword.arg for keyword in one.keywords}
+            assert not (is_untyped and ast.unparse(one.func) in FLOATS), (
+                f"{module}, line {one.lineno}: no dtype"
+            )
+
+
 def test_the_root_is_only_asked_for_the_version() -> None:
     for module, tree in trees().items():
         if module.startswith("extras"):

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from treegraft.policy.engine.forward import (
 )
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
 from treegraft.policy.kernels import engine as module
-from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass, kernels_for, padded_width
+from treegraft.policy.kernels.engine import BLOCK, Kernels, kernels_for, padded_width
 from treegraft.policy.kernels.library import load_library, shares_runtime
 from treegraft.policy.output_head import max_context
 
@@ -121,9 +122,8 @@ def test_attention_over_blocks(
     table = torch.randperm(num_blocks, generator=generator).view(len(positions), 4).int()
     rows = torch.tensor([*range(len(positions)), -1], dtype=torch.int32)
     at = torch.tensor([*positions, 0], dtype=torch.int32)
-    batch = Pass(
-        table.data_ptr(), 4, rows.data_ptr(), at.data_ptr(), len(rows), heads, kv_heads, num_threads
-    )
+    batch = kernels.batch(table, rows, at, heads, kv_heads)
+    batch.threads = num_threads
     options = AttentionOptions(0.3, window, softcap, sinks)
     out = kernels.attend(batch, query, keys, values, options)
     assert not out[-1].any()
@@ -209,8 +209,75 @@ def test_a_layer_of_another_shape_is_refused() -> None:
         torch.zeros(kv_heads, 3, width + 2),
         key.bfloat16(),
     ):
-        with pytest.raises(ValueError, match="a layer has"):
+        with pytest.raises(ValueError, match="kernels: got"):
             plan.attend(0, query, wrong, key, options)
+
+
+FREE = {
+    ("attend", 1): ("type", "gaps"),
+    ("batch", 0): ("longer",),
+    ("blocks", 0): ("longer",),
+    ("gumbels", 0): ("gaps",),
+    ("lay_out", 0): ("longer", "gaps"),
+}
+"""What a call below takes all the same: sinks are cast, sizes of a table are its own, and some
+tensors are copied where they have gaps."""
+
+
+def test_tensors_of_another_type_or_shape_do_not_reach_the_c_code() -> None:
+    """Of each call one tensor at a time is wrong."""
+    kernels, draw = compiled(16), torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    table, rows, at = (torch.zeros(n, dtype=torch.int32) for n in ((1, 2), (3,), (3,)))
+    batch = kernels.batch(table, rows, at, 2, 1)
+    blocks = (drawn(4, 1, 16, BLOCK), drawn(4, 1, BLOCK, 16))
+    query, key, value, cosines, sines = drawn(2, 3, 16), *drawn(2, 1, 3, 16), *drawn(2, 3, 16)
+
+    def attend(query: torch.Tensor, sinks: torch.Tensor, *blocks: torch.Tensor) -> None:
+        kernels.attend(batch, query, *blocks, AttentionOptions(1.0, None, None, sinks))
+
+    calls: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+        "batch": (lambda *x: kernels.batch(*x, 2, 1), (table, rows, at)),
+        "store": (
+            lambda *x: kernels.store(batch, *x[:5], x[5:]),
+            (query, key, value, *blocks, cosines, sines),
+        ),
+        "attend": (attend, (query, drawn(2), *blocks)),
+        "norm": (lambda *x: kernels.norm(*x, 1e-5), (drawn(3, 32), drawn(3, 32), drawn(32))),
+        "norm_heads": (lambda *x: kernels.norm_heads(*x, 1e-5), (drawn(3, 2, 16), drawn(16))),
+        "gate": (kernels.gate, (drawn(3, 32), drawn(3, 32))),
+        "blocks": (kernels.blocks, (drawn(3, 300), drawn(3).abs())),
+        "gumbels": (lambda x: kernels.gumbels(x, 40), (torch.tensor([[1, 2, 3], [4, 5, 6]]),)),
+        "lay_out": (kernels.lay_out, (drawn(20, 32),)),
+        "product": (lambda *x: kernels.product(*x, 20), (drawn(3, 32), drawn(32, 32), drawn(20))),
+    }
+    for name, (call, right) in calls.items():
+        call(*(x.clone() for x in right))
+        for place, own in enumerate(right):
+            wrongs = {
+                "type": own.double() if own.is_floating_point() else own.float(),
+                "longer": torch.cat([own, own], dim=-1),
+                "gaps": torch.stack([own, own], dim=-1)[..., 0],
+            }
+            for what in wrongs.keys() - set(FREE.get((name, place), ())):
+                with pytest.raises(ValueError, match="kernels: got"):
+                    call(*right[:place], wrongs[what], *right[place + 1 :])
+                    pytest.fail(f"{name} took tensor {place} ({what})")
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+def test_noise_does_not_depend_on_torchs_default_type(default: torch.dtype) -> None:
+    kernels, draws = compiled(16), torch.tensor([[5, 6, n] for n in range(7)])
+    expected = kernels.gumbels(draws, 300)
+    torch.set_default_dtype(default)
+    try:
+        found = kernels.gumbels(draws, 300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
 def test_a_model_that_no_pass_fits_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +322,7 @@ def test_rotation_and_storing() -> None:
     query, key, value = (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]) for _ in range(3))
     keys, values = torch.zeros(3, 1, 4, BLOCK), torch.zeros(3, 1, BLOCK, 16)
     table, rows, at = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 2]], [0], [70]))
-    batch = Pass(table.data_ptr(), 2, rows.data_ptr(), at.data_ptr(), 1, 1, 1, 1)
+    batch = kernels.batch(table, rows, at, 1, 1)
     kernels.store(
         batch,
         query,

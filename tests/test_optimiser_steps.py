@@ -4,6 +4,7 @@ adapters."""
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.slow_learner import (
     plain_scores,
 )
 
+from treegraft.core.types import Tree
 from treegraft.policy.learn import scores
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
@@ -280,6 +282,32 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
             resumed.weights().tensors.values(), whole.weights().tensors.values(), strict=True
         )
     )
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_learning_does_not_depend_on_torchs_default_type(
+    has_kernels: bool, default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By kernels, and by flash attention on torch's operators."""
+    limited = functools.partial(scores.PackedPlan, dense_limit=0)
+    monkeypatch.setattr(scores, "PackedPlan", limited)
+    models = [build_model("llama") for _ in range(2)]
+
+    def learned(model: torch.nn.Module) -> tuple[list[Tree], dict[str, torch.Tensor]]:
+        learn = LearnSettings(lr=1e-2, num_epochs=2, compile_kernels=has_kernels)
+        learner = Learner(model, learn, LossSettings(), length_constant=7)
+        trees, _ = learner.learn(example_trees(3))
+        return trees, learner.state()
+
+    trees, state = learned(models[0])
+    torch.set_default_dtype(default)
+    try:
+        other_trees, other_state = learned(models[1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert other_trees == trees
+    assert all(torch.equal(state[name], other_state[name]) for name in state)
 
 
 def test_dropout_is_off_in_training_too(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import json
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +18,7 @@ import pytest
 import torch
 from tests.error_codes import raises_code
 from tests.tiny import differing, tiny, write_recipe
-from tests.tiny_parts import ANSWERS, ASKED, SlowSearch
+from tests.tiny_parts import ANSWERS, ASKED, SlowSearch, by_text
 
 from treegraft.core import interrupt
 from treegraft.core.errors import EngineError
@@ -28,6 +31,7 @@ from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.plan import Alone
 from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
+from treegraft.policy.load import load_model
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.policy.weights import ModelWeights
 from treegraft.rollout.formats.tags import TagsFormat
@@ -38,7 +42,7 @@ from treegraft.runs.run import Run
 from treegraft.runs.tree_files import parts_in
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
-from treegraft.settings.policy import WarmupSettings
+from treegraft.settings.policy import ModelSettings, WarmupSettings
 from treegraft.tasks.sampler import draw_tasks
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
 from treegraft.traces.demonstrations import read_demonstrations
@@ -74,6 +78,46 @@ def start(folder: Path, name: str = "a", display: Any = None, **tables: Any) -> 
         **{**tables, "run": {"name": name, "dir": str(folder), **tables.get("run", {})}}
     )
     return train(settings, display=display)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_thread_that_changes_torchs_default_type_changes_no_bit(
+    dtype: str, tmp_path: Path
+) -> None:
+    """As transformers does while it loads a model, for the whole process."""
+    model, tokenizer = load_model(ModelSettings(path="shape:bytes"), seed=1)
+    settings = tiny(
+        run={"num_updates": 1, "dir": str(tmp_path)},
+        model={"dtype": dtype},
+        eval={"every": 0},
+        rollout={"max_completion_tokens": 16},
+        warmup={"num_steps": 2},
+    )
+    del settings["model"]["path"], settings["model"]["tiny"]
+    settings["reward"] = {"accuracy": "exact_match"}
+    is_over = threading.Event()
+
+    def flip() -> None:
+        kinds = itertools.cycle([torch.bfloat16, torch.float64, torch.float16, torch.float32])
+        while not is_over.is_set():
+            torch.set_default_dtype(next(kinds))
+            time.sleep(1e-4)
+
+    def trained(name: str) -> Path:
+        settings["run"]["name"] = name
+        given = {"model": (model, tokenizer), "rewards": [by_text]}
+        return Path(train(settings, display=False, **given).run_dir)
+
+    first = trained("a")
+    thread = threading.Thread(target=flip)
+    thread.start()
+    try:
+        second = trained("b")
+    finally:
+        is_over.set()
+        thread.join()
+        torch.set_default_dtype(torch.float32)
+    assert not differing(first, second)
 
 
 # --- the run folder -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from treegraft.settings.policy import LearnSettings, LossSettings
 
 def compiled(width: int, dtype: torch.dtype) -> TreeKernels:
     try:
-        is_usable = TreeKernels(*load_library("trees", width, dtype)).is_usable
+        is_usable = TreeKernels(*load_library("trees", width, dtype), width, dtype).is_usable
     except KernelError:
         is_usable = False
     if not is_usable:
@@ -146,6 +147,27 @@ def test_numbers_do_not_depend_on_what_else_is_packed() -> None:
         *(x[:, 37:].contiguous() for x in (query, key, value)), TreeRuns(nodes, count, 1), 0.25
     )
     assert torch.equal(together[37:], alone)
+
+
+def test_tensors_of_another_type_or_shape_do_not_reach_the_c_code() -> None:
+    try:
+        kernels = TreeKernels(*load_library("trees", 16, torch.float32), 16, torch.float32)
+    except KernelError:
+        pytest.skip("no C compiler")
+    runs = TreeRuns([Node(0, 3, 3)], 3, 1)
+    right = [torch.ones(heads, 3, 16) for heads in (2, 1, 1)]
+    out, lse, grad = torch.ones(3, 2, 16), torch.ones(2, 3), torch.ones(3, 2, 16)
+    # Where there are kernels for this processor they answer; where not, they have no memory.
+    with nullcontext() if kernels.is_usable else pytest.raises(MemoryError):
+        kernels.backward(right, out, lse, grad, runs, 1.0)
+    for wrong in (torch.ones(1, 3, 16).double(), torch.ones(1, 3, 32), torch.ones(1, 4, 16)):
+        for place in range(3):
+            inputs = [*right[:place], wrong, *right[place + 1 :]]
+            with pytest.raises(ValueError, match=r"kernels: got|attention: "):
+                kernels.forward(inputs, runs, 1.0)
+    for wrongs in ((out.double(), lse, grad), (out, lse.double(), grad), (out, lse, grad.double())):
+        with pytest.raises(ValueError, match="kernels: got"):
+            kernels.backward(right, *wrongs, runs, 1.0)
 
 
 def test_work_is_dealt_out_evenly() -> None:

@@ -140,9 +140,11 @@ def steady_rows(width: int, dtype: torch.dtype, device: str) -> int:
 @functools.cache
 def _steady_rows(width: int, num_threads: int) -> int:
     generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(5, 2, 2 * UNITS[-1], width, generator=generator)
-    keys, values = (torch.randn(5, 2, SPAN, width, generator=generator) for _ in range(2))
-    weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator)
+    queries, keys, values = (
+        torch.randn(5, 2, rows, width, generator=generator, dtype=torch.float32)
+        for rows in (2 * UNITS[-1], SPAN, SPAN)
+    )
+    weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator, dtype=torch.float32)
     # As behind a path's last token: products over more positions must not change those before.
     weights[..., 64:] = 0.0
 

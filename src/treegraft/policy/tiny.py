@@ -15,11 +15,18 @@ from treegraft.settings.policy import TinySettings
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds the random generators of every device inside the block, and restores them afterwards,
-    so that a run's later draws do not depend on the draws made here."""
+    """Seeds the random generators of every device inside the block and makes float32 torch's
+    default type; restores both afterwards, so that a run's later draws do not depend on the draws
+    made here."""
+    before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
-        yield
+        # Weights drawn in another type are others.
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def build_tiny_model(

@@ -100,4 +100,4 @@ def text_rows(texts: Sequence[Text], filler: int) -> tuple[Tensor, Tensor, Tenso
         ids.append([filler] * left + before + own + [filler] * right)
         masks.append([0] * left + [1] * (len(before) + len(own)) + [0] * right)
         weights.append(own_weights + [0.0] * right)
-    return torch.tensor(ids), torch.tensor(masks), torch.tensor(weights)
+    return torch.tensor(ids), torch.tensor(masks), torch.tensor(weights, dtype=torch.float32)

@@ -57,7 +57,8 @@ def own_sums(rows: Sequence[Row]) -> Tensor:
     """Returns [2] this process's part of Σ w_i |y_i|, and of the number of groups that count."""
     leaves = [row.leaf for row in rows if row.leaf]
     tokens = sum(one.weight * one.num_denominator for one in leaves)
-    return torch.tensor([tokens, float(len({one.group_id for one in leaves}))])
+    groups = {one.group_id for one in leaves}
+    return torch.tensor([tokens, len(groups)], dtype=torch.float32)
 
 
 def coefficients(rows: Sequence[Row], config: Config, sums: Tensor) -> Tensor:
@@ -76,7 +77,8 @@ def coefficients(rows: Sequence[Row], config: Config, sums: Tensor) -> Tensor:
             return row.weight / (constant * groups)
         return row.weight / (max(1, row.num_denominator) * groups)
 
-    return torch.tensor([coefficient(row.leaf) if row.leaf else 0.0 for row in rows])
+    own = [coefficient(row.leaf) if row.leaf else 0.0 for row in rows]
+    return torch.tensor(own, dtype=torch.float32)
 
 
 def trl_coefficients(
@@ -93,26 +95,28 @@ def trl_coefficients(
         num_rows: of all processes, fillers included.
     """
     if config.loss.aggregation == "token-mean":
-        return torch.full((len(rows),), 1.0 / max(1.0, num_tokens))
+        return torch.full((len(rows),), 1.0 / max(1.0, num_tokens), dtype=torch.float32)
     if config.loss.aggregation == "sequence-sum":
         longest = config.rollout.max_completion_tokens
-        return torch.full((len(rows),), 1.0 / (longest * num_rows))
+        return torch.full((len(rows),), 1.0 / (longest * num_rows), dtype=torch.float32)
     lengths = [max(1, sum(row.leaf.loss_mask)) if row.leaf else 1 for row in rows]
     return 1.0 / (torch.tensor(lengths, dtype=torch.float32) * num_rows)
 
 
 def row_advantages(rows: Sequence[Row], width: int) -> Tensor:
     """Returns [B, width] the advantage of each token, 0 behind a row's end."""
-    found = torch.zeros(len(rows), width)
+    found = torch.zeros(len(rows), width, dtype=torch.float32)
     for place, row in enumerate(rows):
         if row.leaf:
-            found[place, : len(row.leaf.advantages)] = torch.tensor(row.leaf.advantages)
+            own = torch.tensor(row.leaf.advantages, dtype=torch.float32)
+            found[place, : len(own)] = own
     return found
 
 
 def row_shaping(rows: Sequence[Row]) -> Tensor:
     """Returns [B, 1] RAPO's 1 + m F."""
-    return torch.tensor([[row.leaf.shaping if row.leaf else 1.0] for row in rows])
+    own = [[row.leaf.shaping if row.leaf else 1.0] for row in rows]
+    return torch.tensor(own, dtype=torch.float32)
 
 
 def shaped_at_one(advantages: Tensor, shaping: Tensor, config: Config) -> Tensor:

@@ -332,7 +332,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             # TRL's ratio is then (1 + m F) ρ, which its clip acts on (RAPO, eq. 8 and 11).
             found["old_per_token_logps"] = old - shaping.log().to(device)
         # In TRL's table of completions, in place of what it made of the rewards.
-        means = torch.tensor([_mean(row) for row in rows], device=device)
+        means = torch.tensor([_mean(row) for row in rows], dtype=torch.float32, device=device)
         self._logs["advantages"].extend(self.accelerator.gather(means).tolist())
         return found | {"advantages": advantages.to(device)}
 

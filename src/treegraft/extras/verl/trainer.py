@@ -131,7 +131,7 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
         ):
             # verl's padding has the columns of another row, but one token.
             advantages.append(torch.zeros_like(before) if one is None else own * mask * scale)
-            shaping = torch.tensor(1.0 if one is None else one.shaping)
+            shaping = before.new_tensor(1.0 if one is None else one.shaping)
             shifted.append(before - shaping.log())
         columns = {"advantages": advantages, "returns": advantages, "old_log_probs": shifted}
         nested = {

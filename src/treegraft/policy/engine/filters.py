@@ -31,7 +31,7 @@ def filtered(logits: Tensor, temperature: float, filters: Filters, path: Sequenc
     """
     scores = logits.float().clone()
     if filters.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(path)), device=scores.device)
+        seen = torch.tensor(sorted(set(path)), dtype=torch.long, device=scores.device)
         own, rate = scores[seen], filters.repetition_penalty
         scores[seen] = torch.where(own > 0, own / rate, own * rate)
     if temperature > 0:

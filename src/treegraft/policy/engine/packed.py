@@ -153,8 +153,10 @@ def _problem() -> str | None:
     """Why the private operators that this rests on cannot be used, found by a small product; None
     where they can."""
     generator = torch.Generator().manual_seed(0)
-    weight, rows = (torch.randn(size, 64, generator=generator).bfloat16() for size in (96, 20))
-    bias = torch.randn(96, generator=generator).bfloat16()
+    weight, rows, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float32).bfloat16()
+        for shape in ((96, 64), (20, 64), (96,))
+    )
     plain = functional.linear(rows, weight, bias).float()
     # Private, so another torch may have none or others under these names: tried, not assumed.
     try:

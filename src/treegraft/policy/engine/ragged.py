@@ -145,18 +145,9 @@ class RaggedPlan:
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
         )
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        _, kv_heads, width, _ = keys.shape
         if self._batch is None:
-            shape = (len(self._slots), query.shape[0], kv_heads, self.kernels.num_threads())
-            rows = (self._slots.data_ptr(), self._positions.data_ptr())
-            self._batch = Pass(self._table.data_ptr(), self._table.shape[1], *rows, *shape)
-        # The kernels are told one shape for all layers; with another they would read elsewhere.
-        wanted = ((self._batch.heads, width), (kv_heads, width), (kv_heads, width))
-        shapes = tuple((x.shape[0], x.shape[2]) for x in (query, key, value))
-        if shapes != wanted or {query.dtype, key.dtype, value.dtype} != {keys.dtype}:
-            raise ValueError(
-                f"a layer has (heads, width) {shapes} of {query.dtype}, others {wanted} of"
-                f" {keys.dtype}"
+            self._batch = self.kernels.batch(
+                self._table, self._slots, self._positions, query.shape[0], keys.shape[1]
             )
         # All keys before any attention: tokens of one pass see those before them in it.
         self.kernels.store(self._batch, query, key, value, keys, values, rotation)
@@ -215,7 +206,7 @@ def usable_rows(model: Any) -> tuple[int, ...]:
     usable = set(BUCKETS)
     generator = torch.Generator().manual_seed(0)
     for (_, width), linear in shapes.items():
-        rows = torch.randn(BUCKETS[-1], width, generator=generator)
+        rows = torch.randn(BUCKETS[-1], width, generator=generator, dtype=torch.float32)
         reference = torch.cat([linear(part) for part in rows.split(MIN_ROWS)])
         for bucket in BUCKETS:
             # Every row must come out alike, wherever it stands.
@@ -241,7 +232,8 @@ def usable_rows(model: Any) -> tuple[int, ...]:
 
 
 def _activations_are_even(bucket: int, width: int) -> bool:
-    rows = torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, width, generator=generator, dtype=torch.float32)
     many = rows.expand(bucket, width).contiguous()
     alone = (functional.silu(rows), functional.gelu(rows, approximate="tanh"))
     together = (functional.silu(many), functional.gelu(many, approximate="tanh"))

@@ -20,6 +20,7 @@ from treegraft.policy.kernels.library import (
     LONG,
     POINTER,
     ThreadCount,
+    address,
     declared,
     head_rows,
     load_library,
@@ -33,6 +34,7 @@ BLOCK = 64
 DRAWN = 256
 """Tokens of one block of the vocabulary."""
 LANES = 16
+_NONE = (None, None)
 
 
 def padded_width(width: int) -> int:
@@ -56,11 +58,14 @@ class Pass(ctypes.Structure):
 
 
 class Kernels:
-    """The compiled functions for one head width and element type. Tensors must be on the CPU, rows
-    of the last axis contiguous."""
+    """The compiled functions for one head width and element type. They raise `ValueError` for a
+    tensor of another type or shape, see `address`."""
 
-    def __init__(self, library: ctypes.CDLL, num_threads: ThreadCount) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, num_threads: ThreadCount, width: int, dtype: torch.dtype
+    ) -> None:
         self.num_threads = num_threads
+        self._width, self._dtype = width, dtype
         batch, rows = ctypes.POINTER(Pass), (POINTER, LONG, LONG)
         self._store = declared(library.tg_store, batch, *rows * 3, *[POINTER] * 4)
         self._attend = declared(
@@ -76,6 +81,17 @@ class Kernels:
         """The number of inputs of a product has to be a multiple of this; 0 where there are no
         products for this processor."""
 
+    def batch(
+        self, table: Tensor, rows: Tensor, positions: Tensor, heads: int, kv_heads: int
+    ) -> Pass:
+        """Returns what all layers of a pass share, for int32 tensors that must outlive it: the
+        block numbers [paths, blocks] of each path, and of each token its path (-1 for padding) and
+        its position."""
+        at = [address(x, torch.int32, rows.shape) for x in (rows, positions)]
+        first = address(table, torch.int32, table.shape)
+        shape = (len(rows), heads, kv_heads, self.num_threads())
+        return Pass(first, table.shape[1], *at, *shape)
+
     def store(
         self,
         batch: Pass,
@@ -88,47 +104,59 @@ class Kernels:
     ) -> None:
         """Puts key and value [heads, tokens, width] into their blocks; with cosines and sines,
         float32 [tokens, width], rotates them and (in place) the query first."""
-        tables = (None, None) if rotation is None else [table.data_ptr() for table in rotation]
-        at = (keys.data_ptr(), values.data_ptr())
-        self._store(batch, *head_rows(query), *head_rows(key), *head_rows(value), *tables, *at)
+        shape = (batch.tokens, self._width)
+        own, others = ((heads, *shape) for heads in (batch.heads, batch.kv_heads))
+        tables = [x if x is None else address(x, torch.float32, shape) for x in rotation or _NONE]
+        rows = [head_rows(x, self._dtype, others) for x in (key, value)]
+        first = head_rows(query, self._dtype, own)
+        self._store(batch, *first, *rows[0], *rows[1], *tables, *self._at(batch, keys, values))
 
     def attend(
         self, batch: Pass, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Returns attention [tokens, heads, width] of query [heads, tokens, width] over the paths'
         blocks; padding rows are 0."""
-        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        out = query.new_empty(batch.tokens, batch.heads, self._width)
         # In a variable of its own: a temporary tensor would be freed while the kernel reads it.
         sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
-        at = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
+        rows = head_rows(query, self._dtype, (batch.heads, batch.tokens, self._width))
         rules = (options.scaling, options.window or 0, options.softcap or 0.0)
-        last = None if sinks is None else sinks.data_ptr()
-        self._attend(batch, *head_rows(query), *at, *rules, last)
+        last = None if sinks is None else address(sinks, torch.float32, (batch.heads,))
+        at = (*self._at(batch, keys, values), out.data_ptr())
+        self._attend(batch, *rows, *at, *rules, last)
         return out
+
+    def _at(self, batch: Pass, keys: Tensor, values: Tensor) -> tuple[int, int]:
+        """Where a layer's blocks lie."""
+        count, heads, width = len(keys), batch.kv_heads, self._width
+        first = address(keys, self._dtype, (count, heads, width, BLOCK))
+        return first, address(values, self._dtype, (count, heads, BLOCK, padded_width(width)))
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Returns rms-normalised x [rows, size] times weight; `added` is first added to x in
         place."""
-        # Not in place: the caller goes on with x, the residual.
-        out = torch.empty_like(x)
-        plus = None if added is None else added.data_ptr()
         rows, size = x.shape
-        at = (x.data_ptr(), plus, weight.data_ptr(), out.data_ptr())
-        self._norm(*at, rows, 1, x.stride(0), size, eps, self.num_threads())
+        # Not in place: the caller goes on with x, the residual.
+        out = x.new_empty(rows, size)
+        plus = None if added is None else address(added, self._dtype, x.shape)
+        scale = address(weight, self._dtype, (size,))
+        at = (address(x, self._dtype, x.shape), plus, scale, out.data_ptr())
+        self._norm(*at, rows, 1, size, size, eps, self.num_threads())
         return out
 
     def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
         """Rms-normalises x [tokens, heads, width], heads contiguous, over the width in place."""
         tokens, heads, width = x.shape
-        at = (x.data_ptr(), None, weight.data_ptr(), x.data_ptr())
+        here = address(x, self._dtype, x.shape, (width, 1))
+        at = (here, None, address(weight, self._dtype, (width,)), here)
         self._norm(*at, tokens, heads, x.stride(0), width, eps, self.num_threads())
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns silu(gate) * up for [rows, size] of equal strides."""
-        out = torch.empty(gate.shape, dtype=gate.dtype)
-        at = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
-        rows, size = gate.shape
-        self._gate(*at, rows, gate.stride(0), size, self.num_threads())
+        (rows, size), stride = gate.shape, gate.stride(0)
+        out = gate.new_empty(rows, size)
+        at = [address(x, self._dtype, gate.shape, (stride, 1)) for x in (gate, up)]
+        self._gate(*at, out.data_ptr(), rows, stride, size, self.num_threads())
         return out
 
     def blocks(self, logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,16 +169,18 @@ class Kernels:
         shapes = ((rows,), (rows, -(-size // DRAWN)), (rows,))
         peaks, sums, moments = (logits.new_empty(shape, dtype=torch.float32) for shape in shapes)
         at = (peaks.data_ptr(), sums.data_ptr(), moments.data_ptr())
-        self._blocks(
-            logits.data_ptr(), rows, size, temperatures.data_ptr(), *at, self.num_threads()
-        )
+        first = address(logits, self._dtype, logits.shape)
+        scale = address(temperatures, torch.float32, (rows,))
+        self._blocks(first, rows, size, scale, *at, self.num_threads())
         return peaks, sums, moments
 
     def gumbels(self, draws: Tensor, size: int) -> Tensor:
         """The result of `philox_gumbels`, within 1 unit of the last place."""
-        out = torch.empty(len(draws), size)
         draws = draws.contiguous()
-        self._gumbels(draws.data_ptr(), out.data_ptr(), *out.shape, self.num_threads())
+        # Not of torch's default type, which another thread may change at any time.
+        out = draws.new_empty(len(draws), size, dtype=torch.float32)
+        at = (address(draws, torch.int64, (len(draws), 3)), out.data_ptr())
+        self._gumbels(*at, *out.shape, self.num_threads())
         return out
 
     def lay_out(self, weight: Tensor) -> Tensor:
@@ -158,15 +188,18 @@ class Kernels:
         # Padded to whole vectors of outputs, so that the product needs no rest of its own.
         outputs, inputs = weight.shape
         weight, to = weight.contiguous(), weight.new_empty(padded_width(outputs), inputs)
-        self._lay_out(weight.data_ptr(), to.data_ptr(), inputs, outputs, self.num_threads())
+        first = address(weight, self._dtype, weight.shape)
+        self._lay_out(first, to.data_ptr(), inputs, outputs, self.num_threads())
         return to
 
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """Returns rows · weightᵀ + bias, [rows, outputs]; a row's bits do not depend on the rows
         beside it."""
         out = rows.new_empty(rows.shape[0], outputs)
-        added = None if bias is None else bias.data_ptr()
-        at = (rows.data_ptr(), rows.stride(0), weight.data_ptr(), added, out.data_ptr())
+        first = address(rows, self._dtype, rows.shape, (1,))
+        laid_out = address(weight, self._dtype, (padded_width(outputs), rows.shape[1]))
+        added = None if bias is None else address(bias, self._dtype, (outputs,))
+        at = (first, rows.stride(0), laid_out, added, out.data_ptr())
         self._product(*at, *rows.shape, outputs, self.num_threads())
         return out
 
@@ -182,7 +215,7 @@ def kernels_for(width: int, dtype: torch.dtype, device: str) -> Kernels | None:
 @functools.cache
 def _kernels(width: int, dtype: torch.dtype) -> Kernels | None:
     try:
-        kernels = Kernels(*load_library("engine", width, dtype))
+        kernels = Kernels(*load_library("engine", width, dtype), width, dtype)
         _prove_noise(kernels)
     except KernelError as error:
         _log.warning("engine: running on torch's operators alone, which is slower: %s", error)

@@ -53,10 +53,31 @@ def declared(function: Any, *arguments: Any, returns: Any = None) -> Any:
     return function
 
 
-def head_rows(x: Tensor) -> tuple[int, int, int]:
+def address(
+    x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] = ()
+) -> int:
+    """Returns the address of a tensor, for C code that takes its type and layout for granted.
+
+    Args:
+        strides: those of the last axes; none where the tensor has to be contiguous.
+
+    Raises:
+        ValueError: it has another type, shape or layout, or lies on another device. The C code
+            would read and write beyond it.
+    """
+    fits = x.stride()[-len(strides) :] == strides if strides else x.is_contiguous()
+    if fits and x.dtype is dtype and x.shape == shape and x.is_cpu:
+        return x.data_ptr()
+    raise ValueError(
+        f"kernels: got {x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}, expected"
+        f" {dtype} {shape} with strides {strides or 'of a contiguous tensor'} on cpu"
+    )
+
+
+def head_rows(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Returns the address, the step from token to token and that from head to head of x [heads,
-    tokens, width], whose last axis is contiguous."""
-    return x.data_ptr(), x.stride(1), x.stride(0)
+    tokens, width], whose last axis is contiguous; raises as `address`."""
+    return address(x, dtype, shape, (1,)), x.stride(1), x.stride(0)
 
 
 def shares_runtime(library: ctypes.CDLL) -> bool:

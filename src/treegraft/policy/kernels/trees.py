@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treegraft.policy.kernels.library import FLOAT, LONG, POINTER, ThreadCount, declared, head_rows
+from treegraft.policy.kernels.library import (
+    FLOAT,
+    LONG,
+    POINTER,
+    ThreadCount,
+    address,
+    declared,
+    head_rows,
+)
 
 RUN = 64
 """Most tokens of a node that are taken together as columns."""
@@ -63,10 +71,14 @@ class TreeRuns:
 
 
 class TreeKernels:
-    """The compiled functions for one head width and element type."""
+    """The compiled functions for one head width and element type. They raise `ValueError` for a
+    tensor of another type or shape, see `address`."""
 
-    def __init__(self, library: ctypes.CDLL, num_threads: ThreadCount) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, num_threads: ThreadCount, width: int, dtype: torch.dtype
+    ) -> None:
         self.num_threads = num_threads
+        self._width, self._dtype = width, dtype
         plan = ctypes.POINTER(_Plan)
         self._forward = declared(
             library.tg_tree_forward, plan, *[_Rows] * 3, *[POINTER] * 2, returns=LONG
@@ -105,7 +117,7 @@ class TreeKernels:
         # Kept for the backward pass, which forms the scores again instead of reading them: they
         # would take tokens² of memory.
         lse = query.new_empty(heads, tokens, dtype=torch.float32)
-        rows = [_Rows(*head_rows(x)) for x in inputs]
+        rows = [self._rows(x, tokens) for x in inputs]
         plan = self._plan(inputs, runs, scaling)
         _check(self._forward(plan, *rows, out.data_ptr(), lse.data_ptr()))
         return out, lse
@@ -125,20 +137,27 @@ class TreeKernels:
         Raises:
             MemoryError: there is no room for its intermediate results.
         """
+        shape = inputs[0].shape
         grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in inputs]
-        rows = [_Rows(*head_rows(x)) for x in (*inputs, grad.transpose(0, 1))]
-        at = [x.data_ptr() for x in (out, lse, *grads)]
-        plan = self._plan(inputs, runs, scaling)
-        _check(self._backward(plan, *rows[:3], *at[:2], rows[3], *at[2:]))
+        rows = [self._rows(x, shape[1]) for x in (*inputs, grad.transpose(0, 1))]
+        at = (address(out, self._dtype, grad.shape), address(lse, torch.float32, shape[:2]))
+        to = [x.data_ptr() for x in grads]
+        _check(self._backward(self._plan(inputs, runs, scaling), *rows[:3], *at, rows[3], *to))
         return tuple(x.transpose(0, 1) for x in grads)
 
+    def _rows(self, x: Tensor, tokens: int) -> _Rows:
+        return _Rows(*head_rows(x, self._dtype, (len(x), tokens, self._width)))
+
     def _plan(self, inputs: Sequence[Tensor], runs: TreeRuns, scaling: float) -> _Plan:
-        heads, tokens = (inputs[0].shape[0], inputs[1].shape[0]), inputs[0].shape[1]
+        heads, tokens = [len(x) for x in inputs], inputs[0].shape[1]
         # The kernels trust the table: with another one they would read beyond the tensors.
-        if tokens != runs.num_tokens:
-            raise ValueError(f"attention: {tokens} tokens for trees of {runs.num_tokens}")
-        shape = (len(runs.table), tokens, *heads, runs.num_shares, self.num_threads())
-        return _Plan(runs.table.data_ptr(), *shape, scaling)
+        if tokens != runs.num_tokens or heads[1] != heads[2]:
+            raise ValueError(
+                f"attention: {tokens} tokens and heads {heads} for trees of {runs.num_tokens}"
+            )
+        first = address(runs.table, torch.int64, (len(runs.table), 4))
+        shape = (len(runs.table), tokens, *heads[:2], runs.num_shares, self.num_threads())
+        return _Plan(first, *shape, scaling)
 
 
 class _TreeAttention(torch.autograd.Function):

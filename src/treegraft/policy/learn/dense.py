@@ -117,7 +117,7 @@ def distance_from_dense(
 
     def drawn(heads: int) -> Tensor:
         return (
-            torch.randn(heads, tree.end, shape.width, generator=generator)
+            torch.randn(heads, tree.end, shape.width, generator=generator, dtype=torch.float32)
             .to(device, dtype)
             .requires_grad_()
         )

@@ -48,10 +48,10 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
 
 def _try(objective: Objective, settings: LossSettings) -> None:
     """Calls an objective of the user's own on two tokens of one trajectory."""
-    column, owners = torch.tensor([-1.0, -2.0]), torch.tensor([0, 0])
+    column, owners = torch.tensor([-1.0, -2.0], dtype=torch.float32), torch.tensor([0, 0])
     try:
         found: Any = objective(
-            settings, column, column, -column, owners=owners, shaping=torch.ones(2)
+            settings, column, column, -column, owners=owners, shaping=torch.ones_like(column)
         )
     except Exception as error:
         found = describe(error)

@@ -103,7 +103,8 @@ def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
     Args:
         own: those of the packs that this process has made, in their order.
     """
-    flat = torch.cat([values.detach().float().cpu() for values in (*own, torch.zeros(0))])
+    none = torch.zeros(0, dtype=torch.float32)
+    flat = torch.cat([values.detach().float().cpu() for values in (*own, none)])
     columns = team.gather(flat)
     places = [0] * len(columns)
     found = []

@@ -357,7 +357,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
-        self.gather(torch.zeros(0))
+        self.gather(torch.zeros(0, dtype=torch.float32))
 
 
 def _end_with_torchrun() -> None:

@@ -188,9 +188,10 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
         raise ValueError(
             "a sampled token belongs to no trajectory; expected a leaf below every step"
         )
-    width = base_model(model).config.get_text_config().hidden_size
-    device = batch.token_ids.device
-    states = torch.cat(hidden) if hidden else torch.zeros(0, width, device=device)
+    inner, device = base_model(model), batch.token_ids.device
+    width = inner.config.get_text_config().hidden_size
+    none = torch.zeros(0, width, dtype=inner.dtype, device=device)
+    states = torch.cat(hidden) if hidden else none
     rows = [states.index_select(0, place.to(device))]
     if batch.imitated is not None:
         for ids_above, length in zip(batch.imitated.paths, batch.imitated.lengths, strict=True):

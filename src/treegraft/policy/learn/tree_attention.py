@@ -256,7 +256,7 @@ class _FlashTree(torch.autograd.Function):
         # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its
         # backward reads it so.
         shape = (query.shape[0], query.shape[2], query.shape[1])
-        lse = torch.full(shape, float("-inf"), device=query.device).transpose(1, 2)
+        lse = output.new_full(shape, float("-inf")).transpose(1, 2)
         for rows, columns, is_causal in _calls(nodes):
             parts = (
                 x[:, :, where] for x, where in zip(wide, (rows, columns, columns), strict=True)
@@ -318,7 +318,7 @@ def tree_kernels(width: int, dtype: torch.dtype, device: str) -> TreeKernels | N
 @functools.cache
 def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
     try:
-        kernels = TreeKernels(*load_library("trees", width, dtype))
+        kernels = TreeKernels(*load_library("trees", width, dtype), width, dtype)
     except KernelError as error:
         _log.warning(
             "learner: attention over trees takes torch's operators, which is slower: %s", error
