@@ -136,6 +136,8 @@ def test_a_conversation_goes_on(result: RunResult, question: str) -> None:
         agent.ask(question, history=[{"role": "ghost", "content": "x"}])
     with raises_code("question-empty", match="empty text"):
         agent.ask(" ")
+    with raises_code("question-not-text", match="question: got 5"):
+        agent.ask(5)  # type: ignore[arg-type]
     agent.close()
 
 

@@ -120,6 +120,22 @@ def test_a_thread_that_changes_torchs_default_type_changes_no_bit(
     assert not differing(first, second)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mode_without_gradients_around_a_training_is_no_matter(
+    mode: Callable[[], Any], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "run": {"num_updates": 1},
+        "warmup": {"num_steps": 2},
+        "eval": {"every": 0},
+        "rollout": {"max_completion_tokens": 12},
+    }
+    plain = start(tmp_path, "a", display=False, **options)
+    with mode():
+        other = start(tmp_path, "b", display=False, **options)
+    assert not differing(plain.run_dir, other.run_dir)
+
+
 # --- the run folder -------------------------------------------------------------------------------
 
 

@@ -347,7 +347,9 @@ async def assemble_training(
         with ctrl_c_ends_at_once():
             # Imported here, so that `treegraft --help` and config checks start without torch.
             from treegraft.policy.learn.credit import find_credit_rule
+            from treegraft.policy.load import with_gradients
 
+            stack.enter_context(with_gradients())
             credit_rule = find_credit_rule(config)
             scenario = _Scenario(config, source)
             # Adapters are restored with the optimiser's state, onto the model that they adapt.

@@ -28,8 +28,13 @@ def task_of(question: str, history: Messages = ()) -> Task:
     """Returns the task that a question behind a conversation is.
 
     Raises:
-        DataError: an empty question, or messages that cannot be read.
+        DataError: a question that is empty or no text, or messages that cannot be read.
     """
+    if not isinstance(question, str):
+        raise DataError(
+            f"question: got {question!r:.80}; expected the text of a question to the agent.",
+            code="question-not-text",
+        )
     if not question.strip():
         raise DataError(
             "question: got an empty text; expected a question to the agent.", code="question-empty"

@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -98,6 +99,12 @@ def _given(name: str, has_weights: bool) -> tuple[Any, Any]:
         return copy.deepcopy(model), tokenizer
     with torch.device("meta"):
         return type(model)(copy.deepcopy(model.config)), tokenizer
+
+
+def with_gradients() -> AbstractContextManager[None]:
+    """Lets weights learn inside the block, whatever mode of torch (`no_grad`, `inference_mode`)
+    stands around it."""
+    return torch.inference_mode(False)
 
 
 def limit_threads(num: int | None) -> None:

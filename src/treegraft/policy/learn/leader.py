@@ -135,7 +135,8 @@ def serve_rank(ranks: Ranks, config: Config) -> Mapping[str, Any] | None:
         RankError: rank 0 has ended without one.
     """
     learner: ShardedLearner | None = None
-    with deaf_to_ends():
+    # As rank 0's own training, whatever mode of torch the script has set.
+    with deaf_to_ends(), torch.inference_mode(False):
         try:
             while True:
                 order = ranks.next_order()
