@@ -463,7 +463,6 @@ class _Scenario:
 
     def load_model(self, path: Path | str | None, *, has_weights: bool) -> tuple[Any, Tokenizer]:
         """Returns (model, tokenizer) of model.path, or of `path` where one is given."""
-        from treegraft.policy.checkpoint import with_saved_adapter
         from treegraft.policy.load import limit_threads, load_model
 
         config = self.config
@@ -474,12 +473,9 @@ class _Scenario:
         is_tiny = settings.path == "tiny"
         words = closed_vocabulary(self.tasks, self.tools, config.warmup) if is_tiny else []
         with about("model.path"):
-            model, tokenizer = load_model(
+            return load_model(
                 settings, vocabulary=words, seed=config.run.seed, has_weights=has_weights
             )
-        if path is not None and has_weights:
-            model = with_saved_adapter(model, Path(path))
-        return model, tokenizer
 
     def parts(
         self,

@@ -134,7 +134,9 @@ def with_saved_adapter(model: Any, folder: Path) -> Any:
         return model
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, str(folder / ADAPTER)).merge_and_unload()
+    merged = PeftModel.from_pretrained(model, str(folder / ADAPTER)).merge_and_unload()
+    # peft freezes what it adapts; all of it may be trained next.
+    return merged.requires_grad_(True)
 
 
 def read_optimiser(folder: Path) -> dict[str, Tensor]:

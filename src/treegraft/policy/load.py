@@ -21,6 +21,7 @@ from treegraft.core.given import GIVEN
 from treegraft.core.locate import at_hand, locate
 from treegraft.core.packages import require
 from treegraft.core.plugin import load_object
+from treegraft.policy.checkpoint import with_saved_adapter
 from treegraft.policy.output_head import first_line
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.tiny import build_shaped_model, build_tiny_model, build_word_tokenizer, seeded
@@ -50,7 +51,8 @@ def load_model(
     seed: int = 0,
     has_weights: bool = True,
 ) -> tuple[Any, Any]:
-    """Returns (model, tokenizer) on the CPU or the first GPU, in evaluation mode, dropout off.
+    """Returns (model, tokenizer) on the CPU or the first GPU, in evaluation mode, dropout off;
+    adapters that a checkpoint keeps beside its weights are merged into them.
 
     Args:
         vocabulary: words of the "tiny" model's tokenizer.
@@ -244,6 +246,8 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
             model, found = loaded
             # transformers fills these with random numbers, and says so in its log alone.
             missing = sorted(found["missing_keys"])
+            # Before the weights are rounded to model.dtype, as the learner adds adapters.
+            model = with_saved_adapter(model, Path(folder))
         else:
             config = AutoConfig.from_pretrained(folder, **shared)
             with torch.device("meta"):

@@ -137,8 +137,9 @@ class LoraSettings(Settings):
     targets: str | list[str] = setting("all-linear", acts="nothing")
     """Modules that get an adapter."""
     merge: bool = True
-    """Merge the adapters into the checkpoint's weights; False saves the adapters beside the
-    base."""
+    """Merge the adapters into the checkpoint's weights; False saves the adapters beside the base.
+    A run, an evaluation or an agent that begins with such a checkpoint merges them as it loads
+    it."""
 
 
 class ModelSettings(Settings):
