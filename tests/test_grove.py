@@ -210,9 +210,25 @@ def test_weights_are_published_whole_or_not_at_all() -> None:
         assert (my_grove.engine.fingerprint, my_grove.engine.policy_version) == (held, 4)
 
 
-def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
-    """Two updates, saved, and a third in another grove: the weights of three in one."""
-    tables = tiny(**SMALL, learn={"lr": 1e-2}, reward={"funcs": ["tests.test_grove:length"]})
+LOOPS: dict[str, dict[str, Any]] = {
+    "full weights": {},
+    "adapters": {"model": {"lora": {"rank": 4, "alpha": 8}}},
+    "adapters apart": {"model": {"lora": {"rank": 4, "alpha": 8, "merge": False}}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "a reference": {"loss": {"graft_coef": 0.0, "kl_coef": 0.5}},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_checkpoint_goes_on(kind: str, tmp_path: Path) -> None:
+    """Two updates, saved, and a third in another grove: the weights of three in one. Adapters and a
+    reference belong to the model that the loop began with, and are refused on the checkpoint's."""
+    tables = tiny(
+        **{**SMALL, **LOOPS[kind]},
+        learn={"lr": 1e-2},
+        reward={"funcs": ["tests.test_grove:length"]},
+    )
 
     def learn(my_grove: Grove, numbers: range) -> None:
         for number in numbers:
@@ -224,14 +240,40 @@ def test_a_checkpoint_goes_on(tmp_path: Path) -> None:
         my_grove.save(tmp_path / "agent", 2)
         learn(my_grove, range(3, 4))
         expected = dict(my_grove.learner.weights())
-    again = load_config({**tables, "model": {"path": str(tmp_path / "agent")}})
-    with grove(again) as my_grove:
+    with grove(tables) as my_grove:
         before = {name: weight.clone() for name, weight in my_grove.learner.weights()}
         my_grove.learner.load(tmp_path / "agent")
+        my_grove.publish(my_grove.learner.weights(), 2)
         learn(my_grove, range(3, 4))
         found = dict(my_grove.learner.weights())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert any(not torch.equal(found[name], before[name]) for name in before)
+    tables["model"] = {**tables["model"], "path": str(tmp_path / "agent")}
+    with grove(tables) as my_grove:
+        if kind in ("full weights", "bfloat16"):
+            my_grove.learner.load(tmp_path / "agent")
+            learn(my_grove, range(3, 4))
+            found = dict(my_grove.learner.weights())
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+        else:
+            with raises_code("loaded-onto-itself"):
+                my_grove.learner.load(tmp_path / "agent")
+
+
+def test_a_falling_learning_rate_needs_an_end(scripted: Any) -> None:
+    """Without one it would be that of `train`'s default number of updates."""
+    tables = tiny(learn={"schedule": "linear", "lr": 0.4, "num_minibatches": 1})
+    tables["run"] = {"num_threads": 1}
+    with grove(tables, engine=scripted()) as my_grove, raises_code("schedule-without-end"):
+        _ = my_grove.learner
+    tables["run"] = {"num_threads": 1, "num_updates": 2}
+    with grove(tables, engine=scripted()) as my_grove:
+        optimiser = my_grove.learner.optimiser
+        rates = []
+        for _ in range(3):
+            optimiser.step()
+            rates.append(optimiser.last_lr)
+    assert rates == pytest.approx([0.4, 0.2, 0.0])
 
 
 def length(completions: list[str], **_: Any) -> list[float]:

@@ -60,8 +60,9 @@ def grove(
                 trees = my_grove.grow(my_grove.tasks[:4], number)
 
     Args:
-        recipe_or_config: a recipe's path or name, tables of settings, or a `Config`. [run] gives
-            the seed alone; [warmup], [replay], [sampler], [eval] and [checkpoint] are `train`'s.
+        recipe_or_config: a recipe's path or name, tables of settings, or a `Config`. Of [run],
+            seed, num_threads and, with a learn.schedule that falls, num_updates count; [warmup],
+            [replay], [sampler], [eval] and [checkpoint] are `train`'s.
         engine: one of your own, which stays yours to close; None makes the recipe's, and closes it.
         retriever: finds the steps that are grafted, where the buffer is in another process; None
             opens the recipe's buffer here.
@@ -370,7 +371,18 @@ class Grove:
         """A `Learner` as a training's at its beginning, made when first asked for; its weights are
         its own, so publish them after learning. Once there is one, `grow` has it score the
         entropies around grafts where the engine knows its top-k ones alone.
+
+        Raises:
+            SettingError: learn.schedule falls, and run.num_updates does not say when it ends.
         """
+        schedule = self.config.learn.schedule
+        if schedule != "constant" and "num_updates" not in self.config.run.model_fields_set:
+            raise SettingError(
+                f"learn.schedule: got '{schedule}' without run.num_updates, expected the number of"
+                " updates of this loop, over which the learning rate falls. Set run.num_updates, or"
+                ' learn.schedule = "constant".',
+                code="schedule-without-end",
+            )
         with giving(self._given):
             learner = build_own_learner(self._open().parts)
         if self.config.loss.kl_coef:
@@ -413,8 +425,8 @@ class Grove:
 
     def save(self, folder: Path | str, number: int) -> None:
         """Writes a checkpoint of `learner`, all of it or nothing: a folder that transformers loads
-        and the commands and `evaluate_checkpoint` take. `Learner.load` goes on from its optimiser,
-        in a grove whose model.path is this folder.
+        and the commands and `evaluate_checkpoint` take. To go on from it, `Learner.load` it in a
+        grove of the same settings and publish the learner's weights.
 
         Args:
             number: of the update.

@@ -534,11 +534,24 @@ class Learner:
         write_optimiser(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        """Goes on from the optimiser's state in a checkpoint, whose weights the model has.
+        """Goes on from the trained weights and the optimiser's state in a checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or belongs to another model.
+            CheckpointError: it is damaged, or belongs to another model, or this model was loaded
+                from it and has adapters or a reference: these need the model that its run began
+                with.
         """
+        inner = base_model(self.model)
+        origin = inner.config.name_or_path
+        is_own = bool(origin) and Path(origin).resolve() == Path(folder).resolve()
+        if is_own and (inner is not self.model or self.reference is not None):
+            raise CheckpointError(
+                f"checkpoint '{folder}': got a model whose own weights are those of the checkpoint,"
+                " so that adapters would be added twice and the reference of the KL term would be"
+                " another one; expected the model that its run began with. Name that one in"
+                " model.path, load the checkpoint, and publish the learner's weights.",
+                code="loaded-onto-itself",
+            )
         self.load_state(read_optimiser(folder))
 
     def state(self) -> dict[str, Tensor]:
