@@ -250,6 +250,33 @@ def test_tasks_are_asked(way: str, tmp_path: Path) -> None:
     assert result.metrics["learn/grad_norm"] > 0
 
 
+class Twice(Sums):
+    """A task source that gives one id to two questions, of which a run would keep one."""
+
+    def __init__(self, place: int = 0, **_: Any) -> None:
+        super().__init__()
+        self.made[place] = replace(self.made[place], id=self.made[place + 1].id)
+
+
+def test_two_tasks_of_one_id_are_refused_before_any_work(tmp_path: Path) -> None:
+    repeated = raises_code("task-ids-repeated", "tasks.kind")
+    with repeated:
+        run(tmp_path, DATA, tasks=Twice(), rewards=brief)
+    with repeated:
+        run(tmp_path, DATA, tasks=Twice(12), rewards=brief)
+    with repeated, grove(DATA, tasks=Twice(), rewards=brief):
+        pass
+    with repeated:
+        evaluate_checkpoint(None, load_config(DATA), tasks=Twice(12), rewards=brief)
+    assert list(tmp_path.iterdir()) == []
+    # Held-out tasks may be those of the training, and rows have ids of their own.
+    source = Sums()
+    source.eval_tasks = source.train_tasks  # type: ignore[method-assign]
+    for tasks in (source, [*ROWS, {"question": ROWS[0]["question"], "answer": "many"}]):
+        with grove(DATA, tasks=tasks, rewards=brief) as my_grove:
+            assert len(my_grove.tasks) >= 12
+
+
 @pytest.mark.parametrize("way", ["datasets.Dataset", "DataFrame"])
 def test_rows_have_one_checksum_whatever_holds_them(way: str) -> None:
     given = [

@@ -44,7 +44,7 @@ from treegraft.settings.contradictions import (
     refuse,
 )
 from treegraft.settings.explore import retrieving
-from treegraft.tasks.build import build_tasks, closed_vocabulary
+from treegraft.tasks.build import build_tasks, closed_vocabulary, distinct
 from treegraft.tasks.rewards import WeightedReward, build_rewards, build_scorer, check_rewards
 from treegraft.tasks.scoring import require_math
 from treegraft.tools.build import build_tools, open_environments
@@ -78,11 +78,11 @@ class Setup:
 
     @cached_property
     def train_tasks(self) -> Sequence[Task]:
-        return list(self.source.train_tasks())
+        return distinct(self.source.train_tasks(), "train_tasks")
 
     @cached_property
     def eval_tasks(self) -> Sequence[Task]:
-        return list(self.source.eval_tasks())
+        return distinct(self.source.eval_tasks(), "eval_tasks")
 
     async def try_environment(self) -> Trial | None:
         """Begins, copies and rewards an environment on the first task; None where the tasks have

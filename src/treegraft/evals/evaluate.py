@@ -22,7 +22,7 @@ from treegraft.runs.start import open_with
 from treegraft.runs.tree_files import write_trees
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects
-from treegraft.tasks.build import build_tasks
+from treegraft.tasks.build import build_tasks, distinct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ def _evaluated(
     config: Config, model_path: Path | str | None, display: Display | bool | None, out: Path | None
 ) -> EvalResult:
     source = build_tasks(config.tasks, config.run.seed)
-    tasks = list(source.eval_tasks())
+    tasks = distinct(source.eval_tasks(), "eval_tasks")
     if not tasks:
         raise DataError(
             "the evaluation tasks are empty; expected at least one row. Set tasks.num_eval or"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from treegraft.core.errors import about
+from treegraft.core.errors import DataError, about
 from treegraft.core.interfaces import TaskSource, Tool
 from treegraft.core.plugin import chosen, make
+from treegraft.core.types import Task
 from treegraft.settings.policy import WarmupSettings
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.datasets import DatasetSource
@@ -51,6 +53,21 @@ TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
         settings.dataset, num_train=settings.num_train, num_eval=settings.num_eval
     ),
 }
+
+
+def distinct(tasks: Sequence[Task], member: str) -> list[Task]:
+    """Returns the tasks that a member of a source has given. Raises `DataError` where two have one
+    id: noise, groups and stored steps go by it, so that a run would keep one of them."""
+    found = list(tasks)
+    name, count = next(iter(Counter(task.id for task in found).most_common(1)), ("", 0))
+    if count > 1:
+        raise DataError(
+            f"tasks: {member} gave {count} tasks the id '{name}', expected another id for each: a"
+            " run tells tasks apart by their ids. Two tasks may ask the same question.",
+            settings=["tasks.kind"],
+            code="task-ids-repeated",
+        )
+    return found
 
 
 def closed_vocabulary(

@@ -25,7 +25,7 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects
-from treegraft.tasks.build import build_tasks
+from treegraft.tasks.build import build_tasks, distinct
 from treegraft.tasks.rewards import build_rewards, build_scorer, check_rewards
 from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.sessions import Environments
@@ -159,7 +159,7 @@ class BufferBuild:
             else:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools, format)
             rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
-            check_rewards(rewards, tasks.train_tasks())
+            check_rewards(rewards, distinct(tasks.train_tasks(), "train_tasks"))
             yield ScoredAgent(
                 agent=agent,
                 format=format,
