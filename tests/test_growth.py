@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.error_codes import raises_code
 from tests.families import word_tokenizer
 from tests.test_loop import ANSWER, SEARCH, TASKS, by_step, leave, search
 
+from treegraft.core.errors import first_cause
 from treegraft.core.interfaces import Explorer, NoiseKey, Request, Retrieved
 from treegraft.core.types import (
     Branch,
@@ -43,7 +45,7 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
-from treegraft.rollout.measure import rollout_metrics
+from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
@@ -428,7 +430,41 @@ def test_an_explorer_that_fails_is_data_on_its_leaf() -> None:
 
     tree = grow(make(Broken(EntropySettings(num_starts=4, probe_tokens=1), vocab_size=100)))
     assert [leaf.status for leaf in tree.leaves].count(Status.FAILED) == 1
-    assert tree.leaves[0].error == "LookupError: no such rule"
+    error = tree.leaves[0].error or ""
+    assert error.startswith(
+        "SettingError: explore.explorers: 'Broken' raised LookupError in after_probe, at task"
+        f" '{TASKS[0].id}': no such rule ({__file__}, line "
+    )
+
+
+@pytest.mark.parametrize("method", ["starts", "fill", "restarts", "is_hybrid", "before_step"])
+def test_an_explorer_that_raises_is_told_with_its_method_and_task(method: str) -> None:
+    """And not as a group of tasks without a cause; also beside another explorer."""
+
+    def fails(*_: object) -> None:
+        raise LookupError("no such rule")
+
+    def few(self: Independent, max_leaves: int) -> Start:
+        return Start(1)
+
+    kind = type("Mine", (Independent,), {"starts": few, method: fails})
+    place = "" if method == "is_hybrid" else f", at task '{TASKS[0].id}'"
+    told = f" raised LookupError in {method}{place}: no such rule ({__file__}, line "
+    # Steps are asked for where grafts may come. A fault in a rollout is data; here all have it.
+    is_data = method == "before_step"
+    retriever = OneTrace() if is_data else None
+    for explorer, name in (
+        (kind(), "'Mine'"),
+        (Composed([kind(), Independent()]), "'Mine + Independent'"),
+    ):
+        with (
+            raises_code("all-failed" if is_data else "own-code-raised") as caught,
+            first_cause(),
+        ):
+            tree = grow(make(explorer, retriever=retriever))
+            unused_metrics([tree], explorer, 4)
+        assert name + told in str(caught.value)
+        assert is_data or isinstance(caught.value.__cause__, LookupError)
 
 
 def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:

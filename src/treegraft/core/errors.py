@@ -125,7 +125,8 @@ def first_cause() -> Iterator[None]:
             cause = cause.exceptions[0]
         if cause is None:
             raise
-        raise cause from group
+        # Its own cause says more than the group.
+        raise cause from cause.__cause__ or group
 
 
 _OF_ALLOCATORS = ("can't allocate memory", "not enough memory", "out of memory")

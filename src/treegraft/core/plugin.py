@@ -465,9 +465,13 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
 
 
 @contextmanager
-def blaming(path: str, setting: str) -> Iterator[None]:
+def blaming(path: str, setting: str, doing: str = "") -> Iterator[None]:
     """Turns an error of the user's code at `path` that the block runs into a `SettingError` that
-    says where it was raised; the package's own errors pass."""
+    says where it was raised; the package's own errors pass.
+
+    Args:
+        doing: what the code was asked for, such as " in fill, at task 'x'".
+    """
     try:
         yield
     except TreegraftError:
@@ -475,8 +479,8 @@ def blaming(path: str, setting: str) -> Iterator[None]:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise SettingError(
-            f"{setting}: '{path}' raised {type(error).__name__}: {error} ({last.filename}, line"
-            f" {last.lineno}); mend it there.",
+            f"{setting}: '{path}' raised {type(error).__name__}{doing}: {error} ({last.filename},"
+            f" line {last.lineno}); mend it there.",
             settings=[setting],
             code="own-code-raised",
         ) from error

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from treegraft.core.interfaces import Explorer, Restarting
-from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Retry, Start, Tree
+from treegraft.core.plugin import blaming
+from treegraft.core.types import (
+    Branch,
+    Expand,
+    Generate,
+    Graft,
+    PathView,
+    Retry,
+    Start,
+    Task,
+    Tree,
+)
 
 
 class Composed:
@@ -56,3 +68,14 @@ class Composed:
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand | Retry]:
         """Returns what the first explorer opens in the end."""
         return self._explorers[0].fill(tree, max_leaves)
+
+
+def asking(
+    explorer: Explorer, method: str, task: Task | None = None
+) -> AbstractContextManager[None]:
+    """Returns a block that asks a method of an explorer, at a task where there is one; what this
+    raises becomes a `SettingError` that names them."""
+    parts = explorer._explorers if isinstance(explorer, Composed) else (explorer,)
+    names = " + ".join(type(one).__name__ for one in parts)
+    at = "" if task is None else f", at task '{task.id}'"
+    return blaming(names, "explore.explorers", f" in {method}{at}")

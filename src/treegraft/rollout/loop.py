@@ -46,6 +46,7 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.explore.compose import asking
 from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.probe import Probe
@@ -146,10 +147,10 @@ class Grower:
         # One failure is data; all at once have one cause, and an update without rewards would only
         # hide it.
         if leaves and all(leaf.status is Status.FAILED for leaf in leaves):
+            first = (leaves[0].error or "").rstrip(".")
             raise EngineError(
                 f"rollout: all {len(leaves)} trajectories of {len(trees)} trees failed; the first:"
-                f" {leaves[0].error}. Expected at least one to end by itself; remove the cause"
-                " and resume.",
+                f" {first}. Expected at least one to end by itself; remove the cause and resume.",
                 code="all-failed",
             )
         return trees
@@ -157,9 +158,9 @@ class Grower:
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
         budget, explorer = Budget(self.limits.num_leaves), self.explorer
-        first = explorer.starts(budget.max_leaves)
+        with asking(explorer, "starts", task):
+            first = explorer.starts(budget.max_leaves)
         num_prepared = max(1, min(first.num, budget.max_leaves))
-        wants_rewards = explorer.wants_rewards
         async with self.toolbox.sessions(task) as sessions:
             with self.watch.waiting("environments"):
                 shown = await sessions.prepare(num_prepared)
@@ -171,11 +172,11 @@ class Grower:
                 closed = tree.close()
             else:
                 await growth.open([first])
-                closed = await self._closed(tree, is_scored=wants_rewards)
+                closed = await self._closed(tree, is_scored=explorer.wants_rewards)
             # Only now is it known which leaves will never be branched off; fresh starts or
             # children of finished steps take them, so that every group has as many.
             while await growth.fill(growth.proposal(closed)):
-                closed = await self._closed(tree, is_scored=wants_rewards)
+                closed = await self._closed(tree, is_scored=explorer.wants_rewards)
             if not closed.leaves:
                 raise SettingError(
                     f"explore.explorers: {type(explorer).__name__} opened no rollout of task"
@@ -188,7 +189,7 @@ class Grower:
                 self.num_untrue_stored += growth.stored.num_untrue
                 self.num_failed_stored += growth.stored.num_failed
         # Outside the sessions, so that environments are closed while rewards are computed.
-        return closed if wants_rewards else await self._closed(tree, is_scored=True)
+        return closed if explorer.wants_rewards else await self._closed(tree, is_scored=True)
 
     async def _closed(self, tree: OpenTree, *, is_scored: bool) -> Tree:
         """The tree as it stands between two stages, or at its end."""
@@ -239,8 +240,10 @@ class _Growth:
         """Returns what the explorer opens next."""
         explorer, num = self._g.explorer, self._tree.budget.max_leaves
         if self.stored is not None and isinstance(explorer, Restarting):
-            return explorer.restarts(tree, self.stored.stored, num, self._key)
-        return explorer.fill(tree, num)
+            with asking(explorer, "restarts", tree.task):
+                return explorer.restarts(tree, self.stored.stored, num, self._key)
+        with asking(explorer, "fill", tree.task):
+            return explorer.fill(tree, num)
 
     async def open(self, starts: Sequence[Start]) -> bool:
         """Opens what the budget grants of first-level rollouts, and of those below stored steps,
@@ -356,7 +359,8 @@ class _Growth:
         # The key of the step that would be sampled here, so that the coin does not depend on when
         # other paths toss theirs.
         steps, key = self._tree.steps_to(path.parent), (*self._key, step_id)
-        decision = self._g.explorer.before_step(PathView(steps, key))
+        with asking(self._g.explorer, "before_step", self._tree.task):
+            decision = self._g.explorer.before_step(PathView(steps, key))
         if not isinstance(decision, Graft):
             return False
         with self._g.watch.waiting("retrieval"):
@@ -505,7 +509,8 @@ class _Growth:
         steps = self._tree.steps_to(fork.parent)
         # Not after a graft: entropy there says something about the graft, not about a result.
         if fork.after is Origin.POLICY and path.tools.can_branch:
-            branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
+            with asking(self._g.explorer, "after_probe", self._tree.task):
+                branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
         if branch is not None:
             self._tree.decide(step_id, BranchDecision(seen=branch.cause, num_wanted=branch.num))
         wish = branch if branch is not None and branch.num else None

@@ -22,6 +22,7 @@ from treegraft.core.types import (
     Trajectory,
     Tree,
 )
+from treegraft.explore.compose import asking
 from treegraft.rollout.copied import copied_metrics, found_metrics
 
 CALL_LIMITS = (1, 2, 4, 8)
@@ -196,7 +197,8 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
         num_planned = len(trees) * (num_leaves - num_starts)
         metrics["branch/unused_frac"] = sum(max(0, num) for num in back_fill) / num_planned
     paths = [path.steps for tree in trees for path in tree.trajectories()]
-    planned = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
+    with asking(explorer, "is_hybrid"):
+        planned = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
     if planned:
         metrics["graft/unused_frac"] = _mean(not _is_hybrid(steps) for steps in planned)
         if metrics["graft/unused_frac"] == 1:

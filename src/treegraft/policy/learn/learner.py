@@ -546,10 +546,9 @@ class Learner:
         is_own = bool(origin) and Path(origin).resolve() == Path(folder).resolve()
         if is_own and (inner is not self.model or self.reference is not None):
             raise CheckpointError(
-                f"checkpoint '{folder}': got a model whose own weights are those of the checkpoint,"
-                " so that adapters would be added twice and the reference of the KL term would be"
-                " another one; expected the model that its run began with. Name that one in"
-                " model.path, load the checkpoint, and publish the learner's weights.",
+                f"checkpoint '{folder}': got a model that was loaded from it, expected the one that"
+                " its run began with: adapters would be added twice, and the KL term would have"
+                " another reference. Name that model in model.path, then load and publish.",
                 code="loaded-onto-itself",
             )
         self.load_state(read_optimiser(folder))
