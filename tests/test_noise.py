@@ -3,6 +3,7 @@ compute it, its distribution."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 
@@ -51,6 +52,17 @@ def slow_gumbel(key: tuple[int | str, ...], position: int, entry: int) -> float:
     bits = keyed_int(*key)
     words = slow_words([entry // 4, position, 0, 0], [bits % WORD, bits // WORD])
     return -math.log(-math.log((words[entry % 4] + 0.5) / WORD))
+
+
+def test_a_key_may_hold_any_text() -> None:
+    """The first eight bytes of BLAKE2b over UTF-8, where half a surrogate pair has three bytes."""
+    for task, code in (
+        ("t/\u00e9 \U0001f600", b"t/\xc3\xa9 \xf0\x9f\x98\x80"),
+        ("\ud83d", b"\xed\xa0\xbd"),
+    ):
+        data = b"int:3\x1fstr:train\x1fint:1\x1fstr:" + code
+        expected = hashlib.blake2b(data, digest_size=8).digest()
+        assert keyed_int(3, "train", 1, task) == int.from_bytes(expected, "big")
 
 
 @pytest.mark.parametrize(

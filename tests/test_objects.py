@@ -251,23 +251,29 @@ def test_tasks_are_asked(way: str, tmp_path: Path) -> None:
 
 
 class Twice(Sums):
-    """A task source that gives one id to two questions, of which a run would keep one."""
+    """A task source that gives one id to two questions."""
 
     def __init__(self, place: int = 0, **_: Any) -> None:
         super().__init__()
         self.made[place] = replace(self.made[place], id=self.made[place + 1].id)
 
 
-def test_two_tasks_of_one_id_are_refused_before_any_work(tmp_path: Path) -> None:
-    repeated = raises_code("task-ids-repeated", "tasks.kind")
-    with repeated:
+def test_ids_by_which_tasks_cannot_be_told_apart_are_refused_before_any_work(
+    tmp_path: Path,
+) -> None:
+    invalid = raises_code("task-id-invalid", "tasks.kind")
+    with invalid:
         run(tmp_path, DATA, tasks=Twice(), rewards=brief)
-    with repeated:
+    with invalid:
         run(tmp_path, DATA, tasks=Twice(12), rewards=brief)
-    with repeated, grove(DATA, tasks=Twice(), rewards=brief):
+    with invalid, grove(DATA, tasks=Twice(), rewards=brief):
         pass
-    with repeated:
+    with invalid:
         evaluate_checkpoint(None, load_config(DATA), tasks=Twice(12), rewards=brief)
+    source = Sums()
+    source.made[0] = replace(source.made[0], id="half \ud83d")
+    with invalid:
+        run(tmp_path, DATA, tasks=source, rewards=brief)
     assert list(tmp_path.iterdir()) == []
     # Held-out tasks may be those of the training, and rows have ids of their own.
     source = Sums()

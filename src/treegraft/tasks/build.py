@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -56,18 +57,17 @@ TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
 
 
 def distinct(tasks: Sequence[Task], member: str) -> list[Task]:
-    """Returns the tasks that a member of a source has given. Raises `DataError` where two have one
-    id: noise, groups and stored steps go by it, so that a run would keep one of them."""
-    found = list(tasks)
-    name, count = next(iter(Counter(task.id for task in found).most_common(1)), ("", 0))
-    if count > 1:
-        raise DataError(
-            f"tasks: {member} gave {count} tasks the id '{name}', expected another id for each: a"
-            " run tells tasks apart by their ids. Two tasks may ask the same question.",
-            settings=["tasks.kind"],
-            code="task-ids-repeated",
-        )
-    return found
+    """Returns the tasks that a member of a source has given. Raises `DataError` for an id that two
+    of them have, or that no file can hold: noise, groups and stored steps go by it."""
+    for name, count in Counter(task.id for task in tasks).items():
+        if count > 1 or re.search("[\ud800-\udfff]", str(name)):
+            raise DataError(
+                f"tasks: {member} gave the id {name!r} to {count} of its tasks, expected one of its"
+                " own for each, without half a surrogate pair. Questions may be the same.",
+                settings=["tasks.kind"],
+                code="task-id-invalid",
+            )
+    return list(tasks)
 
 
 def closed_vocabulary(
