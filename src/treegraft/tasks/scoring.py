@@ -35,6 +35,7 @@ _NAME = re.compile(r"[A-Za-z]\d+")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _LATEX = re.compile(r"\\|\^|_\{")
 _EXPRESSION = re.compile(r"[0-9A-Za-z+\-*/^=<>().,\[\]{}|!\s°√≤≥]+")
+_NEGATIVE_POWER = re.compile(r"\^\s*(-(?:\d+(?:\.\d+)?|[A-Za-z]))")
 _OPERATOR = re.compile(r"[+*/^=<>()\[\]{}|√≤≥-]|\d[A-Za-z!]|,")
 _FUNCTIONS = {
     *("sin", "cos", "tan", "cot", "arcsin", "arccos", "arctan", "log", "ln", "exp", "sqrt"),
@@ -73,9 +74,9 @@ def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
 
     Four departures, because SQuAD's normalisation was made for English words: numbers, LaTeX and
     expressions keep their punctuation ("-5" is not "5", "2x+1" is not "2x-1"); so do numbers inside
-    text ("1.95 m" is not "195 m"); texts that normalise to nothing ("A") are compared as they are;
-    and in texts with Chinese or Japanese characters full-width forms and that script's punctuation
-    and spaces count as in English ones.
+    text ("1.95 m" is not "195 m") and the sharp of a letter ("C#" is not "C"); texts that normalise
+    to nothing ("A") are compared as they are; and in texts with Chinese or Japanese characters
+    full-width forms and that script's punctuation and spaces count as in English ones.
     """
     if not isinstance(reference, str):
         return max((exact_match(prediction, one) for one in reference), default=0.0)
@@ -146,7 +147,7 @@ def math_equal(
     prediction: str, reference: str | Sequence[str], *, deadline_s: float = DEADLINE_S
 ) -> bool:
     """Returns whether both mean the same mathematics: "1/2" and "0.5", "x+1" and "1+x", but not
-    "(3,4)" and "(4,3)".
+    "(3,4)" and "(4,3)". Without brackets, "1,-2" and "-2,1" are the same solutions.
 
     Plain numbers are compared as fractions: exactly, but decimals to six digits (math-verify
     rounds to six decimals). Other answers go to math-verify in a worker process; past
@@ -251,9 +252,11 @@ def _same_text(prediction: str, reference: str) -> bool:
 
 
 def _protect_numbers(text: str) -> str:
-    """Spells the signs and points of numbers as letters, so that removing punctuation leaves
-    them."""
+    """Spells the signs and points of numbers, and the sharp of a single letter, as letters, so that
+    removing punctuation leaves them."""
     text = _THOUSANDS.sub("", text.translate(_CHARACTERS))
+    # C# and F# minor are other names than C and F minor.
+    text = re.sub(r"(?<![A-Za-z0-9])([A-Za-z])#", r"\1sharp", text)
     # Not inside a word or a number, where it is a hyphen ("covid-19") or a range.
     text = re.sub(r"(?<![\w.])-(?=\.?\d)", "minus", text)
     return re.sub(r"(?<=\d)([.,:/-])(?=\d)", lambda match: f"sep{ord(match[1])}sep", text)
@@ -264,6 +267,8 @@ def _unwrap(text: str) -> str:
     final full stop."""
     before = None
     text = text.translate(_CHARACTERS).replace("**", "^").replace(r"\$", "").strip()
+    # Without braces, TeX raises the sign alone.
+    text = _NEGATIVE_POWER.sub(r"^{\1}", text)
     # Until nothing changes: wrappings nest, as in $\\boxed{5}.$
     while text != before:
         before = text
