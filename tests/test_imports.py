@@ -95,6 +95,19 @@ def load(tmp_path: Path, rows: list[Any], **options: Any) -> tuple[ImportReport,
             (step("q", "r"), StepContent(answer="1")),
         ),
         ("<search>q</search><result>r</result><search>lost", (step("q", "r"),)),
+        (
+            "<think>a</think>\n<search> q </search>\n\n<information>Doc 1 r</information>\n\n"
+            "<think>b</think><search>s</search><information>t</information><answer> 1 </answer>",
+            (step("q", "Doc 1 r", "a"), step("s", "t", "b"), StepContent(answer="1")),
+        ),
+        (
+            "<information>q</information><result>r</result>",
+            (step("q", "r", name="information"),),
+        ),
+        (
+            "<search>q</search> <python>p</python><result>r</result>",
+            (step("p", "r", "<search>q</search>", name="python"),),
+        ),
     ],
 )
 def test_tag_text_is_read(text: str, steps: tuple[StepContent, ...]) -> None:
@@ -107,6 +120,21 @@ def test_tag_text_is_read(text: str, steps: tuple[StepContent, ...]) -> None:
 def test_text_without_a_whole_step_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="neither a tool call with its result nor an answer"):
         read_trajectory(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<code>print(1)</code>\n<interpreter>1</interpreter>",
+        '<tool_call>{"name": "search"}</tool_call><tool_response>r</tool_response>',
+        "<|begin_of_query|>q<|end_of_query|> <|begin_of_documents|>r<|end_of_documents|>",
+        "<search>q</search><information>about </result></information>",
+    ],
+)
+def test_calls_and_results_in_unknown_tags_are_refused(text: str) -> None:
+    """As a thought, they would teach the agent to write the words of a tool."""
+    with pytest.raises(ValueError, match="expected a call in a tag of its own and its result in"):
+        read_trajectory(f"<think>a</think>{text}<answer>1</answer>")
 
 
 @at_most(100)
@@ -139,6 +167,8 @@ def test_any_tag_text_is_read_or_refused(parts: list[str]) -> None:
 def test_many_unpaired_tags_take_no_time() -> None:
     with pytest.raises(ValueError, match="neither"):
         read_trajectory("<a>" * 200_000 + "<a></a><result>" * 20_000)
+    with pytest.raises(ValueError, match="neither"):
+        read_trajectory("<a>" * 20_000 + "</a>" + " " * 20_000 + "<b>" * 20_000)
 
 
 # Messages
@@ -222,6 +252,8 @@ def test_messages_with_tags() -> None:
         {"role": "user", "content": "<result>r2 of e9 is e41</result>"},
         {"role": "assistant", "content": "<answer>e41</answer>"},
     ]
+    assert read_messages(messages)[1] == (LOOKED_UP, LOOKED_UP, StepContent(answer="e41"))
+    messages[4]["content"] = "\n<information>r2 of e9 is e41</information>\n"
     assert read_messages(messages)[1] == (LOOKED_UP, LOOKED_UP, StepContent(answer="e41"))
 
 

@@ -10,8 +10,8 @@ steps, recorded trees. One bad line spoils no other.
     {"question": "r2 of e9 ?", "steps": [{"calls": [{"name": "search", "body": "e9 r2"}],
                                           "observations": ["r2 of e9 is e41"]}]}
 
-A row may have a reward and a task id. Of a run folder its trees are read, and of each path the
-steps that the policy sampled.
+Tags are ours or Search-R1's. A row may have a reward and a task id. Of a run folder its trees are
+read, and of each path the steps that the policy sampled.
 """
 
 from __future__ import annotations
@@ -377,7 +377,8 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
             before = steps.pop() if steps else StepContent()
             steps.append(_with_result(before, ids, message, text))
         elif role == "user" and tagged:
-            tagged.append(text if "<result>" in text else f"<result>{text}</result>")
+            result = text.strip().removeprefix("<information>").removesuffix("</information>")
+            tagged.append(text if "<result>" in text else f"<result>{result}</result>")
         else:
             raise ValueError(
                 f"message {number + 1} of the role {role!r} is a second question; expected one"

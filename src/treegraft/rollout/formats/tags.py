@@ -39,7 +39,13 @@ THINK, RESULT, RETRIEVE, ANSWER = "think", "result", "retrieve", "answer"
 NOT_THE_AGENTS = (RESULT, RETRIEVE)
 """Tags that the agent must not write."""
 _ANY_OPENING, _ANY_CLOSING = re.compile(r"<([a-z_]+)>"), re.compile(r"</([a-z_]+)>")
-_NEXT_RESULT = re.compile(rf"\s*<{RESULT}>(.*?)</{RESULT}>", re.DOTALL)
+_INFORMATION = "information"
+"""Search-R1's tag for a result."""
+_NEXT_RESULT = {
+    name: re.compile(rf"\s*<{name}>(.*?)</{name}>", re.DOTALL) for name in (RESULT, _INFORMATION)
+}
+_BEFORE_RESULT = re.compile(rf"</[a-z_]+>\s{{0,99}}<{RESULT}>")
+_EXPECTED = f"a call in a tag of its own and its result in <{RESULT}> or <{_INFORMATION}>"
 
 
 @dataclass(slots=True)
@@ -353,10 +359,12 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
 
     More lenient than the format itself, since nothing is scored here: any paired tag that results
     follow is a tool call, text outside tags belongs to the thought, an answer needs no box, and
-    text in retrieve tags was not that agent's.
+    text in retrieve tags was not that agent's. In a text without result tags, results are those in
+    Search-R1's information tags.
 
     Raises:
-        ValueError: neither a call with its result nor an answer.
+        ValueError: neither a call with its result nor an answer, or a call and its result in tags
+            that are not known.
     """
     steps: list[StepContent] = []
     thought: list[str] = []
@@ -365,7 +373,8 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
     closings: dict[str, list[int]] = {}
     for closing in _ANY_CLOSING.finditer(text):
         closings.setdefault(closing[1], []).append(closing.start())
-    last = max(closings.get(RESULT, ()), default=-1)
+    shown_in = RESULT if RESULT in closings else _INFORMATION
+    last = max(closings.get(shown_in, ()), default=-1)
     for opening in _ANY_OPENING.finditer(text):
         name = opening[1]
         ends = closings.get(name, [])
@@ -374,16 +383,19 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
             continue
         end = ends[index]
         after = end + len(name) + 3
-        is_call = name not in (THINK, ANSWER, *NOT_THE_AGENTS)
-        shown = list(_results_at(text, after, last)) if is_call else []
+        is_call = name not in (THINK, ANSWER, RETRIEVE, shown_in)
+        shown = list(_results_at(text, after, last, shown_in)) if is_call else []
         if is_call and not shown:
+            _refuse_unknown_result(text, after, name, closings)
             continue
         before, body = text[position : opening.start()], text[opening.end() : end].strip()
         position = shown[-1].end() if shown else after
         thought += [before, body] if name == THINK else [before]
-        if name in (THINK, *NOT_THE_AGENTS):
+        if name in (THINK, RETRIEVE, shown_in):
             continue
         said = "\n".join(filter(None, map(str.strip, thought)))
+        if "<|begin_" in said:
+            raise ValueError(f"a call or a result as <|begin_...|>, expected {_EXPECTED}")
         thought = []
         if name == ANSWER:
             found = boxed(body)
@@ -398,9 +410,26 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
     return tuple(steps)
 
 
-def _results_at(text: str, position: int, last: int) -> Iterator[re.Match[str]]:
+def _refuse_unknown_result(
+    text: str, position: int, name: str, closings: Mapping[str, Sequence[int]]
+) -> None:
+    """Raises ValueError for a pair of tags with another one behind it that may be its result, in
+    tags that are not known: as a thought it would hold the words of a tool."""
+    follows = _ANY_OPENING.match(text[position : position + 100].lstrip())
+    if follows is None or follows[1] in (name, THINK, ANSWER, *NOT_THE_AGENTS):
+        return
+    ends = closings.get(follows[1], ())
+    index = bisect_left(ends, position)
+    # One with a result of its own is a call.
+    if index < len(ends) and not _BEFORE_RESULT.match(text, ends[index]):
+        raise ValueError(f"<{follows[1]}> behind <{name}>, expected {_EXPECTED}")
+
+
+def _results_at(
+    text: str, position: int, last: int, shown_in: str = RESULT
+) -> Iterator[re.Match[str]]:
     """The result blocks that follow each other from `position` on, white space between them; none
     begins after `last`."""
-    while position < last and (found := _NEXT_RESULT.match(text, position)):
+    while position < last and (found := _NEXT_RESULT[shown_in].match(text, position)):
         yield found
         position = found.end()
