@@ -487,7 +487,11 @@ def test_a_pipe_in_a_run_folder_keeps_no_resume_waiting(run: Path, name: str) ->
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("state.json", "checkpoint-without-state"), (".trust", "folder-untrusted")],
+    [
+        ("state.json", "checkpoint-without-state"),
+        ("config.json", "checkpoint-files-differ"),
+        (".trust", "folder-untrusted"),
+    ],
 )
 def test_a_pipe_in_a_checkpoint_keeps_nobody_waiting(run: Path, name: str, code: str) -> None:
     place = find_checkpoint(run) / "treegraft" / name

@@ -84,9 +84,16 @@ def _mark_path(folder: Path, of: Marked) -> Path:
     return (folder / of[0]).with_name(".trust")
 
 
+def _read(path: Path) -> bytes:
+    """Returns what a plain file holds. Raises OSError: it is none; a pipe would keep us waiting."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return path.read_bytes()
+
+
 def _content(folder: Path, of: Marked) -> bytes:
     return b"".join(
-        hashlib.sha256(f"{name}\0".encode() + (folder / name).read_bytes()).digest() for name in of
+        hashlib.sha256(f"{name}\0".encode() + _read(folder / name)).digest() for name in of
     )
 
 
@@ -108,10 +115,8 @@ def is_trusted(folder: Path, of: Marked) -> bool:
     content = _content(folder, of)
     if hashlib.sha256(content).hexdigest() in os.environ.get(_TRUSTED, "").split():
         return True
-    place = _mark_path(folder, of)
     with suppress(OSError, RuntimeError, ValueError):
-        # A pipe would keep the reader waiting.
-        found = place.read_text("ascii") if place.is_file() else ""
+        found = _read(_mark_path(folder, of)).decode("ascii")
         return hmac.compare_digest(found, hmac.new(_key(), content, "sha256").hexdigest())
     return False
 
@@ -127,7 +132,7 @@ def _seen(folder: Path) -> list[tuple[Path, bytes, Any]]:
         path = _mark_path(one, names)
         with suppress(OSError, ValueError):
             if path.parent == path.parent.resolve():
-                settings = parse_json((one / names[0]).read_bytes())
+                settings = parse_json(_read(one / names[0]))
                 found.append((path, _content(one, names), settings))
     return found
 
@@ -172,7 +177,7 @@ def require_trust(folder: Path, of: Marked) -> None:
     try:
         if is_trusted(folder, of):
             return
-        parse_json((folder / of[0]).read_bytes())
+        parse_json(_read(folder / of[0]))
     except (OSError, ValueError):  # nothing acts; who reads it next says what is missing or damaged
         return
     whole = folder.resolve()
