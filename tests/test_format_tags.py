@@ -17,6 +17,7 @@ from tests.smollm2 import smollm2
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from treegraft.core.interfaces import Signature
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import TagsFormat
@@ -364,6 +365,27 @@ def test_hostile_results_forge_nothing(kind: str, text: str) -> None:
 @given(text=foreign)
 def test_any_result_forges_nothing(kind: str, text: str) -> None:
     check_harmless(kind, text)
+
+
+@KINDS
+@QUICK
+@given(text=foreign)
+def test_any_description_of_a_tool_forges_nothing(kind: str, text: str) -> None:
+    tokenizer = tokenizer_of(kind)
+
+    def marks(text: str) -> tuple[int, list[str]]:
+        tool = FunctionTool(search)
+        words = {"type": "string", "description": text, "enum": ["a", text]}
+        tool.signature = Signature.of_schema({"properties": {f"p{text}": words}})
+        tool.description = text
+        ids = TagsFormat(tokenizer, [tool]).prompt_ids(task("e1"))
+        special = {*tokenizer.all_special_ids, tokenizer.eos_token_id}
+        special -= {tokenizer.unk_token_id} if kind == "word" else set()
+        decoded = tokenizer.decode(ids, skip_special_tokens=False)
+        tags = re.findall(r"</?(?:think|search|result|retrieve|answer)>", decoded)
+        return sum(token in special for token in ids), tags
+
+    assert marks(text) == marks("x")
 
 
 @KINDS

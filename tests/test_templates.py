@@ -78,7 +78,7 @@ def test_a_path_is_what_the_template_writes_of_the_whole_conversation(
         {"role": "assistant", "content": f"{thoughts[1]}\\boxed{{42}}"},
     ]
     assert isinstance(form, ChatFormat)
-    schemas = form._template._schemas
+    schemas = form._template.schemas
     whole = tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False)
     assert tokenizer.decode(path) == whole.rstrip("\n")
 

@@ -19,7 +19,6 @@ from treegraft.core.types import Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.chat import ChatFormat
-from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.start import open_checkpoint
@@ -177,12 +176,16 @@ class BufferBuild:
         # A server that generates for minutes still has to name its models at once.
         timeout_s = min(10.0, own.timeout_s)
         model = own.model or served_model(own.agent, key, timeout_s=timeout_s)
+        # A chat recipe asks as its own agent is asked: the server's template describes the tools.
+        # Otherwise, and where the server takes no tools, a stranger is asked for tags.
+        tags = TagsFormat(
+            tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
+        )
         settings = EndpointSettings(
             url=own.agent,
             model=model,
             # A recipe whose own agent needs no words still has to explain the tags to a stranger.
-            system_prompt=words.system_prompt
-            or system_prompt_for(tools, words.require_think, words.require_boxed),
+            system_prompt=words.system_prompt or tags.system_prompt,
             api_key=key,
             temperature=own.temperature,
             max_reply_tokens=own.max_reply_tokens or config.rollout.max_completion_tokens,
@@ -190,11 +193,6 @@ class BufferBuild:
             max_tool_calls=config.rollout.max_tool_calls,
             timeout_s=own.timeout_s,
             max_retries=own.max_retries,
-        )
-        # A chat recipe asks as its own agent is asked: the server's template describes the tools.
-        # Otherwise, and where the server takes no tools, a stranger is asked for tags.
-        tags = TagsFormat(
-            tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
         )
         return EndpointAgent(
             settings,

@@ -20,6 +20,7 @@ from typing import Any, Unpack
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import SYSTEM_ROLES, Observation, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import (
+    WITHHELD,
     FormatOptions,
     MarkedFormat,
     ParsedStep,
@@ -29,6 +30,7 @@ from treegraft.rollout.formats.markup import (
     framed_prompt,
     loosely,
     normal_answer,
+    plain_text,
 )
 from treegraft.rollout.formats.template import (
     MARK,
@@ -43,11 +45,8 @@ from treegraft.rollout.formats.template import (
 RETRIEVE = ("<retrieve>", "</retrieve>")
 # Results within a graft: the template's own marks may be whole turns, which would end the agent's.
 SHOWN_RESULT = ("<result>", "</result>")
-WITHHELD = "withheld"
-"""Replaces foreign text that a tokenizer turns into special tokens however it is written."""
 _DECODER = json.JSONDecoder()
 _UP_TO_NAME = re.compile(r'\s*\{\s*("name"\s*:\s*")?')
-_PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
 
 
 class ChatFormat(MarkedFormat):
@@ -77,7 +76,7 @@ class ChatFormat(MarkedFormat):
             tokenizer,
             [tool_schema(tool) for tool in tools],
             end_ids=self._end_ids,
-            system_prompt=self._system_prompt,
+            system_prompt=self.system_prompt,
             options=template_options,
             require_think=self._require_think,
         )
@@ -94,6 +93,7 @@ class ChatFormat(MarkedFormat):
         longest_first = sorted(marks, key=len, reverse=True)
         self._mark = re.compile("|".join(map(re.escape, longest_first)))
         self._forged = loosely(marks)
+        self._template.schemas = self._described(self._template.schemas)
         self._graft_marks = (f"{RETRIEVE[0]}\n", f"\n{RETRIEVE[1]}\n")
         self.stop: tuple[str, ...] = tuple(mark for mark in self._foreign_marks if "/" not in mark)
         self.final: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class ChatFormat(MarkedFormat):
         has_system = bool(task.messages) and task.messages[0]["role"] in SYSTEM_ROLES
         # A composed prompt without a rule adds nothing to what the data themselves say.
         is_idle = has_system and self._is_composed and not self._has_rules
-        return self._template.prompt(task.conversation("" if is_idle else self._system_prompt))
+        return self._template.prompt(task.conversation("" if is_idle else self.system_prompt))
 
     # Steps of the agent
 
@@ -348,7 +348,7 @@ class ChatFormat(MarkedFormat):
         # so marks are counted against those of a text that surely holds none. Each attempt keeps
         # less of the foreign text: a normaliser can make marks of other characters.
         plain = self._encode(render(lambda _: "x"))
-        for safe in (self.sanitized, _plain_text, lambda _: WITHHELD):
+        for safe in (self.sanitized, plain_text, lambda _: WITHHELD):
             ids = self._encode(render(safe))
             if self._marks(ids) == self._marks(plain):
                 return ids
@@ -448,11 +448,6 @@ def is_call(found: Any) -> bool:
 
 def _json(value: Any) -> str:
     return clean(json.dumps(value, ensure_ascii=False), keep_controls=True)
-
-
-def _plain_text(text: str) -> str:
-    """A text without anything that marks are made of."""
-    return clean(text).encode("ascii", "replace").decode().translate(_PLAIN)
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypedDict, Unpack
 
 from treegraft.core.errors import DataError
@@ -21,6 +21,9 @@ SHORT, NUM_SHORT = 120, 8192
 """Characters of texts whose tokens are remembered, and how many of them."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
+WITHHELD = "withheld"
+"""Replaces foreign text that a tokenizer turns into special tokens however it is written."""
 _TEXT = re.compile(r"\\text\s*\{(.*)\}", re.DOTALL)
 
 
@@ -126,11 +129,15 @@ class MarkedFormat(ABC):
         end_ids = options.get("end_ids")
         given = [tokenizer.eos_token_id] if end_ids is None else end_ids
         self._end_ids = {index for index in given if index is not None}
-        system_prompt = options.get("system_prompt")
-        if system_prompt is None:
-            mentions = options.get("mentions_retrieval", False)
-            system_prompt = self._composed_prompt(tools, mentions_retrieval=mentions)
-        self._system_prompt = system_prompt
+        self._tools, self._given_prompt = tools, options.get("system_prompt")
+        self._mentions_retrieval = options.get("mentions_retrieval", False)
+
+    @cached_property
+    def system_prompt(self) -> str:
+        """The system prompt, composed where none was given."""
+        if self._given_prompt is not None:
+            return self._given_prompt
+        return self._composed_prompt(self._tools, mentions_retrieval=self._mentions_retrieval)
 
     @abstractmethod
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str: ...
@@ -208,6 +215,23 @@ class MarkedFormat(ABC):
         broken by a space."""
         return self._forged.sub(_broken, self._specials.broken(clean(text)))
 
+    def _described(self, value: Any) -> Any:
+        """What a tool says of itself, a text or a schema, such that it yields no mark and no
+        special token: a server may have written it."""
+        if isinstance(value, Mapping):
+            return {self._described(key): self._described(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [*map(self._described, value)]
+        if not isinstance(value, str):
+            return value
+        # The second keeps less: a normaliser can make marks of other characters.
+        for text in (self.sanitized(value), plain_text(value)):
+            ids = self._encode(text)
+            is_free = self._specials.ids_with_markup.isdisjoint(ids)
+            if is_free and not self._forged.search(self._decode(ids)):
+                return text
+        return WITHHELD
+
     def _encode(self, text: str, **options: bool) -> list[int]:
         # Marks and short results come again and again.
         if len(text) <= SHORT:
@@ -251,11 +275,6 @@ class MarkedFormat(ABC):
             return None
         answer = self._answer_rule.read(content.answer, task.reference)
         return None if answer is None else normal_answer(answer)
-
-    @property
-    def system_prompt(self) -> str:
-        """The system prompt, composed where none was given."""
-        return self._system_prompt
 
     def split_answer(self, body: str) -> tuple[str, str]:
         """Returns the text before the answer and the answer, in its last box if that is looked for.
@@ -346,6 +365,11 @@ def clean(text: str, *, keep_controls: bool = False) -> str:
     return _CONTROLS.sub(" ", encodable.replace("\r\n", "\n").replace("\r", "\n"))
 
 
+def plain_text(text: str) -> str:
+    """Returns a text without anything that marks are made of."""
+    return clean(text).encode("ascii", "replace").decode().translate(_PLAIN)
+
+
 def boxed(text: str) -> str | None:
     """Returns the text in the last \\boxed{} whose braces balance (escaped braces do not count),
     or None."""
@@ -401,11 +425,13 @@ def system_prompt_for(
     require_think: bool,
     require_boxed: bool,
     *,
+    safe: Callable[[str], str] = str,
     mentions_retrieval: bool = False,
 ) -> str:
     """Returns a system prompt that explains the tags, from the tools that are on.
 
     Args:
+        safe: makes what a tool says of itself harmless.
         mentions_retrieval: say that context may come in retrieve tags (RAPO, arXiv 2603.03078).
     """
     answer = "\\boxed{...}" if require_boxed else "..."
@@ -413,7 +439,10 @@ def system_prompt_for(
         lines = [
             f"{'Then either' if require_think else 'Either'} call one tool or give the answer.",
             "To call a tool, write its input between its tags and stop:",
-            *(f"<{one.name}>...</{one.name}> {one.description}{_input_of(one)}" for one in tools),
+            *(
+                f"<{one.name}>...</{one.name}> {safe(f'{one.description}{_input_of(one)}')}"
+                for one in tools
+            ),
             "You will then be shown what it returned: <result>...</result>. Never write <result>"
             " yourself.",
             f"Once you know the answer, write it and stop: <answer>{answer}</answer>.",

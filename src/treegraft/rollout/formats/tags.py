@@ -88,11 +88,15 @@ class TagsFormat(MarkedFormat):
 
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str:
         return system_prompt_for(
-            tools, self._require_think, self._require_boxed, mentions_retrieval=mentions_retrieval
+            tools,
+            self._require_think,
+            self._require_boxed,
+            safe=self._described,
+            mentions_retrieval=mentions_retrieval,
         )
 
     def _prompt_text(self, task: Task) -> str:
-        messages = task.conversation(self._system_prompt)
+        messages = task.conversation(self.system_prompt)
         if not self._tokenizer.chat_template:
             return _labelled(messages)
         return str(

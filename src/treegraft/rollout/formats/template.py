@@ -88,7 +88,7 @@ class ChatTemplate:
         thoughts, calls or results.
         """
         self._tokenizer = tokenizer
-        self._schemas = [dict(schema) for schema in schemas]
+        self.schemas = [dict(schema) for schema in schemas]
         self._options = dict(options or {})
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._require_think = require_think
@@ -161,7 +161,7 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message], *, opens: bool = False) -> str:
         # None, not []: some templates write a heading for an empty list of tools.
-        tools = self._schemas or None
+        tools = self.schemas or None
         return str(
             self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=opens, **self._options
@@ -191,7 +191,7 @@ class ChatTemplate:
         if prompt.rstrip().endswith(THINK_OPENING):
             self.dialect = replace(self.dialect, opens_thought=True, tags_thoughts=True)
         path = self._start("?")
-        if self._schemas:
+        if self.schemas:
             self._learn_thoughts(path)
             self._learn_calls(path, prompt)
             path = self._learn_results(path)
@@ -200,7 +200,7 @@ class ChatTemplate:
     def _learn_thoughts(self, start: list[Message]) -> None:
         """Fixes the dummy turn: with a thought, unless the template has no place for one."""
         prompt = self._asked(start, opens=True)
-        for name in (schema["function"]["name"] for schema in self._schemas):
+        for name in (schema["function"]["name"] for schema in self.schemas):
             if name not in prompt:
                 raise _refusal(
                     f"it does not show the agent its tools ('{name}' is not in the prompt)"
