@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.error_codes import raises_code
 from tests.test_imitation import TASKS, traces
 from typer.testing import CliRunner
 
@@ -103,6 +104,28 @@ def test_a_hostile_buffer_does_nothing(place: Path, name: str) -> None:
     ours = ("b.sqlite-wal", "b.sqlite-shm")
     assert sorted(one.name for one in place.rglob("*") if one.name not in ours) == before
     assert not (place.parent / "up").exists()
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "CREATE TABLE x (a, b AS(a + 1))",
+        "CREATE TABLE x (a, b\tGENERATED ALWAYS AS\n(a + 1) STORED)",
+        "CREATE TABLE x (a, b as/**/(a + 1))",
+        "CREATE VIRTUAL TABLE x USING fts5(a)",
+        "create/**/virtual table x using fts5(a)",
+        "CREATE VIEW x AS SELECT 1",
+    ],
+)
+def test_what_runs_when_it_is_read_is_refused_however_it_is_written(place: Path, sql: str) -> None:
+    with sqlite3.connect(place / "b.sqlite") as connection:
+        connection.execute(sql.replace("create/**/", "CREATE "))
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_master SET sql = ? WHERE name = 'x'", (sql,))
+    connection.close()
+    for use in (imitated, searched):
+        with raises_code("buffer-schema-foreign"):
+            use(place)
 
 
 @pytest.mark.parametrize("text", ["5", '{"path": 5}', "[" * 100_000, '{"path": "acts.py"}', "\xff"])
