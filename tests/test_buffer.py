@@ -493,6 +493,22 @@ def test_a_copy_is_a_buffer_of_its_own(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["copy"]
 
 
+def test_a_copy_that_fails_leaves_nothing_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(partial: Path) -> None:
+        partial.with_name(f"{partial.name}-journal").touch()
+        raise OSError("disk full")
+
+    with opened(tmp_path / "b") as buffer:
+        (tmp_path / "folder").mkdir()
+        monkeypatch.setattr(buffer._file, "back_up", fails)
+        for name in ("copy", "[copy]*"):
+            with pytest.raises(OSError, match="disk full"):
+                buffer.copy_to(tmp_path / "folder" / name)
+    assert not [*(tmp_path / "folder").iterdir()]
+
+
 # ---------------------------------------------------------------------- bad input
 
 

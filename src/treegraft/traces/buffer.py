@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Self
@@ -496,13 +497,13 @@ class TraceBuffer:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         try:
-            for leftover in target.parent.glob(f"{partial.name}*"):
+            for leftover in target.parent.glob(f"{escape(partial.name)}*"):
                 leftover.unlink()
             self._file.back_up(partial)
             os.replace(partial, target)
         except BaseException:
             # On a full disk their room is needed.
-            for leftover in target.parent.glob(f"{partial.name}*"):
+            for leftover in target.parent.glob(f"{escape(partial.name)}*"):
                 leftover.unlink()
             raise
 
