@@ -10,16 +10,19 @@ import json
 import os
 import subprocess
 import zipfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.tiny import tiny
+from tests.trees import Part, build_tree
 from typer.testing import CliRunner
 
 from treegraft import Tree, read_trees
 from treegraft import train as train_run
 from treegraft.cli.main import app
+from treegraft.extras.formats.inspect import write_log
 from treegraft.parts import BranchCause, GraftCause
 
 
@@ -86,6 +89,17 @@ def test_a_log_of_inspect_has_a_sample_for_each_leaf(run: Path, tmp_path: Path) 
     # A branch begins at an anchor that another leaf of its task has too.
     anchors = {event["anchor_id"] for event in events if event["event"] == "anchor"}
     assert {event["from_anchor"] for event in branches} <= anchors | {"0"}
+
+
+def test_tasks_of_like_names_stay_apart_in_a_log(tmp_path: Path) -> None:
+    names = ("a/b", "a_b", "a/b_")
+    trees = [build_tree(Part("p", (Part("s", reward=1.0),)), task_id=one) for one in names]
+    write_log(tmp_path / "log.eval", trees, model="m", name="n", when=datetime.now(UTC))
+    with zipfile.ZipFile(tmp_path / "log.eval") as archive:
+        files = [one for one in archive.namelist() if one.startswith("samples/")]
+        listed = json.loads(archive.read("header.json"))["eval"]["dataset"]["sample_ids"]
+    assert listed == ["a_b", "a_b_", "a_b__"]
+    assert files == [f"samples/{one}_epoch_1.json" for one in listed]
 
 
 def test_traces_of_verifiers_have_the_tokens_of_their_paths(run: Path, tmp_path: Path) -> None:

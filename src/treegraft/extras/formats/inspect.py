@@ -37,16 +37,29 @@ def write_log(path: Path, trees: Sequence[Tree], *, model: str, name: str, when:
     paths = [path for tree in trees for path in tree.trajectories()]
     epochs = [number for tree in trees for number, _ in enumerate(tree.leaves, start=1)]
     samples = [sample(one, epoch, model, when) for one, epoch in zip(paths, epochs, strict=True)]
+    names = _names(trees)
+    for one in samples:
+        one["id"] = names[one["id"]]
     header = _header(trees, samples, model=model, name=name, when=when)
     summaries = [_summary(one) for one in samples]
     start = {"version": VERSION, "eval": header["eval"], "plan": header["plan"]}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("_journal/start.json", _json(start))
         for one in samples:
-            inside = one["id"].replace("/", "_")
-            archive.writestr(f"samples/{inside}_epoch_{one['epoch']}.json", _json(one))
+            archive.writestr(f"samples/{one['id']}_epoch_{one['epoch']}.json", _json(one))
         archive.writestr("summaries.json", _json(summaries))
         archive.writestr("header.json", _json(header))
+
+
+def _names(trees: Sequence[Tree]) -> dict[str, str]:
+    """A name for each task's id, without a slash, which would be a folder of the archive."""
+    names: dict[str, str] = {}
+    for own in dict.fromkeys(tree.task.id for tree in trees):
+        name = own.replace("/", "_")
+        while name in names.values():
+            name += "_"
+        names[own] = name
+    return names
 
 
 def _json(data: Any) -> str:
@@ -61,7 +74,7 @@ def _header(
     name: str,
     when: datetime,
 ) -> dict[str, Any]:
-    names = [tree.task.id.replace("/", "_") for tree in trees]
+    names = _names(trees)
     rewards = [one["scores"]["reward"]["value"] for one in samples if "reward" in one["scores"]]
     metrics = {"mean": {"name": "mean", "value": fmean(rewards), "params": {}}} if rewards else {}
     score = {"name": "reward", "scorer": "reward", "params": {}, "metrics": metrics}
@@ -74,7 +87,11 @@ def _header(
             "created": when.isoformat(),
             "task": name,
             "task_id": name,
-            "dataset": {"name": "trees", "samples": len(names), "sample_ids": names},
+            "dataset": {
+                "name": "trees",
+                "samples": len(trees),
+                "sample_ids": [names[tree.task.id] for tree in trees],
+            },
             "model": model,
             "config": {"epochs": max((len(tree.leaves) for tree in trees), default=1)},
         },
@@ -114,8 +131,7 @@ def sample(path: Trajectory, epoch: int, model: str, when: datetime) -> dict[str
     facts = {"leaf": leaf.step_id, "status": str(leaf.status), "weight": leaf.weight}
     facts |= {"advantage": leaf.advantage, "retrieved_frac": leaf.retrieved_frac}
     return {
-        # A slash would be a folder of the archive.
-        "id": path.task.id.replace("/", "_"),
+        "id": path.task.id,
         "epoch": epoch,
         "input": path.task.question,
         "target": list(path.task.reference),
