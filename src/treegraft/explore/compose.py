@@ -7,17 +7,7 @@ from contextlib import AbstractContextManager
 
 from treegraft.core.interfaces import Explorer, Restarting
 from treegraft.core.plugin import blaming
-from treegraft.core.types import (
-    Branch,
-    Expand,
-    Generate,
-    Graft,
-    PathView,
-    Retry,
-    Start,
-    Task,
-    Tree,
-)
+from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Retry, Start, Tree
 
 
 class Composed:
@@ -70,12 +60,10 @@ class Composed:
         return self._explorers[0].fill(tree, max_leaves)
 
 
-def asking(
-    explorer: Explorer, method: str, task: Task | None = None
-) -> AbstractContextManager[None]:
+def asking(explorer: Explorer, method: str, task_id: str = "") -> AbstractContextManager[None]:
     """Returns a block that asks a method of an explorer, at a task where there is one; what this
     raises becomes a `SettingError` that names them."""
     parts = explorer._explorers if isinstance(explorer, Composed) else (explorer,)
     names = " + ".join(type(one).__name__ for one in parts)
-    at = "" if task is None else f", at task '{task.id}'"
-    return blaming(names, "explore.explorers", f" in {method}{at}")
+    place = f" in {method}, at task '{task_id}'" if task_id else f" in {method}"
+    return blaming(names, "explore.explorers", place)

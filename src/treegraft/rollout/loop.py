@@ -158,7 +158,7 @@ class Grower:
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
         budget, explorer = Budget(self.limits.num_leaves), self.explorer
-        with asking(explorer, "starts", task):
+        with asking(explorer, "starts", task.id):
             first = explorer.starts(budget.max_leaves)
         num_prepared = max(1, min(first.num, budget.max_leaves))
         async with self.toolbox.sessions(task) as sessions:
@@ -240,9 +240,9 @@ class _Growth:
         """Returns what the explorer opens next."""
         explorer, num = self._g.explorer, self._tree.budget.max_leaves
         if self.stored is not None and isinstance(explorer, Restarting):
-            with asking(explorer, "restarts", tree.task):
+            with asking(explorer, "restarts", tree.task.id):
                 return explorer.restarts(tree, self.stored.stored, num, self._key)
-        with asking(explorer, "fill", tree.task):
+        with asking(explorer, "fill", tree.task.id):
             return explorer.fill(tree, num)
 
     async def open(self, starts: Sequence[Start]) -> bool:
@@ -359,7 +359,7 @@ class _Growth:
         # The key of the step that would be sampled here, so that the coin does not depend on when
         # other paths toss theirs.
         steps, key = self._tree.steps_to(path.parent), (*self._key, step_id)
-        with asking(self._g.explorer, "before_step", self._tree.task):
+        with asking(self._g.explorer, "before_step", self._tree.task.id):
             decision = self._g.explorer.before_step(PathView(steps, key))
         if not isinstance(decision, Graft):
             return False
@@ -509,7 +509,7 @@ class _Growth:
         steps = self._tree.steps_to(fork.parent)
         # Not after a graft: entropy there says something about the graft, not about a result.
         if fork.after is Origin.POLICY and path.tools.can_branch:
-            with asking(self._g.explorer, "after_probe", self._tree.task):
+            with asking(self._g.explorer, "after_probe", self._tree.task.id):
                 branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
         if branch is not None:
             self._tree.decide(step_id, BranchDecision(seen=branch.cause, num_wanted=branch.num))
