@@ -501,11 +501,10 @@ class TraceBuffer:
                 leftover.unlink()
             self._file.back_up(partial)
             os.replace(partial, target)
-        except BaseException:
+        finally:
             # On a full disk their room is needed.
             for leftover in target.parent.glob(f"{escape(partial.name)}*"):
                 leftover.unlink()
-            raise
 
     def fold(self) -> None:
         """Makes the file whole without another beside it, so that it can be renamed. Raises
