@@ -461,6 +461,22 @@ def test_a_link_in_a_run_folder_empties_no_file(run: Path, tmp_path: Path, name:
     assert victim.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "adapter_config.json", "additional_chat_templates/a.jinja"]
+)
+def test_a_file_added_to_a_checkpoint_is_noticed(run: Path, name: str) -> None:
+    checkpoint = find_checkpoint(run)
+    (checkpoint / "README.md").write_text("What it is good for.")
+    open_checkpoint(run, None, ())
+    added = checkpoint / name
+    assert not added.exists()
+    added.parent.mkdir(exist_ok=True)
+    added.write_text("{}")
+    for opening in (lambda: open_checkpoint(run, None, ()), lambda: resumed_start(run, None)):
+        with raises_code("checkpoint-files-differ", match=f"{name} is new since"):
+            opening()
+
+
 @contextmanager
 def deadline() -> Iterator[None]:
     """Ends what waits for the writer of a pipe."""

@@ -20,6 +20,8 @@ PARTIAL, ASIDE = ".partial", ".aside"
 """Endings of folders that are half written or half removed, and of one that is being replaced."""
 LEFT = "left-"
 """Begins the names of checkpoints that a resume has passed over."""
+_LOADED = (".json", ".jinja", ".safetensors", ".bin", ".model")
+"""Endings of files that libraries look for in a folder, whether something names them or not."""
 ACCEPT = "--accept-changes"
 """The option with which a resumed run takes as they are the things that have changed."""
 
@@ -85,8 +87,12 @@ _STATE = TypeAdapter(TrainState)
 
 def checksums_of(folder: Path) -> dict[str, str]:
     """Returns the checksum of each file in the folder, by its path there."""
+    return {name: file_checksum(file) for name, file in _files(folder).items()}
+
+
+def _files(folder: Path) -> dict[str, Path]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): file_checksum(file) for file in files}
+    return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def state_json(state: TrainState, checksums: Mapping[str, str]) -> str:
@@ -150,11 +156,17 @@ def _read(folder: Path) -> TrainState:
             for name, sum in checksums.items()
             if name not in missing and file_checksum(folder / name) != sum
         ]
+        written = {*checksums, path.relative_to(folder).as_posix()}
+        added = [name for name in _files(folder) if name not in written and name.endswith(_LOADED)]
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreadable(folder, error) from error
-    for names, what in ((missing, "missing"), (damaged, "different from what was written")):
+    for names, what in (
+        (missing, "missing"),
+        (damaged, "different from what was written"),
+        (added, "new since it was written, and would be loaded with it"),
+    ):
         if names:
             raise DamagedCheckpoint(
                 f"checkpoint '{folder}' is damaged: {', '.join(names)}"
