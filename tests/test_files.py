@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,10 +52,13 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     write_atomically(tmp_path / "whole", "1234567890")
     LineFile(tmp_path / "lines").append("1234")
-    with pytest.raises(OSError, match="File too large"), full_disk():
+    with pytest.raises(OSError, match="File too large") as whole, full_disk():
         write_atomically(tmp_path / "whole", "12345678901")
-    with pytest.raises(OSError), full_disk():
+    with pytest.raises(OSError) as lines, full_disk():
         LineFile(tmp_path / "lines").append("123456")
+    # The system names no file where a write fails.
+    assert storage_fault(whole.value).endswith(f": '{tmp_path / 'whole'}'")
+    assert storage_fault(lines.value).endswith(f": '{tmp_path / 'lines'}'")
     assert (tmp_path / "whole").read_text() == "1234567890"
     assert (tmp_path / "lines").read_text() == "1234\n"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["lines", "whole"]
@@ -64,6 +68,8 @@ def test_reasons_of_the_system() -> None:
     text = "No space left on device"
     assert storage_fault(OSError(errno.ENOSPC, text, "/data/x")) == f"{text}: '/data/x'"
     assert storage_fault(RuntimeError(f"I/O error: {text} (os error 28)")) == text
+    copied = shutil.Error([("a", "b", str(OSError(errno.ENOSPC, text, "a", None, "b")))])
+    assert storage_fault(copied) == text
     group = ExceptionGroup("two", [ValueError("x"), OSError(errno.EROFS, "read-only", "b")])
     assert storage_fault(ExceptionGroup("one", [group])).endswith(": 'b'")
     for other in (ConnectionResetError(errno.ECONNRESET, "reset"), ValueError("x"), OSError("x")):

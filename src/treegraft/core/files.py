@@ -37,8 +37,10 @@ def storage_fault(error: BaseException) -> str:
     if isinstance(error, OSError):
         number, name = error.errno, error.filename
         place = f": '{os.fsdecode(name)}'" if isinstance(name, str | bytes) else ""
-    # Libraries in Rust (safetensors, tokenizers) have the number in their text only.
-    elif found := re.search(r"\(os error (\d+)\)", str(error)):
+    # Libraries in Rust (safetensors, tokenizers) have the number in their text only, and so has
+    # the error of a copied folder, which lists those of its files.
+    written = r"\[Errno (\d+)\]" if isinstance(error, shutil.Error) else r"\(os error (\d+)\)"
+    if number is None and (found := re.search(written, str(error))):
         number = int(found[1])
     return "" if number not in _OF_STORAGE else f"{os.strerror(number or 0)}{place}"
 
@@ -105,7 +107,9 @@ def write_atomically(path: Path, text: str | bytes) -> None:
             # Else a power cut may leave the new name with no contents.
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except OSError as error:
+        # The error of a write names no file.
+        error.filename = error.filename or str(path)
         # On a full disk its room is needed.
         with suppress(OSError):
             partial.unlink()
@@ -123,7 +127,8 @@ def append_whole(path: Path, data: bytes) -> None:
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(file.fileno())
-        except OSError:
+        except OSError as error:
+            error.filename = error.filename or str(path)
             with suppress(OSError):
                 file.truncate(size)
             raise
