@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -268,6 +269,15 @@ def test_starts_without_a_name_get_folders_of_their_own(
         folder.release()
     assert names == [f"demo-seed3-20261127-075739{end}" for end in ("", "-2", "-3")]
     assert all((tmp_path / name / "config.json").is_file() for name in names)
+
+
+def test_a_removed_folder_is_told_and_not_made_again(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    folder.append_metrics(1, {"a": 1.0})
+    shutil.rmtree(folder.path)
+    with raises_code("run-removed"):
+        folder.append_metrics(2, {"a": 1.0})
+    assert not folder.path.exists()
 
 
 def test_observations_of_0_6_are_read_and_hashes_stay() -> None:

@@ -268,7 +268,13 @@ class RunFolder:
             self._lock.close()
 
     def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Adds one line to metrics.jsonl."""
+        """Adds one line to metrics.jsonl. Raises CheckpointError where the folder was removed."""
+        if not (self.path / "config.json").exists():
+            raise CheckpointError(
+                f"run folder '{self.path}' was removed or moved while the run was at work, with its"
+                " settings and checkpoints; expected it to stay. Put it back, or start a new run.",
+                code="run-removed",
+            )
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})
         LineFile(self.metrics_path).append(line)
 
