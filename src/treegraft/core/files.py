@@ -109,7 +109,8 @@ def write_atomically(path: Path, text: str | bytes) -> None:
         partial.replace(path)
     except OSError as error:
         # The error of a write names no file.
-        error.filename = error.filename or str(path)
+        if error.errno:
+            error.filename = error.filename or str(path)
         # On a full disk its room is needed.
         with suppress(OSError):
             partial.unlink()
@@ -128,7 +129,8 @@ def append_whole(path: Path, data: bytes) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(file.fileno())
         except OSError as error:
-            error.filename = error.filename or str(path)
+            if error.errno:
+                error.filename = error.filename or str(path)
             with suppress(OSError):
                 file.truncate(size)
             raise
