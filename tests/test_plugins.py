@@ -356,6 +356,7 @@ def test_its_section_takes_the_place_of_ours_and_gpus_need_one() -> None:
     [
         ("import nowhere_to_be_found", "it needs 'nowhere_to_be_found', which is not installed"),
         ("1 / 0", "importing 'mine' failed: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit()", "importing 'mine' failed: SystemExit"),
         ("plugin = 3", "has no object 'plugin' that is a treegraft.parts.Plugin, but int"),
         (
             "from treegraft.parts import Plugin\nplugin = Plugin(name='mine', interface=99)",

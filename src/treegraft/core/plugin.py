@@ -390,8 +390,8 @@ def _loaded(where: str, path: str) -> Plugin:
             f" {(error.name or '').partition('.')[0]}, or uninstall the plugin.",
             code="plugin-package-missing",
         ) from error
-    # Foreign code: whatever it raises, the message has to name the plugin.
-    except Exception as error:
+    # Foreign code: whatever it raises, an exit too, the message has to name the plugin.
+    except (Exception, SystemExit) as error:
         raise SettingError(
             f"{where}: importing '{module}' failed: {type(error).__name__}: {error}; mend it, or"
             " uninstall the plugin.",
