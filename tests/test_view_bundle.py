@@ -102,7 +102,7 @@ def test_many_updates_are_spread_and_a_zip_holds_the_same(tmp_path: Path) -> Non
     assert list(tmp_path.glob(".*")) == []
 
 
-@pytest.mark.parametrize("updates", ["x", "1,", "3-", "-1", "1 2", ""])
+@pytest.mark.parametrize("updates", ["x", "1,", "3-", "-1", "1 2", "", "5-1", "1,3-2"])
 def test_updates_that_cannot_be_read_are_refused(home: Path, tmp_path: Path, updates: str) -> None:
     with raises_code("updates-invalid"):
         write_bundle(open_runs([home]), tmp_path / "copy", updates=updates)

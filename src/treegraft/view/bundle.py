@@ -103,10 +103,10 @@ def _parse_updates(text: str) -> Callable[[TreePart], bool]:
     ranges = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,12})\s*(?:-\s*(\d{1,12})\s*)?", part)
-        if match is None:
+        if match is None or int(match[2] or match[1]) < int(match[1]):
             raise SettingError(
-                f"--updates {text}: '{part.strip()}' is not a number of an update; expected numbers"
-                " and ranges, such as 1,5,10-20, or all, or none",
+                f"--updates {text}: '{part.strip()}' is neither a number of an update nor a range"
+                " from a lower to a higher one; expected some, such as 1,5,10-20, or all, or none",
                 code="updates-invalid",
             )
         ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
