@@ -497,7 +497,7 @@ def deadline() -> Iterator[None]:
 def test_a_pipe_in_a_run_folder_keeps_no_resume_waiting(run: Path, name: str) -> None:
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
-    with deadline(), raises_code("run-with-pipe"):
+    with deadline(), raises_code("run-entry-foreign"):
         resumed_start(run, None)
 
 

@@ -14,11 +14,12 @@ then renamed, so that no reader finds half of one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -77,33 +78,10 @@ def runs_beside(path: Path) -> str:
     return close or (f" There are {', '.join(newest[:5])}." if newest else "")
 
 
-def numbered(path: Path) -> Iterator[Path]:
-    """Yields the folders that a run without a name of the user's may take: itself, then with a
-    number."""
-    yield path
-    yield from (path.with_name(f"{path.name}-{n}") for n in range(2, 1000))
-
-
-def _is_renamed(folder: Path, path: Path) -> bool:
-    """Gives a folder another name; returns False where something has it."""
-    if os.path.lexists(path):
-        return False
-    try:
-        folder.rename(path)
-    except OSError:
-        # Another process has taken the name meanwhile.
-        if os.path.lexists(path):
-            return False
-        raise
-    return True
-
-
-def _existing(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
-        f" continue that run with: treegraft train --resume {path}",
-        code="run-exists",
-    )
+def free_name(path: Path) -> Path:
+    """Returns a folder that is not there: `path`, or one with a number at its end."""
+    numbers = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], numbers) if not os.path.lexists(one))
 
 
 class RunFolder:
@@ -139,10 +117,13 @@ class RunFolder:
                 (partial / folder).mkdir(parents=True)
             write_atomically(partial / "config.json", config_json)
             mark(partial, RUN)
-            names = [path] if is_named else numbered(path)
-            taken = next((one for one in names if _is_renamed(partial, one)), None)
+            partial.rename(path)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
+            # Another process may have taken the name meanwhile.
+            if os.path.lexists(path) and not is_named:
+                return cls.create(free_name(path), config_json, is_named=False)
+            cls.refuse_unusable(path)
             for one in above:
                 with suppress(OSError):
                     one.rmdir()
@@ -151,17 +132,18 @@ class RunFolder:
                 " a folder that can be written to and has room. Choose another run.dir.",
                 code="run-not-made",
             ) from error
-        if taken is None:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise _existing(path)
-        return cls(taken)
+        return cls(path)
 
     @staticmethod
     def refuse_unusable(path: Path) -> None:
         """Raises CheckpointError where no folder can be made at `path`, or something is there."""
         fault = ""
         if os.path.lexists(path):
-            raise _existing(path)
+            raise CheckpointError(
+                f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
+                f" continue that run with: treegraft train --resume {path}",
+                code="run-exists",
+            )
         above = next(one for one in path.absolute().parents if os.path.lexists(one))
         if not above.is_dir():
             fault = f"'{above}' is not a folder"
@@ -219,19 +201,18 @@ class RunFolder:
         run would write and remove, and for a pipe or device, whose reader would wait."""
         for place in (*self.path.glob("*"), *self.path.glob("buffer/*")):
             if place.is_symlink() and leads_outside(place, self.path):
-                raise CheckpointError(
-                    f"run folder '{self.path}': {place.relative_to(self.path)} is a link to"
-                    f" '{os.path.realpath(place)}'; expected no link out of the folder, since a"
-                    " resumed run writes and removes files in it. Put what it leads to in its"
-                    " place. To keep a run on another disk, move the whole folder and link that.",
-                    code="run-linked-out",
-                )
-            if place.exists() and not (place.is_file() or place.is_dir()):
-                raise CheckpointError(
-                    f"run folder '{self.path}': {place.relative_to(self.path)} is a pipe, socket or"
-                    " device; expected plain files and folders. Remove it.",
-                    code="run-with-pipe",
-                )
+                fault = f"a link to '{os.path.realpath(place)}'"
+            elif place.exists() and not (place.is_file() or place.is_dir()):
+                fault = "a pipe, socket or device"
+            else:
+                continue
+            raise CheckpointError(
+                f"run folder '{self.path}': {place.relative_to(self.path)} is {fault}; expected"
+                " files and folders of its own alone, since a resumed run writes and removes there."
+                " Put what a link leads to in its place, and remove anything else. To keep a run on"
+                " another disk, move the whole folder and link that.",
+                code="run-entry-foreign",
+            )
 
     def claim(self) -> None:
         """Locks the run for this process until `release` or the end of the process.
@@ -271,8 +252,8 @@ class RunFolder:
         """Adds one line to metrics.jsonl. Raises CheckpointError where the folder was removed."""
         if not (self.path / "config.json").exists():
             raise CheckpointError(
-                f"run folder '{self.path}' was removed or moved while the run was at work, with its"
-                " settings and checkpoints; expected it to stay. Put it back, or start a new run.",
+                f"run folder '{self.path}' was removed or moved while the run was at work; expected"
+                " it to stay. Put it back, or start a new run.",
                 code="run-removed",
             )
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})

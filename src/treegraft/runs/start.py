@@ -22,7 +22,7 @@ from treegraft.runs.checkpoint import (
     tidy,
     whole_state,
 )
-from treegraft.runs.record import RunFolder, numbered, read_metrics, runs_beside
+from treegraft.runs.record import RunFolder, free_name, read_metrics, runs_beside
 from treegraft.runs.resume_inputs import choose_checkpoint, refuse_changes, refuse_other_settings
 from treegraft.runs.trust import CHECKPOINT, RUN, key_problem, mark, require_trust
 from treegraft.settings.config import Config, settings_with
@@ -140,7 +140,7 @@ def new_start(config: Source, recipe: str | None, given: GivenObjects | None = N
     path = Path(settings.run.dir).expanduser() / name
     if settings.run.name is None:
         # Two runs that start within one second would have one name.
-        path = next(one for one in numbered(path) if not os.path.lexists(one))
+        path = free_name(path)
     RunFolder.refuse_unusable(path)
     return Start(
         config=settings,

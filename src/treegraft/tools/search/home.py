@@ -118,13 +118,17 @@ def find_or_make(
 
 def _is_index_of(corpus: Path, folder: Path) -> bool:
     """Whether a folder of a home is an index of this corpus, finished or not; a link is none."""
-    if folder.is_symlink() or not _FOLDER.fullmatch(folder.name):
-        return False
+    is_ours = _FOLDER.fullmatch(folder.name) and not folder.is_symlink()
+    return bool(is_ours) and _read(folder / _RECORD).get("corpus") == str(corpus.resolve())
+
+
+def _read(place: Path) -> dict[str, Any]:
+    """Returns a record; an empty one for none or a damaged one."""
     try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        return bool(record["corpus"] == str(corpus.resolve()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        found = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _find(corpus: Path, home: Path, recipe: Mapping[str, Any]) -> Path | None:
@@ -134,26 +138,20 @@ def _find(corpus: Path, home: Path, recipe: Mapping[str, Any]) -> Path | None:
 
 def _describes(place: Path, corpus: Path, recipe: Mapping[str, Any]) -> bool:
     """Whether a file describes a finished index of this corpus as it is now."""
-    try:
-        record = json.loads(place.read_text(encoding="utf-8"))
-        state = corpus.stat()
-        is_same_time = record["mtime_ns"] == state.st_mtime_ns
-        is_same = (
-            record["recipe"] == dict(recipe)
-            and record["size"] == state.st_size
-            # Reading tens of gigabytes at each start takes minutes; there the time has to do.
-            and (
-                (is_same_time and state.st_size > SMALL_BYTES)
-                or record["content"] == checksum(corpus)
-            )
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # unfinished or damaged: the index is built again
-    if is_same and not is_same_time:
+    record, state = _read(place), corpus.stat()
+    if record.get("recipe") != dict(recipe) or record.get("size") != state.st_size:
+        return False
+    is_same_time = record.get("mtime_ns") == state.st_mtime_ns
+    # Reading tens of gigabytes at each start takes minutes; there the time has to do.
+    if is_same_time and state.st_size > SMALL_BYTES:
+        return True
+    if record.get("content") != checksum(corpus):
+        return False
+    if not is_same_time:
         # A copied corpus is read once; the next start goes by its new time.
         with contextlib.suppress(OSError):
             write_atomically(place, json.dumps(record | {"mtime_ns": state.st_mtime_ns}, indent=2))
-    return is_same
+    return True
 
 
 def _digest(text: str, num_bytes: int) -> str:
