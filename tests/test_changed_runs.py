@@ -280,8 +280,9 @@ def test_a_resume_refuses_links_out_of_the_run_folder(
     files = [one for place in (copy, victim.parent) for one in place.rglob("*") if one.is_file()]
     before = {one: (one.stat().st_mtime_ns, file_checksum(one)) for one in files}
     for accepts in (False, True):
-        with raises_code("run-entry-foreign", match=f"{name} is a link to '{victim}'"):
+        with raises_code("run-entry-foreign") as told:
             train(None, resume=copy, accepts_changes=accepts)
+        assert f"{name} is a link to '{victim}'" in str(told.value)
     after = [one for place in (copy, victim.parent) for one in place.rglob("*") if one.is_file()]
     assert {one: (one.stat().st_mtime_ns, file_checksum(one)) for one in after} == before
 

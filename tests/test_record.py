@@ -470,8 +470,9 @@ def test_going_on_refuses_links_out_of_the_run_folder(tmp_path: Path) -> None:
     (file,) = elsewhere.iterdir()
     before = file.read_bytes()
     for going_on in (run.refuse_foreign, lambda: run.cut_before(1)):
-        with raises_code("run-entry-foreign", match=f"trees is a link to '{elsewhere}'"):
+        with raises_code("run-entry-foreign") as told:
             going_on()
+        assert f"trees is a link to '{elsewhere}'" in str(told.value)
     assert file.read_bytes() == before
     run.trees_dir.unlink()
     elsewhere.rename(run.path / "moved")
