@@ -16,6 +16,7 @@ from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
+from treegraft.policy.learn.sft import learning_rate
 from treegraft.runs.metrics import METRICS, find_meaning, meaning
 from treegraft.settings import here
 from treegraft.settings.config import (
@@ -678,6 +679,17 @@ def test_defaults_follow_the_model() -> None:
     assert all(row.is_default for row in setting_rows(followed) if row.name.startswith("warmup."))
     # A resolved configuration holds them all.
     assert load_config(json.loads(config_json(model))) == model
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "rise"), [(0, 50), (3, 0), (20, 5), (199, 49), (200, 50), (400, 50)]
+)
+def test_a_short_warmup_of_the_tiny_model_reaches_its_rate(num_steps: int, rise: int) -> None:
+    """By default it rises over 50 steps, but at most over a quarter of all."""
+    warmup = load_config({"model": {"path": "tiny"}, "warmup": {"num_steps": num_steps}}).warmup
+    assert warmup.lr_warmup_steps == rise
+    rates = [learning_rate(warmup, step) for step in range(num_steps)]
+    assert not rates or max(rates) == pytest.approx(warmup.lr)
 
 
 def test_defaults_of_a_loaded_configuration_follow_its_changes() -> None:

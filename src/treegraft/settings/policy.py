@@ -105,8 +105,10 @@ def _falls(schedule: str) -> Condition:
 
 
 def _rise_of_warmup(config: Settings) -> int:
-    is_tiny = value_of(config, "model.path") == "tiny"
-    return 50 if is_tiny else int(value_of(config, "warmup.num_steps")) // 10
+    num_steps = int(value_of(config, "warmup.num_steps"))
+    if value_of(config, "model.path") != "tiny":
+        return num_steps // 10
+    return min(50, num_steps // 4) if num_steps else 50
 
 
 def _starts_servers(config: Settings) -> str:
@@ -460,8 +462,8 @@ class WarmupSettings(Settings):
     weight_decay: float | None = setting(None, ge=0, follows=True)
     """As in [learn]; None takes its value."""
     lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
-    """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, a tenth of
-    num_steps for a language model."""
+    """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, but at most a
+    quarter of num_steps, and a tenth of num_steps for a language model."""
     schedule: Schedule = "linear"
     """The learning rate after that, as in [learn]; it ends with the last step."""
     final_lr_frac: float = setting(0.05, ge=0, le=1, idle_unless=_falls("warmup.schedule"))
