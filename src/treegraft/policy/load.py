@@ -144,8 +144,10 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
         # Checkpointing passes gradients through its inputs, which frozen embeddings do not ask for.
         if settings.lora.rank:
             adapted.enable_input_require_grads()
-        # transformers checkpoints in training mode alone.
-        adapted.train()
+        # transformers checkpoints in training mode alone. What is inside of a layer stays in
+        # evaluation mode: routers would add noise, or draw experts by chance.
+        for module in adapted.modules():
+            module.training = getattr(module, "gradient_checkpointing", False)
     return adapted
 
 
