@@ -243,8 +243,9 @@ def gradient_after(trees: Sequence[Tree], max_pack_tokens: int) -> tuple[float, 
     )
     gradients: list[torch.Tensor] = []
 
-    def keep(lr: float, weight_decay: float | None) -> None:
+    def keep(lr: float, weight_decay: float | None) -> float:
         gradients.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+        return 0.0
 
     learner.optimiser.step = keep  # type: ignore[assignment]
     return learner.imitate(trees, 1e-3), gradients[0]

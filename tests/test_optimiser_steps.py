@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,37 @@ def test_adamw_by_hand() -> None:
     )
     assert optimiser.step() == 0.0  # no gradient: nothing moves, the count goes on
     assert optimiser.num_steps == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None:
+    """One number of one of its passes is enough; the third in a row is an error, also where the
+    optimiser goes on from its state."""
+    models = [torch.nn.Linear(2, 1, bias=False).to(dtype) for _ in range(2)]
+    settings_ = LearnSettings(lr=0.1, schedule="linear")
+    optimiser, resumed = (MasterAdamW(one, settings_, num_planned=100) for one in models)
+    model = models[0]
+
+    def step(wrong: float | None) -> float:
+        model.weight.sum().backward()
+        if wrong is not None:
+            (model.weight * torch.tensor([[1.0, wrong]], dtype=dtype)).sum().backward()
+        return optimiser.step()
+
+    assert step(None) == pytest.approx(2**0.5)
+    before = {name: tensor.clone() for name, tensor in optimiser.state().items()}
+    assert math.isnan(step(math.nan)) and math.isinf(step(math.inf))
+    after = optimiser.state()
+    assert optimiser.num_steps == 3 and optimiser.last_lr == pytest.approx(0.1 * 98 / 100)
+    assert all(torch.equal(after[name], before[name]) for name in before if "." in name)
+    assert model.weight.grad is None and not optimiser.gradients()
+    # A finite one begins the count anew.
+    assert step(None) == pytest.approx(2**0.5) and step(math.nan) and step(math.nan)
+    resumed.load_state(optimiser.state())
+    model, optimiser = models[1], resumed
+    with raises_code("gradient-not-finite"):
+        step(math.nan)
+    assert all(bool(tensor.isfinite().all()) for tensor in optimiser.state().values())
 
 
 def rates(learn: LearnSettings, num_planned: int, num_taken: int) -> list[float]:

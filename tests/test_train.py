@@ -11,11 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.error_codes import raises_code
 from tests.tiny import differing, tiny, write_recipe
 from tests.tiny_parts import ANSWERS, ASKED, SlowSearch, by_text
@@ -29,6 +31,7 @@ from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.canary import limit_for
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.plan import Alone
 from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
 from treegraft.policy.load import load_model
@@ -134,6 +137,76 @@ def test_a_mode_without_gradients_around_a_training_is_no_matter(
     with mode():
         other = start(tmp_path, "b", display=False, **options)
     assert not differing(plain.run_dir, other.run_dir)
+
+
+# --- gradients that are not finite ----------------------------------------------------------------
+
+
+NARROW: dict[str, Any] = {
+    "eval": {"every": 0, "at_start": False, "at_end": False},
+    "rollout": {"max_completion_tokens": 12},
+    "learn": {"num_minibatches": 1},
+    "reward": {"funcs": ["tests.tiny_parts:by_text"]},
+}
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], set[int]]:
+    """The warm-up's optimiser steps and the updates' whose gradient has a NaN."""
+    in_warmup, in_updates = set[int](), set[int]()
+    plain = MasterAdamW.step
+
+    def step(optimiser: MasterAdamW, *args: Any) -> float:
+        if optimiser.num_steps + 1 in (in_warmup if args else in_updates):
+            for gradient in optimiser.gradients().values():
+                gradient.view(-1)[0] = float("nan")
+        return plain(optimiser, *args)
+
+    monkeypatch.setattr(MasterAdamW, "step", step)
+    return in_warmup, in_updates
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_not_finite_costs_its_step_alone(
+    dtype: str, poisoned: tuple[set[int], set[int]], tmp_path: Path
+) -> None:
+    poisoned[0].add(2)
+    poisoned[1].add(7)
+    tables = {**NARROW, "run": {"num_updates": 20}, "model": {"dtype": dtype}}
+    tables |= {"warmup": {"num_steps": 4}, "checkpoint": {"keep": 20}}
+    run = start(tmp_path, **tables)
+    lines = read_metrics(run.run_dir)
+    assert lines[0]["warmup/num_skipped_steps"] == 1
+    skipped = [line["update"] for line in lines[1:] if line["learn/num_skipped_steps"]]
+    assert skipped == [7] and lines[7]["learn/num_optimiser_steps"] == 0
+    assert lines[7]["health/not_finite"] == 1 and "health/not_finite" not in lines[8]
+    found = sorted((run.run_dir / "checkpoints").glob("update-*"))
+    weights = [load_file(one / "model.safetensors") for one in found]
+    assert len(weights) == 20 and all(x.isfinite().all() for one in weights for x in one.values())
+    state = load_file(found[-1] / "treegraft" / "optimiser.safetensors")
+    assert all(bool(x.isfinite().all()) for x in state.values())
+    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(weights)]
+    assert same[5] and not any(same[:5] + same[6:]), "update 7 alone moves no weight"
+    assert answer_question(found[-1], "e1 ?")[0].steps
+
+
+def test_three_gradients_in_a_row_that_are_not_finite_end_the_run(
+    poisoned: tuple[set[int], set[int]], tmp_path: Path
+) -> None:
+    """With a checkpoint after the second, from which a resumed run ends at the same place."""
+    poisoned[1].update({2, 4, 5, 6})
+    tables = {**NARROW, "run": {"num_updates": 8}, "warmup": {"num_steps": 2}}
+    with raises_code("gradient-not-finite"):
+        start(tmp_path, **tables)
+    run = tmp_path / "a"
+    assert [line["update"] for line in read_metrics(run)] == [0, 1, 2, 3, 4, 5]
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept[-1] == "update-000005"
+    with raises_code("gradient-not-finite"):
+        train(None, resume=run)
+    poisoned[1].clear()
+    train(None, resume=run)
+    assert len(read_metrics(run)) == 9
 
 
 # --- the run folder -------------------------------------------------------------------------------

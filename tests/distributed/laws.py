@@ -217,6 +217,28 @@ def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
     }
 
 
+def skipped(ranks: Ranks, config: Config) -> dict[str, Any]:
+    """An update in which the losses of one rank are not finite, and one more."""
+    _, many = learners(ranks, config)
+    weights, metrics = [{name: tensor.clone() for name, tensor in many.stream()}], []
+    plain = many._surrogate
+
+    def wrong(*columns: Any, **options: Any) -> Any:
+        terms = plain(*columns, **options)
+        return replace(terms, losses=terms.losses * float("nan"))
+
+    for number in range(2):
+        many._surrogate = wrong if ranks.rank == 1 and number == 0 else plain
+        metrics.append(many.learn(some_trees())[1]["learn/num_skipped_steps"])
+        weights.append({name: tensor.clone() for name, tensor in many.stream()})
+    return {
+        "metrics": metrics,
+        "still": all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0]),
+        "finite": all(bool(tensor.isfinite().all()) for tensor in weights[2].values()),
+        "moved": any(not torch.equal(weights[1][key], weights[2][key]) for key in weights[0]),
+    }
+
+
 def own_files(ranks: Ranks, config: Config, family: str) -> dict[str, Any]:
     """Weights that each rank has read from files by its rows, and those of the whole model."""
     folder = Path(sys.argv[1]) / family
@@ -310,6 +332,7 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "offload": lambda ranks: law_1(ranks, settings(learn={"offload": True})),
     "replicate": lambda ranks: law_1(ranks, settings(learn={"replicate": 2})),
     "twice": lambda ranks: twice(ranks, settings()),
+    "skipped": lambda ranks: skipped(ranks, settings()),
     "files": lambda ranks: own_files(ranks, settings(), "llama"),
     "files tied": lambda ranks: own_files(ranks, settings(), "llama-tied"),
     "resumed": lambda ranks: resumed(ranks, settings()),

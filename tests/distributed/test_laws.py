@@ -13,7 +13,7 @@ from tests.distributed.jobs import ranks_of
 NAMES = {
     2: (
         *("llama", "tied", "minibatches", "kl", "halved", "lora", "lessons", "stored", "idle"),
-        *("offload", "replicate", "twice", "resumed"),
+        *("offload", "replicate", "twice", "skipped", "resumed"),
         *("files", "files tied", "adapter kept"),
     ),
     3: ("idle",),
@@ -53,6 +53,9 @@ def test_three_ranks_equal_one(name: str) -> None:
 def assert_equal(name: str, found: dict[str, Any]) -> None:
     if name == "twice":
         assert found["equal"]
+    elif name == "skipped":
+        assert found["metrics"] == [1.0, 0.0] and found["still"]
+        assert found["finite"] and found["moved"]
     elif name == "adapter kept":
         assert found["base"] and found["learned"]
         assert found["adapter"] == ["adapter_model.safetensors"]

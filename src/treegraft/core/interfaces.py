@@ -87,8 +87,8 @@ class LearnerLike(Protocol):
         is the share of the run's limit of calls or tokens, for a schedule."""
 
     def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
-        """Takes one optimiser step on demonstrations and returns their mean loss per token. The
-        default of `weight_decay` is that of [learn]."""
+        """Takes one optimiser step on demonstrations and returns their mean loss per token, NaN if
+        the step was skipped. The default of `weight_decay` is that of [learn]."""
 
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """Returns two counts: the steps of demonstrations whose tokens with loss are all the most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -68,6 +69,7 @@ async def warm_up_from(
         nonlocal began, cpu_began
         spent = {
             "warmup/num_loss_tokens": float(num_tokens),
+            "warmup/num_skipped_steps": float(math.isnan(loss)),
             "time/warmup_s": time.monotonic() - began,
             "time/warmup_cpu_s": time.process_time() - cpu_began,
         }

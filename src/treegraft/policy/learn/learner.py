@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -223,7 +224,8 @@ class Learner:
 
     def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
         """Returns the mean loss per token, after one optimiser step on demonstrations; without a
-        weight decay, with that of [learn]."""
+        weight decay, with that of [learn]. NaN: the gradient was not finite, and the step was
+        skipped."""
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
         total = 0.0
@@ -233,8 +235,9 @@ class Learner:
             loss = -chosen.sum() / max(1, count)
             torch.autograd.backward(loss)
             total += float(loss.detach())
-        self.optimiser.step(lr, weight_decay)
-        return float(combined(self._team, total, sum))
+        norm = self.optimiser.step(lr, weight_decay)
+        mean = float(combined(self._team, total, sum))
+        return mean if math.isfinite(norm) else math.nan
 
     @torch.no_grad()
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:

@@ -93,12 +93,14 @@ class MetricSums:
             means.pop("learn/engine_gap", None)
         steps = max(1, num_steps)
         sizes = self._sizes
+        num_skipped = sum(not math.isfinite(norm) for norm in self.grad_norms)
         found = means | {
             "learn/loss": self.loss / steps,
             "learn/ratio_max": self.ratio_max,
             "learn/grad_norm": math.fsum(self.grad_norms) / steps,
             "learn/lr": self.lrs[-1] if self.lrs else 0.0,
-            "learn/num_optimiser_steps": float(num_steps),
+            "learn/num_optimiser_steps": float(num_steps - num_skipped),
+            "learn/num_skipped_steps": float(num_skipped),
             "learn/num_unique_tokens": float(sizes["unique"]),
             "learn/unique_frac": (sizes["unique"] - sizes["imitated"]) / max(1, sizes["path"]),
             "learn/num_contributions": float(sizes["contributions"]),

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treegraft.core.errors import ModelError
 from treegraft.settings.policy import LearnSettings, Schedule
+
+MAX_SKIPPED = 3
+"""Optimiser steps in a row without a finite gradient that end a run."""
 
 
 def decay(schedule: Schedule, left: float, final: float) -> float:
@@ -79,7 +83,9 @@ class MasterAdamW:
             fused=True,
         )
         self.num_steps = 0
-        """Optimiser steps taken."""
+        """Optimiser steps, skipped ones included."""
+        self._num_skipped = 0
+        """Those skipped in a row."""
         self.spent = 0.0
         """Share of the run's limit of calls or tokens: a schedule is at least as far."""
         self.last_lr = 0.0
@@ -95,10 +101,13 @@ class MasterAdamW:
 
     def step(self, lr: float | None = None, weight_decay: float | None = None) -> float:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
-        nothing moves.
+        nothing moves. Where the norm is not finite the step is skipped, and the schedule counts it.
 
         The learning rate follows `learn.schedule`; `lr` overrides it, and `weight_decay` that of
         [learn].
+
+        Raises:
+            ModelError: the third step in a row is skipped.
         """
         lr = self._scheduled() if lr is None else lr
         self.num_steps += 1
@@ -111,6 +120,10 @@ class MasterAdamW:
         found: Any = torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)
         # Of weights that are divided among ranks, it comes as parts of a sum.
         norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+        if not math.isfinite(norm):
+            self._skip(norm)
+            return norm
+        self._num_skipped = 0
         decay_of_matrices = self._settings.weight_decay if weight_decay is None else weight_decay
         for group in self._adam.param_groups:
             group["lr"] = lr
@@ -120,6 +133,19 @@ class MasterAdamW:
         self._adam.zero_grad(set_to_none=True)
         self._copy_to_model()
         return norm
+
+    def _skip(self, norm: float) -> None:
+        """Drops a gradient that would make every weight and moment NaN."""
+        self.clear()
+        self._num_skipped += 1
+        if self._num_skipped >= MAX_SKIPPED:
+            raise ModelError(
+                f"learner: got a gradient of norm {norm} in {MAX_SKIPPED} optimiser steps in a row,"
+                " expected a finite one. These steps were skipped, so the last checkpoint is sound;"
+                " resume from it with a lower learn.lr or in float32, and look at losses and"
+                " objectives of your own.",
+                code="gradient-not-finite",
+            )
 
     def _scheduled(self) -> float:
         """The learning rate of the next step."""
@@ -140,7 +166,8 @@ class MasterAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Returns master weights, moments and counters by name; tensors are the live ones."""
-        state = {"num_steps": torch.tensor(self.num_steps)}
+        counts = {"num_steps": self.num_steps, "num_skipped": self._num_skipped}
+        state = {name: torch.tensor(count) for name, count in counts.items()}
         for name, master in zip(self._names, self._masters, strict=True):
             state[f"master.{name}"] = master.detach()
             for key, value in self._adam.state.get(master, {}).items():
@@ -150,6 +177,8 @@ class MasterAdamW:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state()`; a KeyError names the missing entry."""
         self.num_steps = int(state["num_steps"])
+        # Earlier versions skipped none.
+        self._num_skipped = int(state.get("num_skipped", 0))
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):
                 master.copy_(state[f"master.{name}"])
@@ -165,4 +194,4 @@ class MasterAdamW:
     def reset(self) -> None:
         """Forgets moments and counters, as between warm-up and training."""
         self._adam.state.clear()
-        self.num_steps = 0
+        self.num_steps = self._num_skipped = 0
