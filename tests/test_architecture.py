@@ -386,6 +386,10 @@ def test_lines_of_code_are_counted_without_docstrings() -> None:
     assert code_lines(source, ast.parse(source)) == {6, 10, 12}
 
 
+def is_core(module: str) -> bool:
+    return not under(module, ("extras",))
+
+
 def test_functions_are_short() -> None:
     long = []
     for module, tree in trees().items():
