@@ -4,10 +4,10 @@
     python benchmarks/demo.py --table    prints the table of the finished runs
     python benchmarks/demo.py --range    prints the range of their accuracy, as `make demo` does
 
-Each run is one of the two commands of `make demo` with `run.seed` of 0 to 9. Both methods of a seed
-start from one warm-up, as those two commands do, and only the last evaluation is made: neither
-changes the outcome. What a finished run found goes to `benchmarks/demo.jsonl`, one line a run;
-delete a line to run it again.
+Each run is one of the two commands of `make demo` with `run.seed` of 0 to 9, or the second without
+loss on grafts. All methods of a seed start from one warm-up, as those commands do, and only the
+last evaluation is made: neither changes the outcome. What a finished run found goes to
+`benchmarks/demo.jsonl`, one line a run; delete a line to run it again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
 RESULTS = Path(__file__).with_suffix(".jsonl")
 METHODS: Mapping[str, Sequence[str]] = {
     "GRPO": (),
+    "RAPO": ('explorers=["graft"]', "loss.graft_coef=0"),
     "RAPO + learning from grafts": ('explorers=["graft"]',),
 }
-"""Method -> overrides, as in the Makefile."""
+"""Method -> overrides of the recipe. The Makefile has the first and the last; the paper's RAPO has
+no loss on grafts."""
 NUM_SEEDS = 10
 ACCURACY, GREEDY = "eval/accuracy_sampled", "eval/accuracy"
 CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
@@ -55,7 +57,7 @@ def run_seed(seed: int, methods: Sequence[str], out: Path) -> list[Line]:
     begin = [f"model.path={latest_checkpoint(place / 'checkpoints')}", "warmup.num_steps=0"]
     found: list[Line] = []
     for method in methods:
-        run = out / f"{method.split()[0].lower()}-{seed}"
+        run = out / f"{method.lower().replace(' ', '-')}-{seed}"
         if run.exists():
             train(None, resume=run)
         else:

@@ -255,13 +255,56 @@ def test_the_table_of_the_readme_is_that_of_its_studies() -> None:
     printed = list(readme.table())
     begin = shown.index(printed[0])
     assert shown[begin : begin + len(printed)] == printed
-    rows = [row.strip("| ").split(" | ") for row in demo.table()]
-    ranges = {row[0]: row[1] for row in rows if len(row) > 1}
-    rapo, grpo = (ranges[name] for name in ("RAPO + learning from grafts", "GRPO"))
     words = " ".join(PAGE.split())
-    assert f"it reaches {rapo}, for twice the calls of GRPO ({grpo}; " in words
-    calls = {row[0]: int(row[4].split(",")[0]) for row in rows[2:]}
-    assert round(calls["RAPO + learning from grafts"] / calls["GRPO"]) == 2
+    grpo, rapo, taught = (
+        sorted(round(line[demo.ACCURACY], 2) for line in demo.runs_of(method))
+        for method in demo.METHODS
+    )
+    assert (
+        f"it ends at {rapo[1]:.2f} to {rapo[-1]:.2f} in nine seeds of ten and at {rapo[0]:.2f} in"
+        f" one, GRPO at {grpo[0]:.2f} in all" in words
+    )
+    assert len(rapo) == 10 and grpo[0] == grpo[-1]
+    assert f"from grafts it reaches {taught[0]:.2f} to {taught[-1]:.2f}, for twice" in words
+    calls = [sum(one[demo.CALLS] for one in demo.runs_of(name)) for name in demo.METHODS]
+    assert round(calls[2] / calls[0]) == 2
+
+
+@pytest.mark.smoke
+def test_comparisons_of_the_pages_are_those_of_the_stored_runs() -> None:
+    found = list(readme.pooled_table())
+    assert "\n".join(found[:4]) in PAGES["results-papers.md"]
+    assert "\n".join([*found[:2], *found[4:]]) in PAGES["results-exploring.md"]
+    cells = [row.strip("| ").split(" | ") for row in found[2:]]
+    words = " ".join(PAGE.split())
+    assert (
+        f"ends {cells[0][2]} above GRPO, {cells[1][2]} at equal calls ({cells[0][1]} pairs" in words
+    )
+    first, second, third = (cell[2].split()[0] for cell in cells[2:5])
+    assert f"arms by {first}, {second} and {third} over {cells[2][1]} pairs" in words
+    assert f"leads the nearest by {cells[5][2]}" in words
+
+
+@pytest.mark.smoke
+def test_calls_to_an_accuracy_are_those_of_the_stored_runs() -> None:
+    page = PAGES["results-papers.md"].splitlines()
+    rows = [line.strip() for line in page if line.startswith("  | ")]
+    assert rows == [row for row in readme.race_table() if not row.startswith("|---")]
+    ratios = [race.ratio() for race in readme.races()[1:]]
+    earlier = [race.num_earlier for race in readme.races()]
+    words = " ".join(PAGE.split())
+    assert f"with {min(ratios):.2f} to {max(ratios):.2f} of GRPO's calls" in words
+    assert f"earlier in {min(earlier)} to {max(earlier)} of ten pairs" in words
+
+
+def test_the_calls_to_an_accuracy_are_linear_between_evaluations() -> None:
+    points = [(0.0, 0.2), (100.0, 0.4), (200.0, 0.3), (300.0, 0.7)]
+    curve = [readme.Point(*point) for point in points]
+    assert readme.calls_to(curve, 0.2) == 0.0
+    assert readme.calls_to(curve, 0.3) == pytest.approx(50.0)
+    # Half of the way from 0.3 to 0.7.
+    assert readme.calls_to(curve, 0.5) == pytest.approx(250.0)
+    assert readme.calls_to(curve, 0.8) is None
 
 
 def first_commands(page: str) -> list[str]:

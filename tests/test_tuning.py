@@ -91,7 +91,9 @@ def test_the_page_has_what_a_thinking_model_cost_and_reached() -> None:
     assert f"pass@2 is {ours:.2f} and {theirs:.2f}".replace("0.", ".") in page
     assert all(round(one, -2) == 28_800 for one in ends("rollout/num_sampled_tokens"))
     ours, theirs = ends("time/cpu_s")
-    assert f"takes {ours:.0f} CPU seconds with commit branching and {theirs:.0f} with" in page
+    assert f"A run takes {ours:.0f} and {theirs:.0f} CPU seconds" in page
+    updates = ends("update")
+    assert f"makes {updates[0]:.1f} updates and own lessons {updates[1]:.1f}" in page
     at_600 = [
         statistics.fmean(
             accuracy_at([p[CALLS] for p in curve], [p["accuracy"] for p in curve], 600) or 0.0
@@ -100,7 +102,10 @@ def test_the_page_has_what_a_thinking_model_cost_and_reached() -> None:
         for name in names
     ]
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    assert f"(with SmolLM2-135M {at_600[0]:.2f} and {at_600[1]:.2f})" in readme
+    assert (
+        f"With SmolLM2-135M it has {at_600[0]:.2f} and own lessons with a bonus {at_600[1]:.2f} at"
+        f" equal calls, after {updates[0]:.1f} and {updates[1]:.1f} updates" in readme
+    )
     costs = [[point["time/cpu_s"] for point in curve] for curve in arms[names[0]]]
     shares = [[point["accuracy"] for point in curve] for curve in arms[names[0]]]
     found = [accuracy_at(x, y, theirs) or 0.0 for x, y in zip(costs, shares, strict=True)]
