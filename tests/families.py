@@ -66,6 +66,20 @@ PACKABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "gemma3": ("Gemma3TextConfig", {**SHAPE, **WINDOWED, "query_pre_attn_scalar": 8}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 4,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+    ),
     "gpt-neox": ("GPTNeoXConfig", NO_KV),
     "phi3": ("Phi3Config", SHAPE),
     "granite": (
@@ -92,7 +106,7 @@ PACKABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 """Families whose attention takes ours: grouped and plain heads, windows, soft-caps, sinks, scales,
-tied weights."""
+tied weights, heads of two widths, keys and values that layers share."""
 
 UNPACKABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mamba": (

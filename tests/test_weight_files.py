@@ -83,6 +83,13 @@ def test_the_model_that_is_tried_has_a_layer_of_each_kind_and_all_buffers(family
     assert packing_problem(small) is None
 
 
+def test_the_model_that_is_tried_has_heads_of_all_widths() -> None:
+    """Gemma 4's layers differ in them, and the last two of four share keys and values."""
+    small = cut_model(model_shape(build_model("gemma4")))
+    assert [layer.self_attn.head_dim for layer in small.model.layers] == [8, 16]
+    assert packing_problem(small) is None
+
+
 def test_a_checksum_is_the_same_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Σ (2 i + 1) · bits_i modulo 2^64, by Python's integers."""
     words = torch.tensor([3, -5, 7, 2**31 - 1, -(2**31), 11, 13], dtype=torch.int32)

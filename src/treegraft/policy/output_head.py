@@ -76,14 +76,17 @@ def end_token_ids(model: nn.Module, eos_token_id: int | None) -> tuple[int, ...]
     return tuple(sorted({token for token in (eos_token_id, *more) if token is not None}))
 
 
-def head_width(config: Any) -> int | None:
-    """Returns the width of an attention head, by the configuration of the text model; None where it
-    has no attention heads."""
-    heads = getattr(config, "num_attention_heads", None)
-    width: int | None = getattr(config, "head_dim", None) or (
-        config.hidden_size // heads if heads else None
-    )
-    return width
+def layer_heads(config: Any) -> list[tuple[int, int]]:
+    """Returns (heads of keys and values, width of a head) of each layer, by the configuration of
+    the text model; raises AttributeError where it has no attention heads."""
+    # Gemma 4's layers differ in them.
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    found = []
+    for layer in layers:
+        heads = layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        found.append((getattr(layer, "num_key_value_heads", None) or heads, width))
+    return found
 
 
 def max_context(model: nn.Module) -> int | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treegraft.core.errors import EngineError
 from treegraft.policy.kernels.engine import BLOCK, padded_width
-from treegraft.policy.output_head import head_width
+from treegraft.policy.output_head import layer_heads
 from treegraft.settings.policy import CPU_CACHE_GB
 
 FIRST_BLOCKS = 64
@@ -40,27 +40,24 @@ class BlockPool:
 
         On a GPU all of them are allocated here: growing would copy and leave holes.
         """
-        config = model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = head_width(config)
-        assert width is not None
-        self._shapes = ((heads, width, BLOCK), (heads, BLOCK, padded_width(width)))
-        self._like = torch.empty(0, dtype=model.dtype, device=model.device)
-        layers = config.num_hidden_layers
-        size = layers * heads * (width + padded_width(width)) * BLOCK * self._like.element_size()
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for heads, width in layer_heads(model.config.get_text_config()):
+            self.keys.append(like.new_zeros(0, heads, width, BLOCK))
+            self.values.append(like.new_zeros(0, heads, BLOCK, padded_width(width)))
+        numbers = sum(layer.shape[1:].numel() for layer in (*self.keys, *self.values))
         self.num_blocks = 0
-        self.max_blocks = max(1, int(max_bytes // size))
-        self.keys: list[Tensor] = [self._empty(0, 0)] * layers
-        self.values: list[Tensor] = [self._empty(1, 0)] * layers
-        if self._like.device.type != "cpu":
+        self.max_blocks = max(1, int(max_bytes // (numbers * like.element_size())))
+        if like.device.type != "cpu":
             self.grow(self.max_blocks)
 
     def grow(self, needed: int) -> None:
         """Makes room for `needed` blocks; stored ones stay."""
         size = max(needed, min(max(2 * self.num_blocks, FIRST_BLOCKS), self.max_blocks))
-        for kind, column in enumerate((self.keys, self.values)):
+        for column in (self.keys, self.values):
             for layer, old in enumerate(column):
-                column[layer] = self._empty(kind, size)
+                column[layer] = old.new_zeros(size, *old.shape[1:])
                 # Of a layer that had grown when memory ran out at another, only what counts.
                 column[layer][: self.num_blocks] = old[: self.num_blocks]
         self.num_blocks = size
@@ -70,9 +67,6 @@ class BlockPool:
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[target, :, :, :positions] = keys[source, :, :, :positions]
             values[target, :, :positions] = values[source, :, :positions]
-
-    def _empty(self, kind: int, size: int) -> Tensor:
-        return self._like.new_zeros(size, *self._shapes[kind])
 
 
 @dataclass(eq=False)

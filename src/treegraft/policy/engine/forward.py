@@ -33,7 +33,7 @@ from treegraft.policy.engine.packed import (
 )
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
 from treegraft.policy.kernels.engine import Kernels, kernels_for
-from treegraft.policy.output_head import decoder, first_line, head_problem, head_width
+from treegraft.policy.output_head import decoder, first_line, head_problem, layer_heads
 
 _log = logging.getLogger(__name__)
 
@@ -266,9 +266,12 @@ def _hooked_problem(model: Any, kernels: Kernels | None, plain: Tensor) -> str |
 
 def model_kernels(model: Any) -> Kernels | None:
     """Returns the kernels for the width of the model's heads and its type; None where there are
-    none."""
-    width = head_width(model.config.get_text_config())
-    return kernels_for(width, model.dtype, model.device.type) if width else None
+    none, or layers differ in it."""
+    try:
+        (width,) = {width for _, width in layer_heads(model.config.get_text_config())}
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return kernels_for(width, model.dtype, model.device.type)
 
 
 def _probe_ids(model: Any) -> Tensor:

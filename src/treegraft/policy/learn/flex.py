@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.learn.dense import AttentionShape, distance_from_dense, is_exact, probe_tree
 from treegraft.policy.learn.pack import Node
-from treegraft.policy.output_head import first_line
+from treegraft.policy.output_head import first_line, layer_heads
 
 _log = logging.getLogger(__name__)
 
@@ -200,17 +199,15 @@ def compiled_flex() -> Flex:
 def prove_flex(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Tries FlexAttention at the heads that a model's configuration names: before the
     optimiser and activations take its memory, and before any work is done."""
-    heads = config.num_attention_heads
-    shape = AttentionShape(
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-        softcap=getattr(config, "attn_logit_softcapping", None),
+    window, softcap = (
+        getattr(config, name, None) for name in ("sliding_window", "attn_logit_softcapping")
     )
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    for kind in set(kinds or ("sliding_attention",)):
-        own = replace(shape, window=window if kind == "sliding_attention" else None)
-        proven_flex(own, dtype, device, PROOF_TOKENS)
+    heads = layer_heads(config)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(heads)
+    for (kv_heads, width), kind in dict.fromkeys(zip(heads, kinds, strict=True)):
+        own = window if kind == "sliding_attention" else None
+        shape = AttentionShape(config.num_attention_heads, kv_heads, width, own, softcap)
+        proven_flex(shape, dtype, device, PROOF_TOKENS)
 
 
 @functools.cache

@@ -95,6 +95,10 @@ def cut_model(shape: str) -> Any:
     data |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     if kinds:
         data["layer_types"] = kinds[:count]
+    # Gemma 4's layers differ in their heads, and the last ones share keys and values.
+    if own := data.get("per_layer_config"):
+        data["per_layer_config"] = {n: fields for n, fields in own.items() if int(n) < count}
+        data["num_kv_shared_layers"] = 0
     kind = data.pop("model_type")
     config = AutoConfig.for_model(kind, **data)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
