@@ -46,6 +46,8 @@ LINEAR = {
     "shared_expert_intermediate_size": 16,
     "layer_types": ["linear_attention", "full_attention"],
 }
+SMALL = {"initializer_range": 0.02}
+"""As real models begin: in bfloat16 what attention does is lost in rounding."""
 
 PACKABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", SHAPE),
@@ -114,12 +116,37 @@ UNPACKABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     ),
     "qwen3-next": ("Qwen3NextConfig", {**SHAPE, **LINEAR, "head_dim": 8}),
+    "qwen3-5": ("Qwen3_5TextConfig", {**SHAPE, **LINEAR, **SMALL, "head_dim": 8}),
+    "lfm2": ("Lfm2Config", {**SHAPE, **SMALL, "layer_types": ["conv", "full_attention"]}),
+    "falcon-h1": (
+        "FalconH1Config",
+        {
+            **SHAPE,
+            **SMALL,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": 8192,
+        },
+    ),
     "bloom": (
         "BloomConfig",
         {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     ),
 }
-"""State spaces, linear attention, and a family without the registry."""
+"""State spaces, linear attention, convolutions, chunks longer than any path here, and a family
+without the registry."""
 
 
 def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:

@@ -141,9 +141,15 @@ def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_1() -> 
         path.append(token)
 
 
-@pytest.mark.parametrize("family", UNPACKABLE)
-def test_models_it_cannot_run_are_refused(family: str) -> None:
-    model = build_model(family)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in UNPACKABLE),
+        *((family, torch.bfloat16) for family in ("qwen3-5", "lfm2", "falcon-h1", "llama4")),
+    ],
+)
+def test_models_it_cannot_run_are_refused(family: str, dtype: torch.dtype) -> None:
+    model = build_model(family, dtype=dtype)
     with raises_code("model-not-served"):
         make_engine(model=model)
     # It is left as it was.

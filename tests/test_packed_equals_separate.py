@@ -57,6 +57,12 @@ def test_law_1_scores_of_every_family(family: str, path_kind: str) -> None:
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("family", UNPACKABLE)
+def test_what_cannot_be_packed_is_found_in_bfloat16_too(family: str) -> None:
+    """By structure: rounding hides a small difference."""
+    assert scores_module.packing_problem(build_model(family, dtype=torch.bfloat16)) is not None
+
+
 def test_large_states_may_differ_by_more() -> None:
     """The limit is a share of the largest state: rounding grows with them."""
     model = build_model("llama")

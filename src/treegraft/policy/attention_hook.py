@@ -119,6 +119,25 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
             inner.set_attn_implementation(before)
 
 
+def structure_problem(model: nn.Module, num_calls: int) -> str | None:
+    """Returns why tokens of a model see each other by other ways than our attention, None where
+    they do not. In bfloat16, and on a short path, numbers alone do not show it.
+
+    Args:
+        num_calls: layers that called our attention in one pass.
+    """
+    inner = base_model(model)
+    config = inner.config.get_text_config()
+    # A layer of another kind (linear attention, convolution) ignores ours without an error.
+    if num_calls != config.num_hidden_layers:
+        return f"{num_calls} of its {config.num_hidden_layers} layers called our attention"
+    if any(isinstance(module, nn.Conv1d) for module in inner.get_decoder().modules()):
+        return "its layers have convolutions over tokens beside attention"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its attention is cut into chunks"
+    return None
+
+
 UNITS = (1, 2, 4, 8, 16, 32)
 
 

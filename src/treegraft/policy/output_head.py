@@ -20,7 +20,10 @@ def base_model(model: nn.Module) -> Any:
 
 def decoder(model: nn.Module) -> Any:
     """Returns the part of the model that ends in hidden states."""
-    return base_model(model).base_model
+    inner = base_model(model)
+    found = inner.base_model
+    # Llama 4's does not have the name that the model says.
+    return inner.model if found is inner and hasattr(inner, "model") else found
 
 
 class OutputHead:

@@ -21,6 +21,7 @@ from treegraft.policy.attention_hook import (
     AttentionPlan,
     install_attention,
     plain_attention,
+    structure_problem,
     tree_attention,
 )
 from treegraft.policy.engine.blocks import BlockPool, PathCache
@@ -306,6 +307,8 @@ def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None
             parts.append(forward(*plan.inputs(ids.device), plan))
             cache.fed(row, count)
         states = torch.cat(parts)
+        if problem := structure_problem(model, plan.num_calls):
+            return problem
     # From a layer that was written for other arguments, or a configuration without attention.
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({first_line(error)})"

@@ -112,6 +112,8 @@ class RaggedPlan:
         # 32 bits, as the kernels read them.
         self._columns = torch.tensor([ids, positions, slots], dtype=torch.int32)
         self._positions, self._slots = self._columns[1:]
+        self.num_calls = 0
+        """Layers that called, as in `PackedPlan`."""
         self._batch: Pass | None = None
         self._gathered: list[tuple[slice, Gathered]] | None = None
 
@@ -138,6 +140,7 @@ class RaggedPlan:
         Raises:
             ValueError: this layer has another shape or type than the first one.
         """
+        self.num_calls += 1
         if self.kernels is None:
             assert rotation is None
             return self._attend_gathered(layer, query, key, value, options)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treegraft.core.errors import ModelError
-from treegraft.policy.attention_hook import ATTENTION, tree_attention
+from treegraft.policy.attention_hook import ATTENTION, structure_problem, tree_attention
 from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
@@ -236,14 +236,14 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
     plan = PackedPlan(batch, compile_kernels=compile_kernels)
     plain = torch.stack(
         [
-            inner.base_model(input_ids=ids[path][None], use_cache=False).last_hidden_state[0]
+            decoder(model)(input_ids=ids[path][None], use_cache=False).last_hidden_state[0]
             for path in paths
         ]
     )
     try:
         with tree_attention(model):
             token_ids, position_ids = plan.inputs
-            packed = inner.base_model(
+            packed = decoder(model)(
                 input_ids=token_ids[None],
                 position_ids=position_ids[None],
                 use_cache=False,
@@ -251,9 +251,8 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
             ).last_hidden_state[0]
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({first_line(error)})"
-    # A layer of another kind (linear attention, convolution) ignores ours without an error.
-    if plan.num_calls != config.num_hidden_layers:
-        return f"{plan.num_calls} of its {config.num_hidden_layers} layers called our attention"
+    if problem := structure_problem(model, plan.num_calls):
+        return problem
     gap = float((packed[paths] - plain).abs().max())
     # Of the largest state: models differ by orders of magnitude in the size of theirs.
     scale = max(1.0, float(plain[0].abs().max()))
