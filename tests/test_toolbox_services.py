@@ -165,6 +165,19 @@ def test_a_result_of_other_circumstances_is_not_taken(tmp_path: Path) -> None:
         assert tool.num_runs == 1
 
 
+@pytest.mark.parametrize("text", ['"a', None])
+def test_a_damaged_result_is_computed_again(text: str | None, tmp_path: Path) -> None:
+    path = str(tmp_path / "cache.sqlite")
+    ask(Service(echo), "a", cache_path=path)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE results SET text = ?", (text,))
+    database.close()
+    tools = Service(echo), Service(echo)
+    for tool in tools:
+        assert ask(tool, "a", cache_path=path)[0] == [Observation(text="a!")]
+    assert [tool.num_runs for tool in tools] == [1, 0]
+
+
 def test_a_replay_answers_from_the_file_alone(tmp_path: Path) -> None:
     path = str(tmp_path / "cache.sqlite")
     ask(Service(echo), "a", cache_path=path)

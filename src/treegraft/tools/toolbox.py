@@ -254,7 +254,7 @@ class Toolbox:
         """Returns a cache method's result; None where it fails, which only costs another run."""
         try:
             return await asyncio.to_thread(method, *arguments)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, TypeError, ValueError) as error:  # a damaged row is no JSON
             _log.warning("the tool cache '%s' failed: %s", self._settings.cache_path, error)
             return None
 
