@@ -509,6 +509,13 @@ def test_functions_may_declare_capability_and_cacheability() -> None:
     stateful.cacheable = True  # type: ignore[attr-defined]
     tool = FunctionTool(stateful)
     assert (tool.capability, tool.cacheable) == (Capability.NONE, True)
+
+    def of_the_task(text: str, task: Task) -> str:
+        """Depends on the task, by which no result is kept."""
+        return text + task.id
+
+    of_the_task.cacheable = True  # type: ignore[attr-defined]
+    assert not FunctionTool(of_the_task).cacheable
     stateful.capability = "sometimes"  # type: ignore[attr-defined]
     with raises_code(
         "capability-unknown", match="expected one of 'stateless', 'fork', 'replay', 'none'"

@@ -26,8 +26,9 @@ class FunctionTool:
     description. A single `str` parameter receives the body as it is, a single parameter of another
     type the body read as JSON, several parameters the fields of a JSON object. Those with a default
     may be left out, all of them by an empty body. A parameter annotated `Task` receives the task.
-    `func.capability` and `func.cacheable` override "stateless" and False; `func.is_remote` and
-    `func.fingerprint` are taken over (see `treegraft.core.interfaces.Tool`).
+    `func.capability` and `func.cacheable` (not with such a parameter) override "stateless" and
+    False; `func.is_remote` and `func.fingerprint` are taken over (see
+    `treegraft.core.interfaces.Tool`).
 
         def double(number: int) -> str:
             "Doubles a number."
@@ -83,7 +84,6 @@ class FunctionTool:
                 f"{self._place}: capability: {error}; expected one of {kinds}.",
                 code="capability-unknown",
             ) from error
-        self.cacheable = bool(getattr(func, "cacheable", False))
         self.is_remote = bool(getattr(func, "is_remote", False))
         self.fingerprint = str(getattr(func, "fingerprint", ""))
         self._func = func
@@ -103,6 +103,8 @@ class FunctionTool:
         self._required: list[str] = []
         for parameter in self._signature.parameters.values():
             self._add(parameter, hints)
+        # Results are kept by the body alone, and those of one task are not another's.
+        self.cacheable = bool(getattr(func, "cacheable", False)) and not self._task_params
         is_text = [_bare(hints.get(name)) for name in self._params] == [str]
         self.signature = Signature(self._schema(), next(iter(self._params)) if is_text else None)
 
