@@ -496,7 +496,7 @@ def test_an_empty_question_is_refused(tmp_path: Path) -> None:
     """Before a checkpoint is looked for: the folder is not there."""
     from treegraft.evals.agent import answer_question
 
-    with raises_code("question-empty", match="question: got an empty text"):
+    with raises_code("question-empty", match="question: got '  '"):
         answer_question(tmp_path / "nothing", "  ")
 
 

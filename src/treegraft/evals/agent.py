@@ -30,14 +30,10 @@ def task_of(question: str, history: Messages = ()) -> Task:
     Raises:
         DataError: a question that is empty or no text, or messages that cannot be read.
     """
-    if not isinstance(question, str):
+    if not isinstance(question, str) or not question.strip():
         raise DataError(
-            f"question: got {question!r:.80}; expected the text of a question to the agent.",
-            code="question-not-text",
-        )
-    if not question.strip():
-        raise DataError(
-            "question: got an empty text; expected a question to the agent.", code="question-empty"
+            f"question: got {question!r:.80}; expected a text, a question to the agent.",
+            code="question-empty",
         )
     before = list(history)
     if not before:
