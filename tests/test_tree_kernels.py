@@ -21,7 +21,6 @@ from tests.slow_learner import example_trees
 
 from treegraft.core.errors import KernelError
 from treegraft.policy.attention_hook import AttentionOptions
-from treegraft.policy.kernels.library import load_library
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
 from treegraft.policy.learn import tree_attention as attention
 from treegraft.policy.learn import tree_attention as module
@@ -34,7 +33,7 @@ from treegraft.settings.policy import LearnSettings, LossSettings
 
 def compiled(width: int, dtype: torch.dtype) -> TreeKernels:
     try:
-        is_usable = TreeKernels(*load_library("trees", width, dtype), width, dtype).is_usable
+        is_usable = TreeKernels(width, dtype).is_usable
     except KernelError:
         is_usable = False
     if not is_usable:
@@ -151,7 +150,7 @@ def test_numbers_do_not_depend_on_what_else_is_packed() -> None:
 
 def test_tensors_of_another_type_or_shape_do_not_reach_the_c_code() -> None:
     try:
-        kernels = TreeKernels(*load_library("trees", 16, torch.float32), 16, torch.float32)
+        kernels = TreeKernels(16, torch.float32)
     except KernelError:
         pytest.skip("no C compiler")
     runs = TreeRuns([Node(0, 3, 3)], 3, 1)

@@ -19,7 +19,6 @@ from treegraft.policy.kernels.library import (
     FLOAT,
     LONG,
     POINTER,
-    ThreadCount,
     address,
     declared,
     head_rows,
@@ -61,10 +60,9 @@ class Kernels:
     """The compiled functions for one head width and element type. They raise `ValueError` for a
     tensor of another type or shape, see `address`."""
 
-    def __init__(
-        self, library: ctypes.CDLL, num_threads: ThreadCount, width: int, dtype: torch.dtype
-    ) -> None:
-        self.num_threads = num_threads
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        """Raises `KernelError` where they cannot be compiled or loaded."""
+        library, self.num_threads = load_library("engine", width, dtype)
         self._width, self._dtype = width, dtype
         batch, rows = ctypes.POINTER(Pass), (POINTER, LONG, LONG)
         self._store = declared(library.tg_store, batch, *rows * 3, *[POINTER] * 4)
@@ -215,7 +213,7 @@ def kernels_for(width: int, dtype: torch.dtype, device: str) -> Kernels | None:
 @functools.cache
 def _kernels(width: int, dtype: torch.dtype) -> Kernels | None:
     try:
-        kernels = Kernels(*load_library("engine", width, dtype), width, dtype)
+        kernels = Kernels(width, dtype)
         _prove_noise(kernels)
     except KernelError as error:
         _log.warning("engine: running on torch's operators alone, which is slower: %s", error)

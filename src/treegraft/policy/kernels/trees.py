@@ -14,10 +14,10 @@ from treegraft.policy.kernels.library import (
     FLOAT,
     LONG,
     POINTER,
-    ThreadCount,
     address,
     declared,
     head_rows,
+    load_library,
 )
 
 RUN = 64
@@ -74,10 +74,9 @@ class TreeKernels:
     """The compiled functions for one head width and element type. They raise `ValueError` for a
     tensor of another type or shape, see `address`."""
 
-    def __init__(
-        self, library: ctypes.CDLL, num_threads: ThreadCount, width: int, dtype: torch.dtype
-    ) -> None:
-        self.num_threads = num_threads
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        """Raises `KernelError` where they cannot be compiled or loaded."""
+        library, self.num_threads = load_library("trees", width, dtype)
         self._width, self._dtype = width, dtype
         plan = ctypes.POINTER(_Plan)
         self._forward = declared(

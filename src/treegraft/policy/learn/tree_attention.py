@@ -24,7 +24,6 @@ from torch import Tensor
 
 from treegraft.core.errors import KernelError, ModelError
 from treegraft.policy.attention_hook import AttentionOptions
-from treegraft.policy.kernels.library import load_library
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
 from treegraft.policy.learn.dense import (
     PROBE,
@@ -318,7 +317,7 @@ def tree_kernels(width: int, dtype: torch.dtype, device: str) -> TreeKernels | N
 @functools.cache
 def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
     try:
-        kernels = TreeKernels(*load_library("trees", width, dtype), width, dtype)
+        kernels = TreeKernels(width, dtype)
     except KernelError as error:
         _log.warning(
             "learner: attention over trees takes torch's operators, which is slower: %s", error
