@@ -28,7 +28,7 @@ from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.scores import chunked_scores
-from treegraft.policy.output_head import OutputHead, base_model, decoder, head_width
+from treegraft.policy.output_head import OutputHead, base_model, decoder, layer_heads
 from treegraft.settings.policy import LearnSettings, LossSettings
 
 MICRO_BATCH = 8
@@ -86,7 +86,7 @@ def multiplication_ratio(shape: Shape, model: Any) -> float:
         for module in decoder(model).modules()
         if isinstance(module, nn.Linear)
     )
-    pair = 2 * config.num_hidden_layers * config.num_attention_heads * (head_width(config) or 0)
+    pair = 2 * config.num_attention_heads * sum(width for _, width in layer_heads(config))
     head = (
         shape.num_trees * shape.leaves * shape.tokens * model.get_output_embeddings().weight.numel()
     )

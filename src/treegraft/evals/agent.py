@@ -24,7 +24,7 @@ from treegraft.settings.table import with_value
 from treegraft.tasks.fields import read_messages
 
 
-def task_of(question: str, history: Messages = ()) -> Task:
+def task_of(question: object, history: Messages = ()) -> Task:
     """Returns the task that a question behind a conversation is.
 
     Raises:
