@@ -136,8 +136,8 @@ class TreePart:
                 file.seek(begin)
                 data = file.read(end - begin)
                 if self.checksum:
-                    reader, most = zstd.ZstdDecompressor(), (1 << 22) + _MOST_GROWN * len(data)
-                    most = min(_MOST_LINE, most)
+                    reader = zstd.ZstdDecompressor()
+                    most = min(_MOST_LINE, (1 << 22) + _MOST_GROWN * len(data))
                     with self._reading(f", line {number + 1}"):
                         data = reader.decompress(data, max_length=most)
                         if not reader.eof:
