@@ -8,7 +8,7 @@ CORE_STAMP := $(VENV)/.treegraft-core
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env verl-env demo figures test border printed cluster-test check smoke bench mutants gpu gpu-demo docs audit install clean
+.PHONY: vllm-env verl-env demo figures test border printed cluster-test check smoke bench mutants card docs audit install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -76,18 +76,13 @@ bench: install
 mutants: install
 	$(BIN)/python -m benchmarks.mutants --results build/mutants.jsonl
 
-# Checks and measurements on one GPU: PART=1 correct, 2 learning, 3 publish, 4 a whole update; rows go to build/gpu. DEVICE=cpu: a test.
-# It takes the environment where there is one, else the Python that has torch, and fetches nothing.
-PART ?= 1
+# Checks and measurements on one GPU in less than fifteen minutes; ONLY="arms agent" chooses parts, DEVICE=cpu tests the program.
+# It takes the environment if there is one, else the Python that has torch, and fetches nothing; docs/gpu.md says what a bare
+# machine needs.
 DEVICE ?= cuda
-HERE := PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m
-gpu:
-	$(HERE) benchmarks.gpu $(PART) --device $(DEVICE)
-
-# ARPO with the python tool on a real model, one piece of eight minutes; again, and it goes on: MODEL=folder of weights or hub id.
-MODEL ?=
-gpu-demo:
-	$(HERE) benchmarks.gpu_demo $(MODEL) --device $(DEVICE)
+ONLY ?=
+card:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.card --device $(DEVICE) $(ONLY:%=--only %)
 
 # Known holes in the pinned versions and in the lowest ones that pyproject.toml allows, by PyPI's database.
 AUDIT := build/audit/env

@@ -1,4 +1,4 @@
-"""A part of `benchmarks.gpu` whose works fail in every way that those on a card can."""
+"""A part of `benchmarks.card` whose works fail in every way that those on a card can."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def works(bench: Bench) -> list[Work]:
     return [
         Work("good", lambda one: one.add("good", 1.0, "times")),
         Work("raises", _raises),
-        Work("does not fit", _does_not_fit),
-        Work("hangs", _hangs, 1.0, grace_s=5.0),
+        Work("does not fit", does_not_fit),
+        Work("hangs", _hangs, 6.0),
         Work("is killed", lambda _: os.kill(os.getpid(), signal.SIGSEGV)),
         Work("spoils", _spoils),
         Work("good again", lambda one: one.add("good again", 2.0, "times")),
+        Work("hangs at the end", _hangs, 6.0),
     ]
 
 
@@ -28,7 +29,8 @@ def _raises(bench: Bench) -> None:
     raise ValueError("no such shape\nand more")
 
 
-def _does_not_fit(bench: Bench) -> None:
+def does_not_fit(bench: Bench) -> None:
+    """Raises what torch raises when the card is full."""
     raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
 

@@ -32,7 +32,8 @@ from benchmarks.speed.measure import (
 )
 from benchmarks.speed.peers import ScriptPeer, peer_python
 from benchmarks.speed.plans import PathPlan, StepPlan, TreePlan, arpo_tree, grow_plan
-from benchmarks.speed.update import Shape, multiplication_ratio
+from benchmarks.speed.update import multiplication_ratio
+from benchmarks.workloads import Segment, Workload
 from tests.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
@@ -252,9 +253,13 @@ def test_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_update(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "update", "--only", "3.3")["rows"]
-    assert [row["what"].split(",")[0] for row in rows] == ["update", "update"]
-    assert "share ratio 3.33 (96 of 320 tokens)" in rows[0]["what"]  # 32 + 8 x 8 and 8 x (32 + 8)
+    """Every way of learning against rows without padding, gradients compared before."""
+    rows = bench(tmp_path, "update", "--only", "D float32")["rows"]
+    ways = ["packed", "gathered keys", "prompt once", "padded"]
+    assert [row["what"].rpartition(": ")[2] for row in rows] == ways
+    assert {row["against"] for row in rows} == {"rows, no padding, same dtype"}
+    # 5 + 2 (6 + 8 · 2) = 49 and 16 (5 + 6 + 2) = 208 tokens
+    assert "4.24 tokens for each unique one" in rows[0]["what"]
 
 
 @pytest.mark.smoke  # trains each method; the other tests train them too
@@ -358,10 +363,9 @@ def test_planned_trees_are_what_the_plan_says() -> None:
 
 
 def test_multiplications_of_a_shape_by_hand() -> None:
-    """Two trees of 3 prompt tokens and two leaves of 2: 7 tokens of 10, and 6 + 2 (6 + 3) = 24
-    pairs of 30, each."""
-    shape = Shape(num_trees=2, prompt=3, leaves=2, tokens=2)
-    assert (shape.num_unique, shape.num_flat, shape.num_pairs) == (14, 20, (48, 60))
+    """Two trees of 3 prompt tokens and two leaves of 2 sampled ones."""
+    leaf = Segment(2, 2)
+    load = Workload("by hand", (Segment(3, below=(leaf, leaf)),) * 2)
     tiny = TinySettings(
         hidden_size=8,
         intermediate_size=8,
@@ -372,11 +376,9 @@ def test_multiplications_of_a_shape_by_hand() -> None:
     )
     model, _ = load_model(ModelSettings(path="tiny", dtype="float32", tiny=tiny), vocabulary=["a"])
     words = model.get_output_embeddings().weight.shape[0]
-    linear, head = (
-        8 * (8 + 4 + 4 + 8) + 3 * 8 * 8,
-        8 * 8 * words,
-    )  # queries, keys, values, outputs and the three of the mlp
-    assert multiplication_ratio(shape, model) == pytest.approx(
+    # Queries, keys, values, outputs and the three of the feed-forward part; eight sampled tokens.
+    linear, head = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 8, 8 * 8 * words
+    assert multiplication_ratio(load, model) == pytest.approx(
         (20 * linear + 60 * 16 + head) / (14 * linear + 48 * 16 + head)
     )
 
@@ -470,10 +472,10 @@ def test_looks_do_not_hang_where_threads_end_and_garbage_takes_its_time() -> Non
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.smoke  # three processes, each of which loads torch
+@pytest.mark.smoke  # two processes, each of which loads torch
 def test_update_memory(tmp_path: Path) -> None:
     rows = bench(tmp_path, "update", "--only", "memory bfloat16")["rows"]
-    assert [row["unit"] for row in rows] == ["MB", "MB"]
+    assert [row["unit"] for row in rows] == ["MB"]
 
 
 def test_the_parts_are_listed_and_a_wrong_one_is_refused() -> None:

@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"make check$": "ruff and mypy, which .ci/run runs before the tests",
     r"make audit": "asks PyPI's database; tests/test_audit.py reads its answers",
     r"make bench|(TREEGRAFT_DATA=… )?python -m benchmarks\.speed": "minutes; see test_bench.py",
-    r"make gpu|python -m benchmarks\.gpu": "needs a GPU; tests/test_gpu_bench.py runs tiny sizes",
+    r"make card|python3? -m benchmarks\.card": "needs a GPU; tests/test_card.py runs tiny sizes",
     r"make cluster-test|pytest -m slow tests/cluster": "minutes on three nodes; a test by itself",
     r"pytest (tests|-m \"slow or not slow\" tests/distributed)": "tests of the suite themselves",
     r"(python -m )?pytest -m slow tests/serving": "needs a vLLM server; a test by itself",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 pytest.importorskip("torch.utils.backend_registration", reason="torch has no devices of Python's")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make gpu`")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `make card`")
 def test_no_pass_mixes_devices_and_decoding_waits_for_nothing() -> None:
     with Forked(["tests.shapes_only"], cwd=ROOT, stderr=subprocess.STDOUT) as process:
         said, _ = process.communicate(timeout=300)

@@ -1,1 +1,1 @@
-"""The parts of `python -m benchmarks.gpu`."""
+"""What fifteen minutes of one GPU can show: `python -m benchmarks.card`."""

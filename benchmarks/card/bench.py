@@ -7,7 +7,7 @@ import json
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,16 +35,18 @@ _TINY = {
 class Row:
     """One measurement or one check."""
 
-    part: int
+    part: str
     what: str
     value: float | None
-    """None where it could not be measured; `note` says why."""
+    """None if it could not be measured; `note` says why."""
     unit: str
     bound: float | None = None
     """The best possible, or the limit of a check, in the same unit; None for none."""
     note: str = ""
+    details: Mapping[str, float | None] = field(default_factory=dict)
+    """Further numbers of the same measurement."""
     at_s: float = 0.0
-    """Seconds since the part began."""
+    """Seconds since the first part began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +55,27 @@ class Work:
 
     name: str
     run: Callable[[Bench], None]
-    limit_s: float = 80.0
-    """No row of it is begun after so many seconds."""
-    grace_s: float = 60.0
-    """From then on; afterwards its process is ended, and the next work follows in another."""
+    limit_s: float = 120.0
+    """Its process is ended after so many seconds, and the next work follows in another."""
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """Where a part runs, and for how long."""
+    """The place and the time of the works."""
 
-    part: int
-    limit_s: float
-    """No row is begun after so many seconds."""
+    part: str = ""
+    """Name of the part under way."""
+    ends_s: float
+    """Seconds that all parts have together."""
     file: Path | None = None
     """Each row goes there at once, as one line of JSON."""
     is_tiny: bool = False
     """Tiny models and sizes on the CPU: a test of the benchmark, no measurement."""
     spent_s: float = 0.0
-    """Of the part, by processes before this one."""
+    """By processes before this one."""
     say: Callable[[str], None] = print
     until_s: float = field(default=float("inf"), init=False)
-    """No row of the work under way is begun after so many seconds of the part."""
+    """No row of the work under way is begun after so many seconds."""
     rows: list[Row] = field(default_factory=list, init=False)
     _begun: float = field(default_factory=time.monotonic, init=False)
 
@@ -89,7 +90,7 @@ class Bench:
 
     @property
     def seconds(self) -> float:
-        """Since the part began."""
+        """Since the first part began."""
         return self.spent_s + time.monotonic() - self._begun
 
     def pick(self, full: Any, tiny: Any) -> Any:
@@ -106,6 +107,10 @@ class Bench:
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(asdict(row)) + "\n")
+
+    def file_lines(self) -> list[str]:
+        """Returns the rows that the file has."""
+        return self.file.read_text(encoding="utf-8").splitlines() if self.file is not None else []
 
     @contextmanager
     def measure(self, what: str, unit: str) -> Iterator[None]:
@@ -136,10 +141,9 @@ class Bench:
 
     def has_time(self, what: str) -> bool:
         """Whether a row may still begin; a row says that it was left out."""
-        until = min(self.limit_s, self.until_s)
-        if self.seconds < until:
+        if self.seconds < min(self.ends_s, self.until_s):
             return True
-        self.add(what, None, "", note=f"left out: {until:.0f} s of the part are over")
+        self.add(what, None, "", note="left out: the time of the part is over")
         return False
 
     def timed(self, work: Callable[[], Any]) -> float:
@@ -188,10 +192,18 @@ class Bench:
         return draw.choices(range(3, self.fields(name)["vocab_size"]), k=count)
 
 
-def check(bench: Bench, what: str, value: float, limit: float, unit: str, note: str = "") -> None:
+def check(
+    bench: Bench,
+    what: str,
+    value: float,
+    limit: float,
+    unit: str,
+    note: str = "",
+    details: Mapping[str, float | None] | None = None,
+) -> None:
     """Adds a row that fails above `limit`, and for NaN."""
     note = note if value <= limit else f"FAILED {note}".strip()
-    bench.add(what, value, unit, bound=limit, note=note)
+    bench.add(what, value, unit, bound=limit, note=note, details=details or {})
 
 
 def first_line(error: BaseException) -> str:
@@ -203,11 +215,15 @@ def line(row: Mapping[str, Any]) -> str:
     """Returns a row of the table."""
     value = "-" if row["value"] is None else f"{row['value']:.4g}"
     bound = "" if row["bound"] is None else f"{row['bound']:.4g}"
-    return f"| {row['what']} | {value} | {row['unit']} | {bound} | {row['note']} |"
+    details = [
+        f"{name} {'-' if number is None else format(number, '.4g')}"
+        for name, number in row["details"].items()
+    ]
+    note = ", ".join([*([row["note"]] if row["note"] else []), *details])
+    return f"| {row['part']} | {row['what']} | {value} | {row['unit']} | {bound} | {note} |"
 
 
-def table_of(file: Path) -> str:
-    """Returns a file's rows in Markdown."""
-    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    head = "| what | value | unit | bound | note |\n|---|---:|---|---:|---|\n"
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns rows in Markdown."""
+    head = "| part | what | value | unit | bound | note |\n|---|---|---:|---|---:|---|\n"
     return head + "\n".join(map(line, rows)) + "\n"

@@ -1,6 +1,6 @@
-"""The process in which the works of a part run, one after the other.
+"""The process in which the works of the parts run, one after the other.
 
-python -m benchmarks.card.child MODULE PART OUT DEVICE FIRST BEGUN SECONDS
+python -m benchmarks.card.child '{"parts": [[NAME, PLACE, SECONDS]], "out": FOLDER, ...}'
 """
 
 from __future__ import annotations
@@ -11,74 +11,91 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.card import bare
-from benchmarks.gpu import SPOILED
+import torch
+import transformers
+
+from benchmarks.card.__main__ import SPOILED, append_line
+from benchmarks.card.bench import Bench, Work, table
 
 LEAST_S = 5.0
 """With less time left no work is begun."""
+ROWS_SHARE = 0.85
+"""Of the time of a work; no row begins after it."""
 
 
-def main(
-    module: str, part: str, out: str, device: str, first: str, begun: str, limit_s: str
-) -> int:
-    """Runs the works from number `first` on; returns `gpu.SPOILED` where one has spoiled the card
-    for this process.
-
-    Args:
-        begun: when the part began, by `time.time`.
-    """
-    has_pydantic = bare.import_settings()
-
-    import torch
-    import transformers
-
-    from benchmarks.card.bench import Bench, table_of
-
-    if device == "cuda" and not torch.cuda.is_available():
-        said = "benchmarks.gpu: no CUDA device; --device cpu runs tiny sizes, as a test"
+def main(text: str) -> int:
+    """Runs the works from number `first` on; returns `SPOILED` if one has spoiled the card for this
+    process."""
+    asked = json.loads(text)
+    if asked["device"] == "cuda" and not torch.cuda.is_available():
+        said = "benchmarks.card: no CUDA device; --device cpu runs tiny sizes, as a test"
         print(said, file=sys.stderr)
         return 2
-    stem = Path(out) / f"part-{part}"
+    out = Path(asked["out"])
     bench = Bench(
-        part=int(part),
-        limit_s=float(limit_s),
-        file=stem.with_suffix(".jsonl"),
-        is_tiny=device == "cpu",
-        spent_s=time.time() - float(begun),
+        ends_s=asked["ends"] - asked["begun"],
+        file=out / "rows.jsonl",
+        is_tiny=asked["device"] == "cpu",
+        spent_s=time.time() - asked["begun"],
     )
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    head = {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
-    head |= {"cuda": str(torch.version.cuda), "python": platform.python_version()}
-    print(json.dumps(head | {"pydantic": has_pydantic, "first": int(first)}), flush=True)
-    works = importlib.import_module(module).works(bench)
-    with (
-        stem.with_suffix(".works").open("a", encoding="utf-8") as progress,
-        stem.with_suffix(".stacks").open("a", encoding="utf-8") as stacks,
-    ):
+    if asked["first"] == 0:
+        bench.add("machine", None, "", note=json.dumps(_machine(bench)))
+    works = [
+        (name, float(limit_s), work)
+        for name, place, limit_s in asked["parts"]
+        for work in _works(place, bench)
+    ]
+    progress = out / "progress.jsonl"
+    with (out / "stacks.txt").open("a", encoding="utf-8") as stacks:
         faulthandler.enable(stacks, all_threads=False)
-        for number, work in enumerate(works[int(first) :], start=int(first)):
-            seconds = min(work.limit_s + work.grace_s, bench.limit_s - bench.seconds)
-            if seconds < LEAST_S:
-                bench.add(work.name, None, "", note=f"left out: {bench.limit_s:g} s are over")
+        for number, (part, limit_s, work) in enumerate(works):
+            if number < asked["first"]:
                 continue
-            # Near the end of the part, half of what is left is for rows that are under way.
-            bench.until_s = bench.seconds + min(work.limit_s, seconds / 2)
-            progress.write(f"{number} {work.name}\n")
-            progress.flush()
+            bench.part = part
+            ends_s = min(bench.ends_s, _began(progress, part, bench.seconds) + limit_s)
+            seconds = min(work.limit_s, ends_s - bench.seconds)
+            if seconds < LEAST_S:
+                bench.add(work.name, None, "", note=f"left out: the {limit_s:g} s are over")
+                continue
+            bench.until_s = bench.seconds + ROWS_SHARE * seconds
+            mark = {"number": number, "part": part, "name": work.name, "at_s": bench.seconds}
+            append_line(progress, mark | {"is_done": False})
             faulthandler.dump_traceback_later(seconds, exit=True, file=stacks)
             with bench.measure(work.name, ""):
                 work.run(bench)
             faulthandler.cancel_dump_traceback_later()
-            progress.write(f"{number} {work.name} done\n")
-            progress.flush()
+            append_line(progress, mark | {"is_done": True})
             if bench.is_spoiled():
                 return SPOILED
-    facts = ", ".join(f"{key} {value}" for key, value in head.items())
-    text = f"{facts}\n\n{table_of(stem.with_suffix('.jsonl'))}"
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    rows = [json.loads(line) for line in bench.file_lines()]
+    (out / "table.md").write_text(table(rows), encoding="utf-8")
     return 0
+
+
+def _works(place: str, bench: Bench) -> Sequence[Work]:
+    module, _, name = place.partition(":")
+    found: Sequence[Work] = getattr(importlib.import_module(module), name)(bench)
+    return found
+
+
+def _began(progress: Path, part: str, now: float) -> float:
+    """When the first work of a part began, perhaps in an earlier process."""
+    marks = [json.loads(line) for line in progress.read_text(encoding="utf-8").splitlines()]
+    return min((mark["at_s"] for mark in marks if mark["part"] == part), default=now)
+
+
+def _machine(bench: Bench) -> dict[str, Any]:
+    found: dict[str, Any] = {"device": "CPU", "python": platform.python_version()}
+    if bench.device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info()
+        found |= {"device": torch.cuda.get_device_name(), "free_gb": round(free / 1e9, 1)}
+        found |= {"memory_gb": round(whole / 1e9, 1), "cuda": str(torch.version.cuda)}
+    found |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    return found | {"num_cpus": torch.get_num_threads()}
 
 
 if __name__ == "__main__":

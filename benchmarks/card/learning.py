@@ -1,177 +1,158 @@
-"""Part 2: forward, backward and optimiser step on packed trees, against the same trajectories
-apart."""
+"""Learning from trees on a card: every way of `benchmarks.arms` on every shape of
+`benchmarks.workloads`, and how far its gradients are from those in float32."""
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Mapping
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.card.bench import Bench, Work
-from benchmarks.card.one_rank import CannotShard, one_rank
-from benchmarks.card.trees import Workload
-from treegraft.extras.lab.roofline import model_flops_utilisation
-from treegraft.policy.learn.dense import AttentionShape, probe_tree
-from treegraft.policy.learn.flex import WIDE, compiled_flex, tree_block_mask
-from treegraft.policy.learn.learner import Learner
+from benchmarks.arms import PACKED, ROWS, Arm, distance, gradients
+from benchmarks.arms import arms as arms_of
+from benchmarks.card.bench import Bench, Work, check
+from benchmarks.workloads import Counts, Workload, workloads
+from treegraft.extras.lab.roofline import forward_flops
+from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.load import with_adapters
-from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
+from treegraft.policy.shapes import ModelShape
+from treegraft.settings.policy import LearnSettings, LoraSettings, ModelSettings
 
-CASES: Mapping[str, tuple[str, int]] = {
-    "1.5B full": ("qwen2.5-1.5b", 0),
-    "4B full": ("qwen3-4b", 0),
-    "7B LoRA": ("qwen2.5-7b", 16),
-    "8B LoRA": ("qwen3-8b", 16),
-}
-"""Shape, and rank of its adapters (0: all weights)."""
-OFFLOADED: Mapping[str, str] = {"7B full": "qwen2.5-7b", "8B full": "qwen3-8b"}
-"""Shapes whose float32 shards, gradients and moments lie in the host's memory."""
-BYTES_EACH = 16
-"""Of a weight there: itself, its gradient and two moments in float32."""
-RATIOS = (1.3, 1.6, 3.3)
-_NUM_RUNS = 2
+MAX_TOKENS = 1 << 16
+"""Of a micro-batch, in every arm."""
+OTHER_TILES = "packed, torch's tiles"
+SMALL, LARGE = "qwen2.5-1.5b", "qwen3-4b"
+RANKS: Mapping[str, int] = {SMALL: 0, LARGE: 16}
+"""Of the adapters; 0: all weights learn."""
+CELLS: Sequence[tuple[str, str, Sequence[str]]] = (
+    (SMALL, "D", (ROWS, PACKED, OTHER_TILES)),
+    (SMALL, "S", (ROWS, PACKED)),
+    (SMALL, "C", (ROWS, PACKED)),
+    (SMALL, "G", (ROWS, PACKED)),
+    (SMALL, "A", (ROWS, PACKED)),
+    (SMALL, "D", ("gathered keys", "prompt once")),
+    (SMALL, "S", ("gathered keys", "prompt once")),
+    (LARGE, "D", (ROWS, PACKED)),
+    (SMALL, "C", ("gathered keys", "prompt once")),
+    (SMALL, "D", ("padded",)),
+)
+"""What is measured, the most important first."""
+ERROR_SHAPES = ("D", "S")
 
 
-def works(bench: Bench) -> list[Work]:
-    """Returns the works of this part, the large ones last: each shape, then the same offloaded."""
-    cases = bench.pick(CASES, {"tiny": CASES["1.5B full"]})
-    offloaded = bench.pick(OFFLOADED, {"tiny full": "qwen2.5-1.5b"})
-    tiles = [] if bench.is_tiny else [Work("tiles of the backward program", _tiles)]
+def arms(bench: Bench) -> list[Work]:
+    """Returns the works that time a step: forward, backward and AdamW."""
     return [
-        *tiles,
-        *(Work(case, functools.partial(_case, case=case, of=of)) for case, of in cases.items()),
-        *(
-            Work(f"{case}, offloaded", functools.partial(_offloaded, case=case, name=name))
-            for case, name in offloaded.items()
-        ),
-    ]
-
-
-def _tiles(bench: Bench) -> None:
-    """Attention alone, forward and backward, by torch's own tiles and by those that spill less: one
-    layer of 7B over a tree of 16k tokens."""
-    shape, size = AttentionShape(28, 4, 128), 16_384
-    nodes = probe_tree(size).nodes
-    mask = tree_block_mask(nodes, None, bench.device)
-    flex = compiled_flex()
-    inputs = [
-        torch.randn(
-            1, heads, size, 128, device=bench.device, dtype=torch.bfloat16, requires_grad=True
+        Work(
+            f"{model}, {shape}: {', '.join(names)}",
+            functools.partial(_time, model=model, shape=shape, names=names),
         )
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        for model, shape, names in CELLS
     ]
 
-    def both(options: dict[str, int] | None) -> None:
-        output = flex(*inputs, block_mask=mask, enable_gqa=True, kernel_options=options)
-        torch.autograd.grad(output, inputs, output)
 
-    small = WIDE | {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N2": 16}
-    tiles = {"torch's own": None, "those of policy/learn/flex.py": WIDE, "16 x 128": small}
-    for name, options in tiles.items():
-        what = f"attention of 7B, 16k, forward and backward, tiles: {name}"
-        with bench.measure(what, "ms"):
-            both(options)  # compiles
-            seconds = min(bench.timed(lambda o=options: both(o)) for _ in range(5))  # type: ignore[misc]
-            bench.add(what, 1e3 * seconds, "ms", note="the faster ones belong into flex.py")
-
-
-def _case(bench: Bench, case: str, of: tuple[str, int]) -> None:
-    name, rank = of
-    learner = _learner(bench, name, rank)
-    for size in bench.pick((8192, 32768, 65536), (256,)):
-        for ratio in RATIOS:
-            what = f"{case}, pack of {size}, share ratio {ratio}"
-            if not bench.has_time(what):
-                return
-            with bench.measure(what, "unique tokens/s"):
-                _pack(bench, learner, name, what, Workload.of(size, ratio), size)
-
-
-def _offloaded(bench: Bench, case: str, name: str) -> None:
-    """Full training by one rank whose shards lie in the host's memory."""
-    needed, free = BYTES_EACH * bench.shape(name).num_weights, host_bytes()
-    if needed > 0.95 * free:
-        note = f"left out: {needed / 1e9:.0f} GB of host memory needed, {free / 1e9:.0f} GB free"
-        bench.add(f"{case}, offloaded", None, "unique tokens/s", note=note)
-        return
-    learn = LearnSettings(lr=1e-6, max_pack_tokens=1 << 17)
-    try:
-        with (
-            bench.measure(f"{case}, offloaded", "unique tokens/s"),
-            one_rank(learn, offload=True, dtype="bfloat16") as make,
-        ):
-            learner = make(bench.model(name))
-            for size in bench.pick((8192, 32768), (256,)):
-                what = f"{case}, offloaded, pack of {size}, share ratio 1.6"
-                if not bench.has_time(what):
-                    return
-                with bench.measure(what, "unique tokens/s"):
-                    _learned(bench, learner, name, what, Workload.of(size, 1.6), num_runs=1)
-    except CannotShard as reason:
-        bench.add(f"{case}, offloaded", None, "unique tokens/s", note=f"not run: {reason}")
-
-
-def host_bytes() -> int:
-    """Returns the memory of this machine that is free, in bytes."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _learner(bench: Bench, name: str, rank: int) -> Learner:
+def _time(bench: Bench, model: str, shape: str, names: Sequence[str]) -> None:
+    """Adds a row for each arm."""
+    load = workloads(bench.pick(1.0, 1 / 200))[shape]
     settings = ModelSettings(
-        dtype="bfloat16", gradient_checkpointing=True, lora=LoraSettings(rank=rank)
+        dtype="bfloat16", gradient_checkpointing=True, lora=LoraSettings(rank=RANKS[model])
     )
-    model: Any = with_adapters(bench.model(name), settings, seed=0)
-    learn = LearnSettings(lr=1e-6, max_pack_tokens=1 << 17, num_minibatches=1, num_epochs=1)
-    return Learner(model, learn, LossSettings(), length_constant=512)
+    network = with_adapters(bench.model(model), settings, seed=0)
+    optimiser = MasterAdamW(network, LearnSettings())
+    trees = load.trees(bench.tokens(model, 0, 1 << 15))
+    makers = arms_of(network, trees, bench.pick(MAX_TOKENS, 512))
+    for name in names:
+        what = f"{model}, {shape}: {name}"
+        if name not in makers or not bench.has_time(what):
+            continue
+        with bench.measure(what, "s"):
+            if bench.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            arm = makers[name]()
+            # With a rate of 0 the weights stay, so that no arm changes what the next one computes.
+            step = functools.partial(_step, arm, optimiser)
+            first = bench.timed(step)
+            seconds = [bench.timed(step) for _ in range(bench.pick(3, 1))]
+            median = statistics.median(seconds)
+            of_rows = median if name == ROWS else _seconds_of(bench, f"{model}, {shape}: {ROWS}")
+            details = cell(bench, bench.shape(model), load, median, of_rows)
+            details |= {"first_s": first - median, "slowest_s": max(seconds)}
+            bench.add(what, median, "s", details=details)
+        optimiser.clear()
 
 
-def _pack(bench: Bench, learner: Learner, name: str, what: str, load: Workload, size: int) -> None:
-    seconds = _learned(bench, learner, name, what, load)
-    shape = load.shape
-    if (shape.ratio < 2.0 and size > 8192) or not bench.has_time(f"{what}: rows"):
-        return
-    apart = load.apart(bench.tokens(name, 5, 16384))
-    # In packs of the tree's size: rows of one length, so that padded ones take the same.
-    learner.settings = learner.settings.__class__(
-        **{**vars(learner.settings), "max_pack_tokens": size}
-    )
-    learner.learn(apart)
-    rows = bench.timed(lambda: learner.learn(apart))
-    frac = rows / seconds / shape.ratio
-    note = f"{frac:.0%} of the share ratio {shape.ratio:.2f}; goal 85 %"
-    bench.add(f"{what}: against rows without padding", rows / seconds, "times", note=note)
+def _step(arm: Arm, optimiser: MasterAdamW) -> None:
+    arm.run()
+    optimiser.step(lr=0.0)
+    optimiser.clear()
 
 
-def _learned(
-    bench: Bench, learner: Learner, name: str, what: str, load: Workload, num_runs: int = _NUM_RUNS
-) -> float:
-    """Adds the rows of an optimiser step on one tree, and returns its seconds."""
-    trees, shape = load.trees(bench.tokens(name, 5, 16384)), load.shape
-    begun = bench.timed(lambda: learner.learn(trees))
-    bench.add(f"{what}: first step, which compiles", begun, "s")
+def _seconds_of(bench: Bench, what: str) -> float | None:
+    """The value of the newest row of this name, which another process may have written."""
+    rows = [json.loads(one) for one in bench.file_lines()]
+    return next((row["value"] for row in reversed(rows) if row["what"] == what), None)
+
+
+def cell(
+    bench: Bench, shape: ModelShape, load: Workload, seconds: float, rows_s: float | None
+) -> dict[str, float | None]:
+    """Returns the numbers of one step of `seconds`: tokens a second, the share of the card's
+    operations that the unique tokens need (activations that are computed again are not counted),
+    how many times as fast as rows without padding, and how much that is of the most that sharing
+    allows, the ratio of operations."""
+    unique, flat = operations(shape, load.unique), operations(shape, load.flat)
+    found: dict[str, float | None] = {
+        "raw_tokens_s": load.flat.tokens / seconds,
+        "unique_tokens_s": load.unique.tokens / seconds,
+        "times_rows": None if rows_s is None else rows_s / seconds,
+        "limit": flat / unique,
+        "limit_frac": None if rows_s is None else rows_s / seconds / (flat / unique),
+    }
+    if bench.card is not None:
+        found["mfu"] = 3.0 * unique / seconds / bench.card.flops
     if bench.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = min(bench.timed(lambda: learner.learn(trees)) for _ in range(num_runs))
-    peak = torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else None
-    used = None
-    if bench.card:
-        seen = shape.num_pairs[0] / shape.num_unique
-        sampled = shape.leaves * shape.tokens / shape.num_unique
-        used = model_flops_utilisation(
-            bench.shape(name),
-            shape.num_unique,
-            seconds,
-            bench.card.flops,
-            num_seen=seen,
-            scored_frac=sampled,
-        )
-    memory = "" if peak is None else f"peak {peak:.1f} GB"
-    speed = shape.num_unique / seconds
-    bench.add(what, speed, "unique tokens/s", note=memory)
-    if used is not None:
-        goal = "; goal 0.4 at 4B" if "4B" in what else ""
-        bench.add(f"{what}: MFU on unique tokens", used, "of the peak", bound=1.0, note=goal)
-    return seconds
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
+
+
+def operations(shape: ModelShape, counts: Counts) -> float:
+    """Returns the operations of one forward pass."""
+    seen, scored = counts.pairs / counts.tokens, counts.scored / counts.tokens
+    return forward_flops(shape, seen, scored) * counts.tokens
+
+
+def errors(bench: Bench) -> list[Work]:
+    """Returns the works that compare gradients in bfloat16 with those of rows in float32, at an
+    eighth of the lengths."""
+    return [Work(shape, functools.partial(_errors, shape=shape)) for shape in ERROR_SHAPES]
+
+
+def _errors(bench: Bench, shape: str) -> None:
+    load = workloads(bench.pick(1 / 8, 1 / 200))[shape]
+    trees = load.trees(bench.tokens(SMALL, 0, 1 << 14))
+    rounded = bench.model(SMALL)
+    # The same weights, rounded ones too: what differs is the arithmetic.
+    exact = bench.model(SMALL, torch.float32)
+    exact.load_state_dict(rounded.state_dict())
+    max_tokens = bench.pick(MAX_TOKENS, 512)
+    expected = gradients(exact, arms_of(exact, trees, max_tokens)[ROWS]())
+    of_rows: float | None = None
+    for name, make in arms_of(rounded, trees, max_tokens).items():
+        what = f"{SMALL}, {shape} / 8, bfloat16: {name}: gradient off float32 rows'"
+        if not bench.has_time(what):
+            return
+        with bench.measure(what, "of its norm"):
+            gap = _gap(rounded, make, expected)
+            if of_rows is None:
+                bench.add(what, gap, "of its norm")
+                of_rows = gap
+            else:
+                # No farther than rows are, but for the noise of one draw.
+                check(bench, what, gap, 1.25 * of_rows, "of its norm")
+
+
+def _gap(model: Any, make: Callable[[], Arm], expected: Mapping[str, torch.Tensor]) -> float:
+    return distance(gradients(model, make()), expected)

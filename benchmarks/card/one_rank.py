@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -16,22 +15,12 @@ if TYPE_CHECKING:
     from treegraft.policy.learn.sharded import ShardedLearner
 
 
-class CannotShard(Exception):
-    """Something is missing here that ranks need."""
-
-
 @contextmanager
 def one_rank(
     learn: LearnSettings, *, offload: bool, dtype: str = "float32"
 ) -> Iterator[Callable[[Any], ShardedLearner]]:
     """Holds the connection of a job of one rank, as torchrun would start it, and gives the maker of
-    its learner from a whole model.
-
-    Raises:
-        CannotShard: without pydantic there are no settings of a whole run.
-    """
-    if importlib.util.find_spec("pydantic") is None:
-        raise CannotShard("no pydantic here")
+    its learner from a whole model."""
     from treegraft.policy.learn.ranks import Ranks
     from treegraft.policy.learn.sharded import ShardedLearner
     from treegraft.policy.learn.weight_files import model_shape

@@ -19,7 +19,7 @@ import torch
 from benchmarks.speed.measure import Case, Row, Side, alternate, fit_exponent, time_row
 from benchmarks.speed.plans import PathPlan, TreePlan, arpo_tree, grow_plan
 from benchmarks.speed.stage import OurEngine, Stage, passage
-from benchmarks.speed.update import Shape, example_trees
+from benchmarks.workloads import one_prompt
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Leaf, Origin, Sampling, Status, Step, Task, Tree
 from treegraft.policy.learn.learner import Learner
@@ -94,7 +94,7 @@ def curve_rows(
 
 def _group_trees(stage: Stage) -> dict[str, Tree]:
     sizes, prompt, tokens = stage.pick(GROUPS, (2, 4)), stage.pick(PROMPT, 8), stage.pick(64, 4)
-    return {f"{n} leaves": example_trees(Shape(1, prompt, n, tokens), stage.text)[0] for n in sizes}
+    return {f"{n} leaves": _one_prompt(stage, prompt, n, tokens) for n in sizes}
 
 
 def _depth_trees(stage: Stage) -> dict[str, Tree]:
@@ -104,10 +104,12 @@ def _depth_trees(stage: Stage) -> dict[str, Tree]:
 
 def _context_trees(stage: Stage) -> dict[str, Tree]:
     lengths, leaves = stage.pick(CONTEXTS, (16, 48)), stage.pick(8, 2)
-    return {
-        f"context {n}": example_trees(Shape(1, n, leaves, stage.pick(64, 4)), stage.text)[0]
-        for n in lengths
-    }
+    return {f"context {n}": _one_prompt(stage, n, leaves, stage.pick(64, 4)) for n in lengths}
+
+
+def _one_prompt(stage: Stage, prompt: int, leaves: int, tokens: int) -> Tree:
+    (tree,) = one_prompt(prompt, leaves, tokens).trees(stage.text)
+    return tree
 
 
 def _deep_plan(stage: Stage, depth: int) -> TreePlan:
@@ -167,15 +169,13 @@ def _learning_leaves(stage: Stage) -> Iterator[Row]:
     """8 against 64 leaves that have the same number of unique tokens."""
     learning = _Learning(stage)
     few, many, tokens = stage.pick((8, 64, 2048), (2, 4, 16))
-    shapes = {n: Shape(1, stage.pick(PROMPT, 8), n, tokens // n) for n in (few, many)}
-    sides = {
-        str(n): learning.side(example_trees(shape, stage.text)[0]) for n, shape in shapes.items()
-    }
+    trees = {n: _one_prompt(stage, stage.pick(PROMPT, 8), n, tokens // n) for n in (few, many)}
+    sides = {str(n): learning.side(tree) for n, tree in trees.items()}
     yield _leaves_row(
         f"learning, {stage.dtype}",
         few,
         many,
-        shapes[few].num_unique,
+        num_tree_tokens(trees[few]),
         alternate(sides, stage.num_runs),
     )
 

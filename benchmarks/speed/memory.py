@@ -47,7 +47,7 @@ def forget_peak() -> bool:
 def main() -> None:
     """Prints the rise in bytes, or null."""
     from benchmarks.speed.stage import Stage
-    from benchmarks.speed.update import SIDES, Shape
+    from benchmarks.speed.update import arms_of
 
     asked = json.loads(sys.argv[1])
     stage = Stage(
@@ -57,10 +57,10 @@ def main() -> None:
         num_threads=asked["num_threads"],
         num_runs=1,
     )
-    side = SIDES[asked["side"]](stage, Shape(**asked["shape"]), asked["dtype"])
+    arm = arms_of(stage, asked["shape"], asked["dtype"])[1][asked["arm"]]()
     is_known = forget_peak()
     before = resident_bytes()
-    side.run()
+    arm.run()
     peak = peak_bytes()
     print(
         json.dumps(peak - before if is_known and peak is not None and before is not None else None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import json
 import os
 import signal
 import threading
@@ -17,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import gpu
-from benchmarks.card import whole
 from tests.tiny import tiny
 from tests.trees import Part, build_tree
 
@@ -355,19 +352,3 @@ def test_servers_sample_what_the_learner_has_learned(what: str, tmp_path: Path) 
         return bounds.tolist()
 
     asyncio.run(main())
-
-
-def test_the_whole_part_of_the_gpu_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`make gpu PART=4 DEVICE=cpu`: an update with a server, weights by files and by memory."""
-    if PYTHON is not None:
-        monkeypatch.setenv("TREEGRAFT_VLLM_PYTHON", PYTHON)
-    arguments = ["4", "--device", "cpu", "--out", str(tmp_path), "--limit", "1500"]
-    assert gpu.main(arguments) == 0
-    rows = [json.loads(line) for line in (tmp_path / "part-4.jsonl").open()]
-    found = {row["what"]: row["value"] for row in rows}
-    for name in whole.SERVED:
-        assert found[f"1.5B, {name}: update"] > 0
-        assert found[f"1.5B, {name}: learn/engine_gap"] < 1e-4
-        assert found[f"1.5B, {name}: time/publish_bytes"] > 0

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from treegraft.parts import errors, packages, shapes
 
 if TYPE_CHECKING:
-    # Settings need pydantic, which a machine with a card may lack where `benchmarks.card` runs.
     from treegraft import Config
 
 _TINY_WORDS = 16

@@ -38,7 +38,7 @@ _PAIRS = 1 << 22
 WIDE = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32}
 WIDE |= {"bwd_num_warps": 8}
 """Tiles of the backward program for heads of 128 in 16 bits, from H100 on. By torch's own (64 x
-128) it spills 1,528 bytes a thread (docs/gpu.md). Not timed on a card: `make gpu PART=2` does."""
+128) it spills 1,528 bytes a thread (docs/gpu.md). Not timed on a card: `make card` does."""
 
 Flex = Callable[..., Tensor]
 PROOF_TOKENS = 4097
