@@ -120,14 +120,17 @@ class VarlenPlan:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         heads = query.shape[0] // key.shape[0]
+        # Without a matrix unit for bfloat16, a processor takes several times as long in it.
+        is_slow = query.dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
+        dtype = torch.float32 if is_slow else query.dtype
         parts = zip(
-            query.split(self._own, dim=1),
-            key.repeat_interleave(heads, dim=0).split(self._seen, dim=1),
-            value.repeat_interleave(heads, dim=0).split(self._seen, dim=1),
+            query.to(dtype).split(self._own, dim=1),
+            key.to(dtype).repeat_interleave(heads, dim=0).split(self._seen, dim=1),
+            value.to(dtype).repeat_interleave(heads, dim=0).split(self._seen, dim=1),
             strict=True,
         )
         found = [_causal(q, k, v, scale) for q, k, v in parts]
-        return torch.cat(found, dim=1).transpose(0, 1)
+        return torch.cat(found, dim=1).transpose(0, 1).to(query.dtype)
 
 
 _ANNOUNCES_GROUPS = "enable_gqa" in (varlen_attn.__kwdefaults__ or {})

@@ -20,8 +20,11 @@ from benchmarks.card.bench import Bench, check
 from benchmarks.workloads import workloads
 from tests import faulty_part
 
+from treegraft.settings.load import load_config
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
+ROOT = Path(__file__).parents[1]
 FAULTY = {"faulty": Part("tests.faulty_part:works", 300.0)}
 
 
@@ -114,6 +117,14 @@ def test_the_numbers_of_a_cell_by_hand() -> None:
     most = learning.operations(shape, load.flat) / learning.operations(shape, load.unique)
     assert found["times_rows"] == 2.0 and found["limit_frac"] == pytest.approx(2.0 / most)
     assert "mfu" not in found and "peak_gb" not in found
+
+
+@pytest.mark.parametrize("is_rehearsal", [False, True])
+def test_the_settings_of_the_runs_are_those_of_recipes(is_rehearsal: bool) -> None:
+    """Those of full size too, which no test trains."""
+    tiny = load_config(ROOT / runs.TINY_RECIPE, runs.tiny_settings(is_rehearsal))
+    agent = load_config(ROOT / runs.AGENT_RECIPE, runs.agent_settings(is_rehearsal))
+    assert tiny.explore.explorers == ["graft"] and agent.explore.explorers == ["entropy"]
 
 
 def test_the_curve_by_hand() -> None:

@@ -45,13 +45,13 @@ class Part(NamedTuple):
 
 
 PARTS: Mapping[str, Part] = {
-    "facts": Part("benchmarks.card.correct:facts", 50.0),
-    "arms": Part("benchmarks.card.learning:arms", 230.0),
-    "errors": Part("benchmarks.card.learning:errors", 40.0),
-    "correct": Part("benchmarks.card.correct:correct", 70.0),
-    "sampling": Part("benchmarks.card.sampling:sampling", 80.0),
-    "tiny": Part("benchmarks.card.runs:tiny", 50.0),
-    "agent": Part("benchmarks.card.runs:agent", 200.0),
+    "facts": Part("benchmarks.card.correct:facts", 45.0),
+    "arms": Part("benchmarks.card.learning:arms", 270.0),
+    "errors": Part("benchmarks.card.learning:errors", 35.0),
+    "correct": Part("benchmarks.card.correct:correct", 60.0),
+    "sampling": Part("benchmarks.card.sampling:sampling", 60.0),
+    "tiny": Part("benchmarks.card.runs:tiny", 40.0),
+    "agent": Part("benchmarks.card.runs:agent", 180.0),
 }
 """In the order in which they run: what decides first, then what is nice to know."""
 CALLS: Sequence[Sequence[str]] = (

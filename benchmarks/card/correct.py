@@ -157,12 +157,12 @@ def _packed(bench: Bench) -> None:
     """Law 1 in float32: the gradient of packed trees is that of one row a trajectory, as the
     learner chooses its attention and by dense masks."""
     model = bench.model(SMALL, torch.float32)
-    trees = workloads(bench.pick(1 / 4, 1 / 64))["D"].trees(bench.tokens(SMALL, 1, 1 << 13))
-    expected = gradients(model, arms(model, trees, 1 << 16)[ROWS]())
+    trees = workloads(bench.pick(1 / 8, 1 / 64))["D"].trees(bench.tokens(SMALL, 1, 1 << 13))
+    expected = gradients(model, arms(model, trees, 1 << 12)[ROWS]())
     ways = {"as the learner chooses": PackedPlan, "dense": _dense_plan}
     for name, plan_of in ways.items():
         with bench.measure(f"packed = separate, {name}", ""):
-            off = distance(gradients(model, PackedArm(model, trees, 1 << 16, plan_of)), expected)
+            off = distance(gradients(model, PackedArm(model, trees, 1 << 12, plan_of)), expected)
             check(bench, f"packed = separate, {name}: gradient", off, 1e-4, "of its norm")
 
 

@@ -45,23 +45,30 @@ ERROR_SHAPES = ("D", "S")
 
 def arms(bench: Bench) -> list[Work]:
     """Returns the works that time a step: forward, backward and AdamW."""
+    held: dict[str, tuple[Any, MasterAdamW]] = {}
     return [
         Work(
             f"{model}, {shape}: {', '.join(names)}",
-            functools.partial(_time, model=model, shape=shape, names=names),
+            functools.partial(_time, held=held, model=model, shape=shape, names=names),
         )
         for model, shape, names in CELLS
     ]
 
 
-def _time(bench: Bench, model: str, shape: str, names: Sequence[str]) -> None:
-    """Adds a row for each arm."""
+def _time(
+    bench: Bench,
+    held: dict[str, tuple[Any, MasterAdamW]],
+    model: str,
+    shape: str,
+    names: Sequence[str],
+) -> None:
+    """Adds a row for each arm. `held` has the last model, which the next work may need too."""
+    if model not in held:
+        held.clear()
+        network = _checkpointed(bench.model(model), RANKS[model])
+        held[model] = network, MasterAdamW(network, LearnSettings())
+    network, optimiser = held[model]
     load = workloads(bench.pick(1.0, 1 / 200))[shape]
-    settings = ModelSettings(
-        dtype="bfloat16", gradient_checkpointing=True, lora=LoraSettings(rank=RANKS[model])
-    )
-    network = with_adapters(bench.model(model), settings, seed=0)
-    optimiser = MasterAdamW(network, LearnSettings())
     trees = load.trees(bench.tokens(model, 0, 1 << 15))
     makers = arms_of(network, trees, bench.pick(MAX_TOKENS, 512))
     for name in names:
@@ -82,6 +89,11 @@ def _time(bench: Bench, model: str, shape: str, names: Sequence[str]) -> None:
             details |= {"first_s": first - median, "slowest_s": max(seconds)}
             bench.add(what, median, "s", details=details)
         optimiser.clear()
+
+
+def _checkpointed(model: Any, rank: int = 0) -> Any:
+    settings = ModelSettings(gradient_checkpointing=True, lora=LoraSettings(rank=rank))
+    return with_adapters(model, settings, seed=0)
 
 
 def _step(arm: Arm, optimiser: MasterAdamW) -> None:
@@ -133,9 +145,9 @@ def errors(bench: Bench) -> list[Work]:
 def _errors(bench: Bench, shape: str) -> None:
     load = workloads(bench.pick(1 / 8, 1 / 200))[shape]
     trees = load.trees(bench.tokens(SMALL, 0, 1 << 14))
-    rounded = bench.model(SMALL)
+    rounded = _checkpointed(bench.model(SMALL))
     # The same weights, rounded ones too: what differs is the arithmetic.
-    exact = bench.model(SMALL, torch.float32)
+    exact = _checkpointed(bench.model(SMALL, torch.float32))
     exact.load_state_dict(rounded.state_dict())
     max_tokens = bench.pick(MAX_TOKENS, 512)
     expected = gradients(exact, arms_of(exact, trees, max_tokens)[ROWS]())

@@ -29,16 +29,24 @@ SHOWN = (
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
+TINY_RECIPE, AGENT_RECIPE = "recipes/demo.toml", "recipes/smollm2_search.toml"
+
+
 def tiny(bench: Bench) -> list[Work]:
     """Returns the work of the demo's agent: GRPO with learning from grafts."""
     return [Work("tiny agent", _tiny, 300.0)]
 
 
 def _tiny(bench: Bench) -> None:
-    settings = ['explorers=["graft"]', f"run.num_updates={bench.pick(30, 1)}"]
-    if bench.is_tiny:
-        settings += ["warmup.num_steps=2", "tasks.num_eval=4", "run.tasks_per_update=2"]
-    _train(bench, "tiny agent", "recipes/demo.toml", settings)
+    _train(bench, "tiny agent", TINY_RECIPE, tiny_settings(bench.is_tiny))
+
+
+def tiny_settings(is_rehearsal: bool) -> list[str]:
+    """Returns the settings of the demo's agent over its recipe."""
+    if is_rehearsal:
+        few = ["run.num_updates=1", "run.tasks_per_update=2", "warmup.num_steps=2"]
+        return ['explorers=["graft"]', *few, "tasks.num_eval=4"]
+    return ['explorers=["graft"]', "run.num_updates=30"]
 
 
 def agent(bench: Bench) -> list[Work]:
@@ -52,28 +60,32 @@ def _agent(bench: Bench) -> None:
         note = f"FAILED: the weights are not whole, of their pieces {here} came; see --pack"
         bench.add("SmolLM2-135M", None, "", note=note)
         return
-    settings = [
+    settings = agent_settings(bench.is_tiny)
+    path = f"model.path={json.dumps(str(_folder()))}"
+    _train(bench, "SmolLM2-135M", AGENT_RECIPE, [path, *settings])
+
+
+def agent_settings(is_rehearsal: bool) -> list[str]:
+    """Returns the settings of SmolLM2-135M over its recipe, except the model's place."""
+    found = [
         'explore.explorers=["entropy"]',
         "checkpoint.every=0",
         "tasks.search_world.hops=[1]",
         "eval.num_samples=0",
         "learn.num_minibatches=1",
     ]
-    if bench.is_tiny:
-        settings += ["run.num_updates=1", "run.tasks_per_update=2", "warmup.num_steps=1"]
-        settings += ["warmup.batch_size=1", "rollout.max_completion_tokens=16", "tasks.num_eval=2"]
-        settings += ["explore.num_leaves=2", "explore.entropy.num_starts=1", "eval.every=0"]
-        settings += ["eval.at_start=false", "eval.at_end=false", "engine.native.cache_gb=0.2"]
+    if is_rehearsal:
+        found += ["run.num_updates=1", "run.tasks_per_update=2", "warmup.num_steps=1"]
+        found += ["warmup.batch_size=1", "rollout.max_completion_tokens=16", "tasks.num_eval=2"]
+        found += ["explore.num_leaves=2", "explore.entropy.num_starts=1", "eval.every=0"]
+        found += ["eval.at_start=false", "eval.at_end=false", "engine.native.cache_gb=0.2"]
         # Processors without matrix units are slow in bfloat16.
-        settings.append('model.dtype="float32"')
-    else:
-        # The agent answers a tenth of the questions after so short a warm-up.
-        settings += ["run.num_updates=60", "run.tasks_per_update=16", "warmup.num_steps=6"]
-        settings += ["explore.num_leaves=16", "explore.entropy.num_starts=8"]
-        settings += ["rollout.max_completion_tokens=160", "tasks.num_eval=64", "eval.every=5"]
-        settings += ["learn.max_pack_tokens=16384", "engine.max_rows=256"]
-    settings.append(f"model.path={json.dumps(str(_folder()))}")
-    _train(bench, "SmolLM2-135M", "recipes/smollm2_search.toml", settings)
+        return [*found, 'model.dtype="float32"']
+    # The agent answers a tenth of the questions after so short a warm-up.
+    found += ["run.num_updates=60", "run.tasks_per_update=16", "warmup.num_steps=6"]
+    found += ["explore.num_leaves=16", "explore.entropy.num_starts=8"]
+    found += ["rollout.max_completion_tokens=160", "tasks.num_eval=64", "eval.every=5"]
+    return [*found, "learn.max_pack_tokens=16384", "engine.max_rows=256"]
 
 
 def _folder() -> Path:
