@@ -180,6 +180,19 @@ def test_what_travels_fits_and_comes_together(
     assert [file.name for file in carry.SITE.iterdir()] == ["treegraft_no_such_package.py"]
 
 
+def test_a_machine_that_lacks_a_package_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(carry, "PACKED", tmp_path)
+    monkeypatch.setattr(carry, "SITE", tmp_path / "site")
+    monkeypatch.setattr(carry, "_is_here", lambda name: name != "pydantic")
+    assert card.main(["--only", "facts", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().out
+    assert "pydantic cannot be imported here" in said and "--pack" in said
+    (tmp_path / "site/pydantic").mkdir(parents=True)
+    assert carry.lacking() == []
+
+
 @pytest.mark.usefixtures("_elsewhere")
 def test_weights_that_fit_into_no_call_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

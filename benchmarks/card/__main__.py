@@ -63,7 +63,7 @@ CALLS: Sequence[Sequence[str]] = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the parts and returns the exit code: 1 if a check or a work failed."""
+    """Runs the parts and returns the exit code: 1 if a check or a work failed, 2 if none began."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.card")
     parser.add_argument(
         "--only", action="append", choices=PARTS, metavar="PART", help=f"one of {', '.join(PARTS)}"
@@ -82,8 +82,19 @@ def main(arguments: list[str] | None = None) -> int:
         carry.pack(CALLS)
         return 0
     carry.unpack()
+    if lacking := carry.lacking():
+        print(
+            f"benchmarks.card: {', '.join(lacking)} cannot be imported here. Install them, or run"
+            " `python -m benchmarks.card --pack` on a machine with a package index and bring"
+            " build/card/carry-1 here"
+        )
+        return 2
     chosen = {name: part for name, part in PARTS.items() if name in (asked.only or PARTS)}
-    return supervise(chosen, asked.out, asked.device, asked.limit)
+    try:
+        return supervise(chosen, asked.out, asked.device, asked.limit)
+    except KeyboardInterrupt:
+        print(f"interrupted; the rows so far are in {asked.out / 'rows.jsonl'}")
+        return 130
 
 
 def supervise(
@@ -127,6 +138,7 @@ def supervise(
             return 2
         first = following
     found = [json.loads(line) for line in rows.read_text().splitlines()[num_earlier:]]
+    say(f"rows: {rows}; as a table: {out / 'table.md'}")
     failed = [row["what"] for row in found if row["note"].startswith("FAILED")]
     if failed:
         say("failed: " + "; ".join(failed))

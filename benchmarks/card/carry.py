@@ -141,11 +141,20 @@ def unpack() -> None:
 
 
 def _is_missing(wheel: Path) -> bool:
-    name = wheel.name.partition("-")[0].replace("backports_zstd", "backports.zstd")
+    return not _is_here(wheel.name.partition("-")[0].replace("backports_zstd", "backports.zstd"))
+
+
+def _is_here(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name) is None
+        return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
-        return True
+        return False
+
+
+def lacking() -> list[str]:
+    """Returns the packages without which no part can run, and which have not come either."""
+    needed = ("torch", "transformers", "pydantic")
+    return [name for name in needed if not (_is_here(name) or (SITE / name).exists())]
 
 
 def _join() -> None:
