@@ -160,6 +160,17 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return found[0]
 
 
+def _backward(head: OutputHead, hidden: Tensor, batch: TreeBatch) -> None:
+    """Adds the gradients of Σ advantage · log-probability.
+
+    Args:
+        hidden: [U, width] states that predict the sampled tokens.
+    """
+    targets = batch.token_ids[batch.sampled]
+    logprobs = chunked_scores(head, hidden, targets, batch.temperatures, CHUNK)[0]
+    (logprobs.index_select(0, batch.tokens) * batch.advantages).sum().backward()
+
+
 class PackedArm:
     """Trees in packs, with the attention that `plan_of` makes for each."""
 
@@ -189,10 +200,7 @@ class PackedArm:
             layers = base_model(self._model).config.num_hidden_layers
             if plan.num_calls != layers:
                 raise RuntimeError(f"{plan.num_calls} of {layers} layers called the attention")
-            targets = batch.token_ids[batch.sampled]
-            scored = hidden.index_select(0, batch.sources)
-            logprobs = chunked_scores(self._head, scored, targets, batch.temperatures, CHUNK)[0]
-            (logprobs.index_select(0, batch.tokens) * batch.advantages).sum().backward()
+            _backward(self._head, hidden.index_select(0, batch.sources), batch)
 
 
 class PaddedArm:
@@ -229,10 +237,9 @@ class PaddedArm:
         for token_ids, batch, places in self._batches:
             # Padding is behind a row's tokens, where a causal mask hides it.
             hidden = decoder(self._model)(input_ids=token_ids, use_cache=False).last_hidden_state
-            scored = hidden.flatten(0, 1).index_select(0, places[batch.sources])
-            targets = batch.token_ids[batch.sampled]
-            logprobs = chunked_scores(self._head, scored, targets, batch.temperatures, CHUNK)[0]
-            (logprobs.index_select(0, batch.tokens) * batch.advantages).sum().backward()
+            _backward(
+                self._head, hidden.flatten(0, 1).index_select(0, places[batch.sources]), batch
+            )
 
 
 class Arm(Protocol):
