@@ -3,6 +3,7 @@ compile them for it, and nothing is launched. For a process of its own: nothing 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ import triton.backends.nvidia.driver as nvidia
 from torch._dynamo import device_interface
 from torch._inductor.fx_passes import fuse_attention, joint_graph
 from torch._inductor.runtime import triton_heuristics
+from torch._subclasses import fake_tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
@@ -85,15 +87,17 @@ def pretend(capability: int = 90) -> None:
     _capability = capability
     _PROPERTIES.name, _PROPERTIES.major = NAMES[capability], capability // 10
     _PROPERTIES.multi_processor_count = {90: 132, 100: 148}[capability]
+    ctypes.CDLL(os.environ["LD_PRELOAD"]).put_guard()
     # Not for the compilers that are started from here.
     del os.environ["LD_PRELOAD"]
     _pretend_to_torch()
     _pretend_to_triton()
     triton_heuristics.CachingAutotuner.precompile = _precompile
     triton_heuristics.CachingAutotuner.run = _always(None)
-    # Both would compute something on the card.
+    # All three would compute something on the card.
     joint_graph.lazy_init = _always(None)
     fuse_attention._sfdp_init = _always(None)
+    fake_tensor.init_gpu_context = _always(None)
 
 
 def _pretend_to_torch() -> None:

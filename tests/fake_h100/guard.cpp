@@ -22,7 +22,10 @@ struct Guard : public c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   void synchronizeStream(const Stream&) const override {}
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+// Called after torch is imported: the last guard counts, and torch's builds for CUDA bring their own.
+extern "C" void put_guard() {
+  static const c10::impl::DeviceGuardImplRegistrar put(c10::DeviceType::CUDA, new Guard());
+}
 
 struct Hooks : public at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
@@ -38,5 +41,6 @@ struct Hooks : public at::CUDAHooksInterface {
 namespace at {
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
+// Preferred to those of a build for CUDA, which it registers later: two of one rank end the process.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)
 }
