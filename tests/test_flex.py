@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -144,6 +145,36 @@ def test_no_number_is_made_for_each_pair_of_tokens() -> None:
 )
 def test_outputs_and_gradients_are_those_of_a_dense_mask(shape: AttentionShape) -> None:
     assert flex_distance(flex_attention, shape, torch.float32, CPU, 401) < 1e-5
+
+
+@pytest.fixture
+def only_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's compiler traces FlexAttention as on a GPU, and writes no program for this CPU."""
+    real = torch.compile
+
+    def compile_(function: Any, **options: Any) -> Any:
+        if function is flex_attention:
+            options["backend"] = "eager"
+        return real(function, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("only_traced")
+def test_a_process_may_have_more_programs_than_torch_allows() -> None:
+    """The ninth comes in another thread, as where a layer is computed again."""
+
+    def problem(width: int) -> str:
+        return proven_flex(AttentionShape(2, 1, width), torch.float32, CPU, 401).problem
+
+    problems = [problem(width) for width in range(8, 72, 8)]
+    with ThreadPoolExecutor(1) as thread:
+        problems.append(thread.submit(problem, 72).result())
+    assert problems == [""] * 9
 
 
 def test_a_tree_too_large_for_a_dense_mask_is_refused_on_a_gpu(

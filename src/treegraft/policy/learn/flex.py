@@ -40,6 +40,11 @@ WIDE |= {"bwd_num_warps": 8}
 """Tiles of the backward program for heads of 128 in 16 bits, from H100 on. By torch's own (64 x
 128) it spills 1,528 bytes a thread (docs/gpu.md). Not timed on a card: `make card` does."""
 
+RECOMPILES = 64
+"""Programs of FlexAttention that a process may have. Torch stops at 8, with an error that would be
+taken for one of FlexAttention: each shape of heads has a program with gradients and one without,
+and has both once more for layers with a window or a cap."""
+
 Flex = Callable[..., Tensor]
 PROOF_TOKENS = 4097
 """Tokens of the tree on which FlexAttention is tried: past those up to which a dense mask is taken
@@ -151,6 +156,11 @@ def flex_attend(
     """Returns [heads, tokens, width] for query [heads, tokens, width] and key, value [kv heads,
     tokens, width]."""
     modify = None if options.softcap is None else _softcap(options.softcap)
+    # At each call: torch keeps the limit by thread, and a layer that is computed again runs in one
+    # of autograd's.
+    dynamo: Any = torch._dynamo.config
+    if dynamo.recompile_limit < RECOMPILES:
+        dynamo.recompile_limit = RECOMPILES
     output = flex(
         query[None],
         key[None],
