@@ -177,6 +177,13 @@ def test_a_process_may_have_more_programs_than_torch_allows() -> None:
     assert problems == [""] * 9
 
 
+@pytest.mark.usefixtures("only_traced")
+def test_a_cap_of_scores_can_be_compiled() -> None:
+    for cap in (2.0, 50):
+        shape = AttentionShape(2, 2, 16, window=40, softcap=cap)
+        assert proven_flex(shape, torch.float32, CPU, 401).problem == ""
+
+
 def test_a_tree_too_large_for_a_dense_mask_is_refused_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -183,8 +183,13 @@ def _tiles(query: Tensor) -> dict[str, int] | None:
 # One function for each cap: to the compiler another function is another program.
 @functools.cache
 def _softcap(cap: float) -> Callable[..., Tensor]:
+    # The compiler makes a variable of a float, which a function of scores may not have; a text
+    # stays a constant.
+    text = repr(float(cap))
+
     def modify(score: Tensor, *_: Any) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        constant = float(text)
+        return constant * torch.tanh(score / constant)
 
     return modify
 
