@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.fake_h100.table import NAMES, case_of, compiled, is_backward
+from tests.fake_h100.table import NAMES, cases_of, compiled, is_backward
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "treegraft"
@@ -52,16 +52,15 @@ def test_every_program_for_a_gpu_is_in_the_list() -> None:
     assert found == SITES.keys()
 
 
-QUICK = [(90, case_of(name)) for name in ("qwen2.5-1.5b", "qwen2.5-7b", "qwen3-8b", "qwen2.5-32b")]
+QUICK = [(90, case) for name in NAMES for case in cases_of(name)]
 """Fifteen seconds of CPU time each."""
 CASES = [
     *(pytest.param(*case, marks=pytest.mark.smoke) for case in QUICK),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            (90, case_of("smollm2-135m")),
-            (90, case_of("qwen2.5-7b", window=512)),
-            *((100, case_of(name)) for name in NAMES),
+            *((90, case) for case in cases_of("qwen2.5-7b", window=512)),
+            *((100, case) for name in NAMES for case in cases_of(name)),
         )
     ),
 ]
@@ -81,9 +80,10 @@ def test_attention_compiles_for_a_card(
     assert {is_backward(one) for one in programs} == {False, True}
     assert not [one for one in programs if "fault" in one]
     assert max(one["shared"] for one in programs) <= SHARED
-    if "bfloat16" in case:
+    assert max(one["spilled"] for one in programs) <= SPILLED
+    # For a B200 the forward program spills up to 272 bytes by triton 3.6, and none by 3.9.
+    if capability == 90:
         assert not [one for one in programs if one["spilled"] and not is_backward(one)]
-        assert max(one["spilled"] for one in programs) <= SPILLED
     assert len(set(found["graphs"])) == 1
 
 

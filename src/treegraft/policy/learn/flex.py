@@ -37,9 +37,12 @@ _PAIRS = 1 << 22
 
 WIDE = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32}
 WIDE |= {"bwd_num_warps": 8}
-"""Tiles of the backward program for heads of 128 in 16 bits, from H100 on. By torch's own (64 x
+"""Tiles of the backward program for heads of 128 in 16 bits, on H100 and B200. By torch's own (64 x
 128) it spills 1,528 bytes a thread (docs/gpu.md). Not timed on a card: `make card` does."""
-
+SINGLE = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "num_warps": 8}
+"""Tiles for heads of 64 and 128 in float32, on H100 and B200: no program spills. With torch's own a
+thread of the forward program spills 6 to 75 KB, by torch's version, and at 128 compiling takes
+twice as long. Not timed on a card."""
 RECOMPILES = 64
 """Programs of FlexAttention that a process may have. Torch stops at 8, with an error that would be
 taken for one of FlexAttention: each shape of heads has a program with gradients and one without,
@@ -176,8 +179,13 @@ def flex_attend(
 
 def _tiles(query: Tensor) -> dict[str, int] | None:
     """Tiles in place of torch's own, which are otherwise right."""
-    is_wide = query.is_cuda and query.shape[-1] == 128 and query.dtype.itemsize == 2
-    return WIDE if is_wide and torch.cuda.get_device_capability()[0] >= 9 else None
+    # Consumer cards of later capabilities have less shared memory than these tiles take.
+    if not query.is_cuda or torch.cuda.get_device_capability()[0] not in (9, 10):
+        return None
+    width = query.shape[-1]
+    if query.dtype == torch.float32:
+        return SINGLE if width in (64, 128) else None
+    return WIDE if width == 128 and query.dtype.itemsize == 2 else None
 
 
 # One function for each cap: to the compiler another function is another program.
