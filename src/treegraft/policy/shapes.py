@@ -38,8 +38,13 @@ class ModelShape:
     intermediate_size: int = 0
     """0 where not known: 4 times the width is taken."""
     is_tied: bool = False
+    has_head_norms: bool = False
+    """Whether each head of queries and keys has a norm, as in Qwen3."""
     RESERVED: ClassVar[float] = 2e9
     """Bytes of each card for the driver's context, kernels and fragments; a guess."""
+    MARGIN: ClassVar[float] = 0.1
+    """Share of the activations that is added to them, for what the formula does not count and for
+    memory that the allocator cannot use."""
 
     @classmethod
     def of_config(cls, fields: Mapping[str, Any], num_weights: int) -> ModelShape:
@@ -55,6 +60,7 @@ class ModelShape:
             num_heads=heads,
             intermediate_size=fields.get("intermediate_size") or 0,
             is_tied=bool(fields.get("tie_word_embeddings")),
+            has_head_norms=str(fields.get("model_type")).startswith("qwen3"),
         )
 
     @property
@@ -77,6 +83,40 @@ class ModelShape:
         """Returns the bytes of one token's keys and values, `width` bytes a number."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * width
 
+    @property
+    def kept_width(self) -> int:
+        """Numbers that autograd keeps of each token in each layer: 4 I + 2 Q + 2 K + 8 H.
+
+        I, Q, K and H are the widths of the feed-forward part, of queries, of keys and of the layer.
+        Kept are gate, activation, up and their product; queries and attention's output; keys and
+        values; and for both norms the input in float32, which counts twice, the normed input and
+        the output. Norms of queries and keys keep 3 Q + 3 K more.
+
+        It is what `torch.autograd.graph.saved_tensors_hooks` counts for Llama, Qwen2 and Qwen3 in
+        bfloat16 with FlexAttention, to 0.2 %. In float32 it is 2 H too much.
+        """
+        key = self.num_kv_heads * self.head_dim
+        norms = 3 * (self.query_width + key) if self.has_head_norms else 0
+        return 4 * self.inner_width + 2 * (self.query_width + key) + 8 * self.hidden_size + norms
+
+    def activation_bytes(
+        self, tokens: int, width: int, *, is_checkpointed: bool
+    ) -> tuple[float, float]:
+        """Returns (bytes of activations that all layers keep until the backward pass, bytes that it
+        takes beside them in one layer at a time).
+
+        The latter are that layer's gradients, 2 I + 2 H numbers a token, and what is computed again
+        where layers keep their input alone.
+
+        Args:
+            tokens: unique ones of a pack.
+            width: bytes of a number.
+        """
+        kept, passing = self.kept_width, 2 * (self.inner_width + self.hidden_size)
+        if is_checkpointed:
+            kept, passing = self.hidden_size, passing + kept
+        return self.num_layers * tokens * width * kept, tokens * width * passing
+
     def num_trained(self, config: Any) -> int:
         """Returns how many weights learn: all, or those of the adapters."""
         # Rank · (in + out) of the seven matrices of a layer: query and output, key and value, the
@@ -94,13 +134,10 @@ class ModelShape:
         weights, layer = self.num_weights * width, self.num_layer_weights / self.num_layers
         shards = max(1, ranks // learn.replicate)
         frozen = (self.num_weights - trained if model.lora.rank else 0) * width
-        kept = 3 * self.inner_width + 2 * self.query_width + 8 * self.hidden_size
-        tokens, count = learn.max_pack_tokens, self.num_layers
-        passes = tokens * kept * width
-        if model.gradient_checkpointing:
-            activations = count * tokens * self.hidden_size * width + passes
-        else:
-            activations = count * passes
+        tokens = learn.max_pack_tokens
+        kept, passing = self.activation_bytes(
+            tokens, width, is_checkpointed=model.gradient_checkpointing
+        )
         rows = min(learn.vocab_chunk, tokens)
         logits = 2 * rows * self.vocab_size * width
         floats = 4 * min(3 * rows * self.vocab_size, _ROOMY_FLOATS)
@@ -115,8 +152,9 @@ class ModelShape:
         parts = {} if learn.offload and not is_one else state
         parts |= {
             "gathered layers": 0 if is_one else 2 * layer * width,
-            "activations": activations,
-            "logits": logits + floats,
+            "activations": (1 + self.MARGIN) * (kept + passing),
+            # Gone before the layers' gradients come.
+            "logits": max(0.0, logits + floats - passing),
             "reserved": self.RESERVED,
         }
         return {name: size for name, size in parts.items() if size}

@@ -6,8 +6,8 @@ With N weights of b bytes:
     gradients 4·T (in float32 whatever b is), AdamW 8·T, float32 master weights 4·T (bfloat16 only),
     keys and values = rows · tokens · layers · 2 · key-value heads · head width · b
 
-T counts trained weights: N, or those of the adapters. Activations are a rough upper estimate and
-marked as such.
+T counts trained weights: N, or those of the adapters. Activations are those of
+`ModelShape.activation_bytes`, marked as rough: what kernels take beside them is not counted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ def memory_estimate(config: Config, shape: shapes.ModelShape) -> dict[str, int]:
     # The engine pads small batches to 16 rows.
     leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
     rows = min(config.engine.max_rows, leaves)
-    kept = 2 if config.model.gradient_checkpointing else 16
-    activations = config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
+    activations = shape.activation_bytes(
+        config.learn.max_pack_tokens,
+        width,
+        is_checkpointed=config.model.gradient_checkpointing,
+    )
     parts = {
         "Python and packages": _PACKAGES_BYTES,
         "weights": weights,
@@ -55,7 +58,7 @@ def memory_estimate(config: Config, shape: shapes.ModelShape) -> dict[str, int]:
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),
-        "activations (rough)": activations,
+        "activations (rough)": int(sum(activations)),
     }
     return {name: size for name, size in parts.items() if size}
 
