@@ -29,6 +29,7 @@ from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
+from treegraft.policy.engine import sampling
 from treegraft.policy.engine.blocks import PathCache, Row
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
@@ -249,6 +250,41 @@ def test_rows_are_drawn_alike_in_any_company_and_greedy_ones_take_the_largest(
         )
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, together, strict=True))
     assert (together[0][::3] == 650).all()
+
+
+def test_rows_are_drawn_alike_however_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 3 * torch.randn(40, 700, generator=torch.Generator().manual_seed(1)).bfloat16()
+    keys = [None if row % 5 == 0 else (row,) for row in range(40)]
+    temperatures = [0.0 if key is None else 0.7 for key in keys]
+    found = []
+    for rows in (1, 7, sampling.ROWS, 100):
+        monkeypatch.setattr(sampling, "ROWS", rows)
+        found.append(sample_tokens(logits, temperatures, keys, range(40)))
+    for columns in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(columns, found[0], strict=True))
+    assert len(set(found[0][0].tolist())) > 20
+
+
+def test_another_device_than_a_cpu_draws_as_many_rows_as_memory_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By shapes alone: 256 rows of 152k words at once, 1,000 of them in four parts of at most 294,
+    where a CPU takes 16 rows."""
+    sizes: list[int] = []
+    real = sampling._sample_by_blocks
+    monkeypatch.setattr(
+        sampling,
+        "_sample_by_blocks",
+        lambda logits, *rest: sizes.append(len(logits)) or real(logits, *rest),
+    )
+    for count, size in ((256, 151_936), (1000, 151_936), (3, 1 << 29)):
+        logits = torch.empty(count, size, dtype=torch.bfloat16, device="meta")
+        tokens, *_ = sample_tokens(logits, [1.0] * count, [("k",)] * count, [0] * count)
+        assert tokens.shape == (count,)
+    assert sizes == [256, 294, 294, 294, 118, 1, 1, 1]
+    sizes.clear()
+    sample_tokens(torch.zeros(40, 700), [1.0] * 40, [("k",)] * 40, [0] * 40)
+    assert sizes == [16, 16, 8]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma2"])

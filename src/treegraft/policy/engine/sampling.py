@@ -14,8 +14,14 @@ from treegraft.policy.kernels.engine import DRAWN, Kernels
 from treegraft.policy.noise import noise_words, philox_gumbels
 
 ROWS = 16
-"""Rows that are drawn for together without kernels, few enough for their float32 copies to fit in a
-processor's cache."""
+"""Rows that are drawn for together on a CPU without kernels, few enough for their float32 copies to
+fit in a processor's cache."""
+COPIES_BYTES = 1 << 29
+"""Bytes that the float32 copies may take on another device: there every row more saves launches.
+They are 294 rows of a vocabulary of 152,000."""
+_COPIES = 3
+"""Copies of the logits that are there at once: shifted ones, their exponentials, and these padded
+to whole blocks."""
 Columns = tuple[Tensor, Tensor, Tensor]
 
 
@@ -62,7 +68,7 @@ def sample_tokens(
         return _sample_at_once(logits / scale[:, None], noise)
     is_greedy = draws[:, 2] < 0 if any(key is None for key in noise_keys) else None
     # The kernels go row by row themselves.
-    step = ROWS if kernels is None else len(logits)
+    step = len(logits) if kernels is not None else _rows_at_once(logits)
     parts = [
         _sample_by_blocks(
             logits[first : first + step],
@@ -75,6 +81,12 @@ def sample_tokens(
     ]
     tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
     return tokens, logprobs, entropies
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    if logits.device.type == "cpu":
+        return ROWS
+    return max(1, COPIES_BYTES // (4 * _COPIES * logits.shape[-1]))
 
 
 def _sample_at_once(scaled: Tensor, noise: Tensor) -> Columns:
