@@ -159,6 +159,9 @@ def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) 
             for parameter_name, weight in model.named_parameters():
                 if parameter_name.endswith("sinks"):
                     weight.normal_()
+    if getattr(model.config, "attn_logit_softcapping", None):
+        # Earlier versions of transformers (5.17) leave the cap out by default.
+        model.set_attn_implementation("eager")
     return model.to(dtype).eval()
 
 
