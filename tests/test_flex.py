@@ -4,6 +4,7 @@ test_packed_equals_separate runs the laws through it."""
 from __future__ import annotations
 
 import logging
+import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.learn import flex as flex_module
 from treegraft.policy.learn import tree_attention as attention
-from treegraft.policy.learn.dense import AttentionShape, probe_tree
+from treegraft.policy.learn.dense import AttentionShape, dense_attend, probe_tree, tree_mask
 from treegraft.policy.learn.flex import (
     PROOF_TOKENS,
     Proof,
+    compiled_flex,
+    flex_attend,
     flex_distance,
     node_positions,
     prove_flex,
@@ -297,6 +300,20 @@ def test_the_proof_needs_gradients_wherever_it_is_asked_for(
     x = torch.ones(3, requires_grad=True)
     checkpoint(layer, x, use_reentrant=False).sum().backward()
     torch.testing.assert_close(x.grad, torch.autograd.grad(x.sin().sin().sum(), x)[0])
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_compiled_on_a_cpu() -> None:
+    """Without gradients and windows, which torch compiles for a GPU alone. Twenty seconds."""
+    shape, tree = AttentionShape(2, 1, 16, softcap=2.0), probe_tree(384)
+    query, key, value = (torch.randn(heads, 384, 16) for heads in (2, 1, 1))
+    with torch.no_grad():
+        blocks = tree_block_mask(tree.nodes, None)
+        found = flex_attend(compiled_flex(), query, key, value, blocks, shape.options)
+    places = tree_mask(tree, torch.zeros(384, dtype=torch.long), None).sum(dim=1) - 1
+    mask = tree_mask(tree, places, None)
+    torch.testing.assert_close(found, dense_attend(query, key, value, mask, shape.options))
 
 
 @pytest.mark.gpu
