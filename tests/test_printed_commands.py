@@ -285,6 +285,8 @@ def python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{name}.__main__")
     if "argparse" not in vars(module):
         assert not arguments
         return None
