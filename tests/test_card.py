@@ -149,6 +149,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(wheel, present)
     monkeypatch.setattr(carry, "_wheels", lambda _: [wheel, present])
     monkeypatch.setattr(carry, "_tokenizer", lambda *_: [])
+    monkeypatch.setattr(carry, "_without_tokenizer", lambda source, _: source)
     monkeypatch.setattr(carry, "_tree_bytes", lambda: 1000)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import time
@@ -14,6 +13,7 @@ import torch
 
 from benchmarks.card.bench import Bench, Work
 from benchmarks.card.carry import HOME, MODEL, ROOT, WEIGHTS
+from treegraft.policy.load import unpacked_gguf
 
 SHOWN = (
     "reward/mean",
@@ -98,13 +98,9 @@ def _folder() -> Path:
     if folder.exists():
         return folder
     logging.disable_progress_bar()
-    options: dict[str, Any] = {"gguf_file": WEIGHTS, "dtype": torch.bfloat16}
-    # Versions without it unpack by themselves.
-    with contextlib.suppress(ImportError):
-        from transformers import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        MODEL, gguf_file=WEIGHTS, dtype=torch.bfloat16, **unpacked_gguf()
+    )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     partial = folder.with_name("smollm2.partial")

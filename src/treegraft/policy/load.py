@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import os
 from collections.abc import Sequence
@@ -222,6 +223,22 @@ def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> A
         ) from error
 
 
+def unpacked_gguf() -> dict[str, Any]:
+    """Returns the arguments of `from_pretrained` by which transformers unpacks a GGUF file's
+    weights, and saves it half of the time."""
+    import gguf
+
+    # transformers makes this table anew for each module of a model, and it is always the same.
+    if not hasattr(gguf.get_tensor_name_map, "cache_info"):
+        gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        # Versions without it unpack by themselves.
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
 def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
@@ -237,11 +254,7 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
         if has_weights:
             # Unpacked, since quantized weights cannot be trained.
             if "gguf_file" in shared:
-                # Versions without it unpack by themselves.
-                with contextlib.suppress(ImportError):
-                    from transformers import GgufConfig
-
-                    shared["quantization_config"] = GgufConfig(dequantize=True)
+                shared |= unpacked_gguf()
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, **shared
             )
