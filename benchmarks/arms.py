@@ -28,7 +28,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.workloads import apart, prompt_once
 from treegraft.core.types import Tree
-from treegraft.policy.attention_hook import AttentionOptions, install_attention
+from treegraft.policy.attention_hook import AttentionOptions, AttentionPlan, install_attention
 from treegraft.policy.learn.flex import WIDE, compiled_flex
 from treegraft.policy.learn.pack import (
     Node,
@@ -48,18 +48,13 @@ CHUNK = LearnSettings().vocab_chunk
 """Rows whose logits exist at once, in every arm."""
 
 
-class Plan(Protocol):
+class Plan(AttentionPlan, Protocol):
     """The attention of one batch."""
 
     inputs: tuple[Tensor, Tensor]
     """Token ids and positions of the model's call."""
     num_calls: int
     """Layers that called."""
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Tensor:
-        """See `treegraft.policy.attention_hook.AttentionPlan`."""
 
 
 class VarlenPlan:

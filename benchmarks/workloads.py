@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
-
-SAMPLED_FRAC = 0.6
-"""Share of a path behind its prompt that the policy samples; the rest are results of tools."""
+from treegraft.extras.lab.sizing import SAMPLED_FRAC
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +161,7 @@ def _tree(root: Segment, text: Sequence[int], number: int, draw: torch.Generator
     ends: list[str] = []
 
     def add(segment: Segment, step_id: str) -> None:
-        steps.append(_step(segment, step_id, _passage(text, segment.num_tokens, draw)))
+        steps.append(_step(segment, step_id, passage(text, segment.num_tokens, draw)))
         for child, below in enumerate(segment.below):
             add(below, f"{step_id}.{child}")
         if not segment.below:
@@ -202,7 +200,8 @@ def _step(segment: Segment, step_id: str, ids: tuple[int, ...]) -> Step:
     )
 
 
-def _passage(text: Sequence[int], count: int, draw: torch.Generator) -> tuple[int, ...]:
+def passage(text: Sequence[int], count: int, draw: torch.Generator) -> tuple[int, ...]:
+    """Returns `count` tokens of a text, from a place drawn at random on."""
     start = int(torch.randint(0, len(text) - count + 1, (1,), generator=draw))
     return tuple(text[start : start + count])
 

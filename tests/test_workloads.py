@@ -5,21 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks.arms import ROWS, arms, distance, gradients
+from benchmarks.card.bench import Bench
 from benchmarks.workloads import Segment, Workload, apart, prompt_once, workloads
 
 from treegraft.policy.learn.pack import num_tree_tokens
-from treegraft.policy.tiny import build_random_model
 
 TEXT = list(range(3, 500))
-_SMALL = {
-    "model_type": "qwen2",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def test_counts_by_hand() -> None:
@@ -67,7 +58,7 @@ def test_trajectories_are_the_same_in_every_layout(name: str) -> None:
 def test_every_way_has_the_gradient_of_rows(name: str) -> None:
     """In float32, in micro-batches that hold some of the rows each and cut the larger trees."""
     load = workloads(1 / 100)[name]
-    model = build_random_model(_SMALL, torch.float32, 0).eval()
+    model = Bench(ends_s=60.0, is_tiny=True).model("qwen2.5-1.5b", torch.float32)
     makers = arms(model, load.trees(TEXT), 300)
     expected = gradients(model, makers[ROWS]())
     for way, make in makers.items():

@@ -138,7 +138,7 @@ def _masks(bench: Bench) -> None:
 
 def _proofs(bench: Bench) -> None:
     """FlexAttention against a dense mask, as a learner tries it when it is made. Last, since each
-    shape in float32 is compiled for long."""
+    shape is compiled for several seconds."""
     if bench.device.type == "cpu":
         # FlexAttention has no backward pass there.
         return

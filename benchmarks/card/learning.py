@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ CELLS: Sequence[tuple[str, str, Sequence[str]]] = (
     (SMALL, "A", (ROWS, PACKED)),
     (SMALL, "D", ("gathered keys", "prompt once")),
     (SMALL, "S", ("gathered keys", "prompt once")),
-    (LARGE, "D", (ROWS, PACKED)),
     (SMALL, "C", ("gathered keys", "prompt once")),
+    (LARGE, "D", (ROWS, PACKED)),
     (SMALL, "D", ("padded",)),
 )
 """What is measured, the most important first."""
@@ -157,14 +157,10 @@ def _errors(bench: Bench, shape: str) -> None:
         if not bench.has_time(what):
             return
         with bench.measure(what, "of its norm"):
-            gap = _gap(rounded, make, expected)
+            gap = distance(gradients(rounded, make()), expected)
             if of_rows is None:
                 bench.add(what, gap, "of its norm")
                 of_rows = gap
             else:
                 # No farther than rows are, but for the noise of one draw.
                 check(bench, what, gap, 1.25 * of_rows, "of its norm")
-
-
-def _gap(model: Any, make: Callable[[], Arm], expected: Mapping[str, torch.Tensor]) -> float:
-    return distance(gradients(model, make()), expected)

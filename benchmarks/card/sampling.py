@@ -52,36 +52,26 @@ def _native(bench: Bench, prompts: Prompts, count: int) -> tuple[float, int, str
     settings = EngineSettings(max_rows=256, native=pool)
     engine = NativeEngine(bench.model(NAME), bench.tokenizer(NAME), settings)
 
-    async def draw(number: int, limit: int) -> int:
+    async def draw(some: Prompts, number: int, limit: int) -> int:
+        sampling = Sampling(max_new_tokens=limit)
         asked = (
-            engine.complete(
-                Request(prompt, Sampling(max_new_tokens=limit), noise_key=(number, row))
-            )
-            for row, prompt in enumerate(prompts)
+            engine.complete(Request(prompt, sampling, noise_key=(number, row)))
+            for row, prompt in enumerate(some)
         )
         return sum(len(one.token_ids) for one in await asyncio.gather(*asked))
 
     async def measured() -> tuple[float, int, str]:
-        # The first call prepares the kernels; other prompts, so that none is cached.
-        await _warm(engine, bench, len(prompts), len(prompts[0]))
+        # The first call prepares the kernels, with other prompts: none of ours shall be cached.
+        length = len(prompts[0])
+        others = [bench.tokens(NAME, 1000 + row, length) for row in range(len(prompts))]
+        await draw(others, 0, 4)
         begun = time.perf_counter()
-        num = await draw(1, count)
+        num = await draw(prompts, 1, count)
         seconds = time.perf_counter() - begun
         await engine.close()
         return seconds, num, "prompts taken in"
 
     return asyncio.run(measured())
-
-
-async def _warm(engine: NativeEngine, bench: Bench, num_rows: int, length: int) -> None:
-    others = [bench.tokens(NAME, 1000 + row, length) for row in range(num_rows)]
-    sampling = Sampling(max_new_tokens=4)
-    await asyncio.gather(
-        *(
-            engine.complete(Request(prompt, sampling, noise_key=(0, row)))
-            for row, prompt in enumerate(others)
-        )
-    )
 
 
 def _generate(bench: Bench, prompts: Prompts, count: int) -> tuple[float, int, str]:

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.speed.measure import Case, Row, Side, alternate, fit_exponent, time_row
 from benchmarks.speed.plans import PathPlan, TreePlan, arpo_tree, grow_plan
-from benchmarks.speed.stage import OurEngine, Stage, passage
-from benchmarks.workloads import one_prompt
+from benchmarks.speed.stage import OurEngine, Stage
+from benchmarks.workloads import one_prompt, passage
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Leaf, Origin, Sampling, Status, Step, Task, Tree
 from treegraft.policy.learn.learner import Learner

@@ -257,12 +257,6 @@ class OurEngine:
             self.worst_gap = max(self.worst_gap, self.stage.check(prompt, completion))
 
 
-def passage(text: Sequence[int], count: int, generator: torch.Generator) -> tuple[int, ...]:
-    """Returns `count` tokens of a text, from a place drawn at random on."""
-    start = int(torch.randint(0, len(text) - count + 1, (1,), generator=generator))
-    return tuple(text[start : start + count])
-
-
 def num_threads() -> int:
     """Returns how many threads torch uses."""
     return torch.get_num_threads()

@@ -225,7 +225,7 @@ def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> A
 
 def unpacked_gguf() -> dict[str, Any]:
     """Returns the arguments of `from_pretrained` by which transformers unpacks a GGUF file's
-    weights, and saves it half of the time."""
+    weights, and saves it more than a third of the time."""
     import gguf
 
     # transformers makes this table anew for each module of a model, and it is always the same.
