@@ -47,7 +47,7 @@ from statistics import fmean
 
 import numpy as np
 
-from treegraft.assemble import Parts, assemble, training_limits
+from treegraft.assemble import Parts, training_limits
 from treegraft.core.interfaces import Explorer, Retriever
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import (
@@ -71,7 +71,7 @@ from treegraft.policy.learn.credit import credit_trees
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
-from treegraft.traces.run_buffer import RunBuffer
+from treegraft.traces.rollout_buffer import RolloutBuffer
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 CAUSE = BranchCause(entropy_change=0.0, probability=1.0, rule="value")
@@ -313,8 +313,8 @@ async def measure(sampling: str, options: argparse.Namespace) -> list[dict[str, 
     config = load_config("sokoban", [*options.set, *SAMPLING[sampling]])
     lines: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
-        async with assemble(config, model_path=options.checkpoint) as parts:
-            buffer = RunBuffer(config, parts.source, Path(folder))
+        async with Parts.build(config, model_path=options.checkpoint) as parts:
+            buffer = RolloutBuffer(config, parts.source, Path(folder))
             opened = buffer.opened(0, parts)
             async with opened:
                 gate = asyncio.Semaphore(4)

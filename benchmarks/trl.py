@@ -27,9 +27,9 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from treegraft import Config, evaluate_checkpoint, load_config, train
+from treegraft import Config, Session, evaluate_checkpoint, load_config, train
 from treegraft.extras.trl import TreeGRPOTrainer, grpo_config
-from treegraft.parts import files, grove
+from treegraft.parts import files
 
 METHODS = {
     "grpo": ["explore.explorers=['independent']"],
@@ -127,7 +127,7 @@ def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "
     with_trees = counting(TreeGRPOTrainer, tree_tokens)(
         None, config, grpo_config(config, **own), callbacks=[turns[0]]
     )
-    with grove(config) as ours:
+    with Session(config) as ours:
         prompts = [{"prompt": task.question} for task in ours.tasks]
         alone = counting(GRPOTrainer, alone_tokens)(
             model=str(base),
@@ -151,9 +151,9 @@ def seconds(folder: Folder = Path("trl-bench"), rounds: int = 5, method: str = "
             nonlocal number
             number += 1
             size = config.run.tasks_per_update
-            trees = ours.grow(ours.tasks[number * size : (number + 1) * size], number)
-            trees, _ = ours.learner.learn(trees)
-            ours.publish(ours.learner.weights(), number)
+            own = ours.tasks[number * size : (number + 1) * size]
+            trees = ours.learn(ours.credit(ours.sample(number, own)), number)
+            ours.sync_weights(number)
             count = sum(len(step.token_ids) for tree in trees for step in tree.steps)
             our_tokens.append((count, count))
 

@@ -12,31 +12,26 @@ run beside the engine, and their time is printed: in this world it is too small 
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks.speed.measure import Case, Row, time_row
 from benchmarks.speed.stage import Stage
-from treegraft.assemble import TrainingParts, assemble_training, training_limits
 from treegraft.core.errors import DataError
 from treegraft.core.types import Tree
-from treegraft.explore.build import build_explorer
-from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import num_tree_tokens
+from treegraft.session import Session
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.tasks.sampler import draw_tasks
-from treegraft.traces.run_buffer import RunBuffer
 from treegraft.train import sft
 
-Held = TypeVar("Held")
 METHODS = {"GRPO": '["independent"]', "RAPO": '["graft"]', "ARPO": '["entropy"]'}
 _QUICK: Mapping[str, Any] = {
     "run": {"tasks_per_update": 2, "num_threads": 1},
@@ -97,15 +92,12 @@ def _compare(stage: Stage, name: str) -> Iterator[Row]:
     checkpoint = _agent(stage)
     costs: dict[str, list[Cost]] = {"GRPO": [], name: []}
     with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
-        parts = _entered(assemble_training(_config(stage, name, checkpoint)), runner, stack)
         methods = {
-            each: Updates(stage, parts, _config(stage, each, checkpoint), runner, stack)
-            for each in costs
+            each: stack.enter_context(Session(_config(stage, each, checkpoint))) for each in costs
         }
         for update in range(1, stage.num_runs + 2):
             for each in list(costs) if update % 2 else list(costs)[::-1]:
-                cost = methods[each].update(update)
+                cost = _update(methods[each], update)
                 if update > 1:
                     costs[each].append(cost)
     for each, found in costs.items():
@@ -177,15 +169,6 @@ def recipe_path(name: str) -> Path:
     return found
 
 
-def _entered(
-    context: AbstractAsyncContextManager[Held], runner: asyncio.Runner, stack: ExitStack
-) -> Held:
-    """Returns the object that the context holds until the stack is closed."""
-    held = runner.run(context.__aenter__())
-    stack.callback(lambda: runner.run(context.__aexit__(None, None, None)))
-    return held
-
-
 def _config(stage: Stage, method: str, checkpoint: Path) -> Config:
     """The recipe with a method, frozen: a learning rate of 0 and no warm-up."""
     return load_config(
@@ -236,68 +219,29 @@ def _agent(stage: Stage) -> Path:
     return checkpoint
 
 
-class Updates:
-    """Updates by one method with the parts that all methods share."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        parts: TrainingParts,
-        config: Config,
-        runner: asyncio.Runner,
-        stack: ExitStack,
-    ) -> None:
-        self._parts, self._config, self._runner = parts, config, runner
-        self._explorer = build_explorer(config.explore, vocab_size=len(parts.tokenizer))
-        folder = stage.folder / "buffer-run"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._buffer = RunBuffer(config, parts.source, folder)
-        _entered(self._buffer.opened(0, parts), runner, stack)
-
-    def update(self, number: int) -> Cost:
-        """Runs update `number` and returns what it took."""
-        return self._runner.run(self._update(number))
-
-    async def _update(self, number: int) -> Cost:
-        config, parts = self._config, self._parts
-        size = config.run.tasks_per_update
-        tasks = draw_tasks(parts.train_tasks, (number - 1) * size, size=size, seed=config.run.seed)
-        parts.toolbox.take_metrics()
-        began = time.perf_counter()
-        limits = training_limits(config)
-        num_at_once = min(config.rollout.max_live_trees, parts.num_trees_at_once(limits.num_leaves))
-        grower = parts.grower(self._explorer, limits, self._buffer.retriever)
-        trees = await grower.grow_all(
-            tasks,
-            noise_key=(config.run.seed, "train", number),
-            group_prefix=str(number),
-            max_live_trees=num_at_once,
-        )
-        rolled = time.perf_counter()
-        _, metrics = parts.learner.learn(
-            credit_trees(parts.learner.with_exact_entropies(trees), config)
-        )
-        learned = time.perf_counter()
-        await parts.engine.publish(parts.learner.weights(), number)
-        done = time.perf_counter()
-        return _cost(
-            trees,
-            metrics,
-            parts.toolbox.take_metrics(),
-            (rolled - began, learned - rolled, done - learned),
-        )
+def _update(session: Session, number: int) -> Cost:
+    """Runs update `number` by one method and returns what it took."""
+    run = session.config.run
+    size, tasks = run.tasks_per_update, session.tasks
+    drawn = draw_tasks(tasks, (number - 1) * size, size=size, seed=run.seed)
+    began = time.perf_counter()
+    trees = session.sample(number, drawn)
+    rolled = time.perf_counter()
+    trees = session.learn(session.credit(trees), number)
+    learned = time.perf_counter()
+    session.sync_weights(number)
+    done = time.perf_counter()
+    seconds = (rolled - began, learned - rolled, done - learned)
+    return _cost(trees, session.pop_metrics(), seconds)
 
 
 def _cost(
-    trees: Sequence[Tree],
-    learned: Mapping[str, float],
-    tools: Mapping[str, float],
-    seconds: tuple[float, float, float],
+    trees: Sequence[Tree], metrics: Mapping[str, float], seconds: tuple[float, float, float]
 ) -> Cost:
     calls = sum(tree.budget.num_tool_calls for tree in trees)
     spent = sum(
-        value * tools.get(f"tools/{key.removeprefix('time/tool_').removesuffix('_s')}_calls", 0.0)
-        for key, value in tools.items()
+        value * metrics.get(f"tools/{key.removeprefix('time/tool_').removesuffix('_s')}_calls", 0.0)
+        for key, value in metrics.items()
         if key.startswith("time/tool_") and key.endswith("_s")
     )
     return Cost(
@@ -306,7 +250,7 @@ def _cost(
         publish_s=seconds[2],
         num_sampled=sum(tree.budget.num_sampled_tokens for tree in trees),
         num_new_tokens=sum(num_tree_tokens(tree) - len(tree.root.token_ids) for tree in trees),
-        num_learned=learned["learn/num_unique_tokens"],
+        num_learned=metrics["learn/num_unique_tokens"],
         num_calls=calls,
         tool_s=spent,
     )

@@ -29,6 +29,7 @@ from treegraft.policy.learn.scores import token_scores as token_scores
 from treegraft.runs.record import read_trees as read_trees
 from treegraft.runs.result import RunResult as RunResult
 from treegraft.runs.trust import trust as trust
+from treegraft.session import Session as Session
 from treegraft.settings.config import Config as Config
 from treegraft.settings.load import load_config as load_config
 from treegraft.tasks.scoring import exact_match as exact_match

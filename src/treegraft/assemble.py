@@ -9,20 +9,19 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Literal, Self, cast
 
 from treegraft.core.demonstration import Show, Written, tree_of_paths
 from treegraft.core.errors import DataError, SettingError, about
 from treegraft.core.interfaces import (
-    CreditRule,
     Engine,
     EnvironmentKind,
     Explorer,
     Format,
-    LearnerLike,
     Retriever,
     TaskSource,
     Tokenizer,
+    Tool,
     TreeScorer,
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
@@ -53,14 +52,14 @@ from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.environments.trial import Trial, try_environment
 from treegraft.tools.toolbox import Toolbox
 
-if TYPE_CHECKING:
-    from treegraft.policy.learn.learner import Learner
-    from treegraft.policy.learn.ranks import Ranks
+Needs = Literal["prompts", "model", "engine", "learner"]
+"""How much of a recipe is made: all that needs no weights; that and the model; that and the engine;
+that, the engine and a model to train."""
 
 
 @dataclass(kw_only=True)
-class Setup:
-    """The parts that need no weights: all that writes prompts, runs tools and scores."""
+class Parts:
+    """The parts of a recipe: all that writes prompts, runs tools and scores, and what samples."""
 
     config: Config
     source: TaskSource
@@ -75,6 +74,68 @@ class Setup:
     scorer: TreeScorer
     load_model: Callable[[], Any]
     """Loads the model of model.path, another one at each call."""
+    own_engine: Engine | None = None
+    """None where none was asked for."""
+    placement: Placement | None = None
+    """Where engines and growers stand; None for this process."""
+    model: Any = None
+    """The one to train, with its adapters, or to weigh steps with; None where none was asked for
+    and once a learner has it."""
+    weight_files: Sequence[Path] | None = None
+    """From which several ranks read the model's weights by themselves; None for none, and then
+    `model` has them."""
+
+    @classmethod
+    @asynccontextmanager
+    async def build(
+        cls,
+        config: Config,
+        *,
+        needs: Needs = "engine",
+        model_path: Path | str | None = None,
+        source: TaskSource | None = None,
+        engine: Engine | None = None,
+        placement: Placement | None = None,
+        num_ranks: int = 0,
+    ) -> AsyncIterator[Self]:
+        """Holds the parts of a recipe.
+
+        Args:
+            model_path: load model and tokenizer from here instead of model.path (a checkpoint).
+            source: tasks made already; None builds them.
+            engine: made already, and closed by its owner; None builds it if it is needed.
+            placement: where engines and growers stand; None for this process.
+            num_ranks: how many processes learn; 0 for none.
+
+        Raises:
+            TreegraftError: a part that cannot be made, before any work starts.
+        """
+        async with AsyncExitStack() as stack:
+            with ctrl_c_ends_at_once():
+                if needs == "learner":
+                    from treegraft.policy.load import with_gradients
+
+                    stack.enter_context(with_gradients())
+                world = _World.of(config, source)
+                loaded = _Loaded.of(world, needs, model_path, engine, placement, num_ranks)
+                if engine is None and needs in ("engine", "learner"):
+                    opening = loaded.opening(num_ranks, placement, model_path)
+                    engine = await stack.enter_async_context(opening)
+                parts = cls(
+                    **world.prompt_parts(stack, loaded, model_path, engine),
+                    own_engine=engine,
+                    placement=placement,
+                    model=loaded.model if needs in ("model", "learner") else None,
+                    weight_files=loaded.files,
+                )
+                del loaded
+            yield parts
+
+    @property
+    def engine(self) -> Engine:
+        """What samples."""
+        assert self.own_engine is not None, "these parts were built without an engine"
+        return self.own_engine
 
     @cached_property
     def train_tasks(self) -> Sequence[Task]:
@@ -195,15 +256,6 @@ class Setup:
         length = sum(map(len, texts)) + overheads[roles]
         return self.max_prompt is None or length <= self.max_prompt
 
-
-@dataclass(kw_only=True)
-class Parts(Setup):
-    """The same with what samples: all that an evaluation needs, with one copy of the model."""
-
-    engine: Engine
-    placement: Placement | None = None
-    """Where engines and growers stand; None for this process."""
-
     def grower(
         self, explorer: Explorer, limits: Limits | None = None, retriever: Retriever | None = None
     ) -> Grower:
@@ -237,74 +289,6 @@ class Parts(Setup):
         return self.toolbox.take_metrics() | self.engine.take_metrics()
 
 
-@dataclass(kw_only=True)
-class TrainingParts(Parts):
-    """The same with the parts that learn. The engine has a copy of the model of its own."""
-
-    explorer: Explorer
-    learner: LearnerLike
-    credit_rule: CreditRule | None
-
-
-@asynccontextmanager
-async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
-    """Holds the parts that need no weights; of the model, tokenizer and shape are read.
-
-    Raises:
-        TreegraftError: a part that cannot be made.
-    """
-    async with AsyncExitStack() as stack:
-        scenario = _Scenario(config, None)
-        model, tokenizer = scenario.load_model(None, has_weights=False)
-        yield scenario.setup(stack, model, tokenizer, is_ours=False)
-
-
-@asynccontextmanager
-async def assemble_judge(
-    config: Config, model_path: Path | str
-) -> AsyncIterator[tuple[Setup, Any]]:
-    """Holds the parts that need no weights, and the model of `model_path`, which weighs steps that
-    are written already. Raises `TreegraftError` for a part that cannot be made."""
-    async with AsyncExitStack() as stack:
-        with ctrl_c_ends_at_once():
-            scenario = _Scenario(config, None)
-            model, tokenizer = scenario.load_model(model_path, has_weights=True)
-            is_ours = (Path(model_path) / "treegraft").is_dir()
-            setup = scenario.setup(stack, model, tokenizer, is_ours=is_ours)
-        yield setup, model
-
-
-@asynccontextmanager
-async def assemble(
-    config: Config,
-    *,
-    model_path: Path | str | None = None,
-    source: TaskSource | None = None,
-    engine: Engine | None = None,
-) -> AsyncIterator[Parts]:
-    """Holds the parts of an evaluation; nothing is trained.
-
-    Args:
-        model_path: load model and tokenizer from here instead of model.path (a checkpoint).
-        source: tasks made already; None builds them.
-        engine: made already, and closed by its owner; None builds it.
-
-    Raises:
-        TreegraftError: a part that cannot be made, before any work starts.
-    """
-    async with AsyncExitStack() as stack:
-        with ctrl_c_ends_at_once():
-            scenario = _Scenario(config, source)
-            place = model_path or config.model.path
-            has_weights = engine is None and needs_weights(config, place)
-            model, tokenizer = scenario.load_model(model_path, has_weights=has_weights)
-            if engine is None:
-                opening = opened_engine(config, model, tokenizer, place)
-                engine = await stack.enter_async_context(opening)
-            parts = scenario.parts(stack, model, engine, tokenizer, model_path)
-        yield parts
-
-
 @asynccontextmanager
 async def assemble_engine(
     config: Config, *, model_path: Path | str | None = None
@@ -314,97 +298,10 @@ async def assemble_engine(
     Raises:
         TreegraftError: the engine cannot be made.
     """
-    place = model_path or config.model.path
     # The vocabulary of a tiny model is that of tasks and tools.
-    scenario = _Scenario(config, None)
-    model, tokenizer = scenario.load_model(model_path, has_weights=needs_weights(config, place))
-    async with opened_engine(config, model, tokenizer, place) as engine:
+    loaded = _Loaded.of(_World.of(config, None), "engine", model_path, None, None, 0)
+    async with loaded.opening(0, None, model_path) as engine:
         yield engine
-
-
-@asynccontextmanager
-async def assemble_training(
-    config: Config,
-    *,
-    source: TaskSource | None = None,
-    checkpoint: Path | None = None,
-    ranks: Ranks | None = None,
-    placement: Placement | None = None,
-) -> AsyncIterator[TrainingParts]:
-    """Holds the parts of a training.
-
-    Args:
-        source: tasks made already; None builds them.
-        checkpoint: where to go on from, weights and optimiser; None for the beginning.
-        ranks: the processes that learn together, of which this one is the first; None for this one
-            alone.
-        placement: where engines and growers stand; None for this process.
-
-    Raises:
-        TreegraftError: a part that cannot be made, before any work starts.
-    """
-    async with AsyncExitStack() as stack:
-        with ctrl_c_ends_at_once():
-            # Imported here, so that `treegraft --help` and config checks start without torch.
-            from treegraft.policy.learn.credit import find_credit_rule
-            from treegraft.policy.load import with_gradients
-
-            stack.enter_context(with_gradients())
-            credit_rule = find_credit_rule(config)
-            scenario = _Scenario(config, source)
-            # Adapters are restored with the optimiser's state, onto the model that they adapt.
-            model_path = None if config.model.lora.rank else checkpoint
-            source_path = model_path or config.model.path
-            files = None if ranks is None else _weight_files(config, source_path)
-            model, tokenizer = scenario.load_model(model_path, has_weights=files is None)
-            # Adapters change the model in place, so the engine's copy comes first. Another engine
-            # has its own.
-            has_copy = config.engine.kind == "native" and placement is None
-            own = copy.deepcopy(model).requires_grad_(False) if has_copy else None
-            trained = _adapted(config, model)
-            opening: AbstractAsyncContextManager[Engine]
-            if placement is None:
-                count = 1 if ranks is None else ranks.size
-                opening = opened_engine(config, own or trained, tokenizer, source_path, count)
-            else:
-                opening = placement.engine(config, model_path)
-            engine = await stack.enter_async_context(opening)
-            parts = scenario.parts(stack, model, engine, tokenizer, model_path, placement)
-            learner = _build_learner(config, trained, checkpoint, ranks, files)
-            # Several ranks hold it in parts.
-            del model, trained
-        yield TrainingParts(
-            **vars(parts),
-            explorer=training_explorer(config, tokenizer),
-            learner=learner,
-            credit_rule=credit_rule,
-        )
-
-
-def build_own_learner(parts: Setup) -> Learner:
-    """Returns a learner as a training's at its beginning, with weights of its own.
-
-    Raises:
-        ModelError, SettingError: a model that cannot be loaded or learned.
-    """
-    learner = _build_learner(
-        parts.config, _adapted(parts.config, parts.load_model()), None, None, None
-    )
-    return cast("Learner", learner)
-
-
-def _adapted(config: Config, model: Any) -> Any:
-    """The model with the recipe's adapters."""
-    from treegraft.policy.load import with_adapters
-
-    try:
-        return with_adapters(model, config.model, seed=config.run.seed)
-    except ValueError as error:
-        raise SettingError(
-            f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model:"
-            f" {error}",
-            code="lora-targets-mismatch",
-        ) from error
 
 
 def training_explorer(config: Config, tokenizer: Tokenizer) -> Explorer:
@@ -412,57 +309,31 @@ def training_explorer(config: Config, tokenizer: Tokenizer) -> Explorer:
     return build_explorer(config.explore, vocab_size=len(tokenizer), penalty=config.reward.penalty)
 
 
-def _weight_files(config: Config, model_path: Path | str) -> Sequence[Path] | None:
-    """The files from which ranks read the weights by themselves, None for none."""
-    from treegraft.policy.learn.weight_files import shardable_files
-
-    with about("model.path"):
-        return shardable_files(config, model_path)
-
-
-def _build_learner(
-    config: Config,
-    model: Any,
-    checkpoint: Path | None,
-    ranks: Ranks | None,
-    files: Sequence[Path] | None,
-) -> LearnerLike:
-    if ranks is not None:
-        from treegraft.policy.learn.leader import Leader
-
-        return Leader(ranks, model, config, checkpoint, files)
-    from treegraft.policy.learn.learner import Learner
-
-    learner = Learner(
-        model,
-        config.learn,
-        config.loss,
-        length_constant=config.rollout.max_completion_tokens,
-        num_updates=config.run.num_updates,
-        shares_card=config.engine.shares_card,
-    )
-    if checkpoint is not None:
-        learner.load(checkpoint)
-    return learner
-
-
-class _Scenario:
+@dataclass(frozen=True, slots=True)
+class _World:
     """The parts that need no model: tasks, rewards, environment and tools. Made and checked first,
     so that contradictions are refused before weights are loaded."""
 
-    def __init__(self, config: Config, source: TaskSource | None) -> None:
-        self.config = config
-        self.tasks = source or build_tasks(config.tasks, config.run.seed)
-        self.rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
-        self.kind = open_environments(config.environment)
-        own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
-        self.tools = build_tools(config.tools, own_tools)
+    config: Config
+    tasks: TaskSource
+    rewards: Sequence[WeightedReward]
+    kind: EnvironmentKind | None
+    tools: Sequence[Tool]
+
+    @classmethod
+    def of(cls, config: Config, source: TaskSource | None) -> Self:
+        tasks = source or build_tasks(config.tasks, config.run.seed)
+        rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
+        kind = open_environments(config.environment)
+        own_tools = [*tasks.tools(), *(kind.tools if kind else ())]
+        tools = build_tools(config.tools, own_tools)
         # Only its kind matters here; the tokenizer, whose size it takes, comes later.
         explorer = build_explorer(config.explore, vocab_size=2)
-        refuse(check(config, explorer, self.tools, self.kind))
+        refuse(check(config, explorer, tools, kind))
+        return cls(config, tasks, rewards, kind, tools)
 
     def load_model(self, path: Path | str | None, *, has_weights: bool) -> tuple[Any, Tokenizer]:
-        """Returns (model, tokenizer) of model.path, or of `path` where one is given."""
+        """Returns (model, tokenizer) of model.path, or of `path` if there is one."""
         from treegraft.policy.load import limit_threads, load_model
 
         config = self.config
@@ -477,75 +348,124 @@ class _Scenario:
                 settings, vocabulary=words, seed=config.run.seed, has_weights=has_weights
             )
 
-    def parts(
+    def prompt_parts(
         self,
         stack: AsyncExitStack,
-        model: Any,
-        engine: Engine,
-        tokenizer: Any,
+        loaded: _Loaded,
         model_path: Path | str | None,
-        placement: Placement | None = None,
-    ) -> Parts:
-        """Returns the parts; those that have to be closed go onto the stack.
-
-        Args:
-            model: for its configuration alone.
-        """
-        is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
-        setup = self.setup(stack, model, tokenizer, is_ours=is_ours, max_context=engine.max_context)
-        return Parts(**vars(setup), engine=engine, placement=placement)
-
-    def setup(
-        self,
-        stack: AsyncExitStack,
-        model: Any,
-        tokenizer: Any,
-        *,
-        is_ours: bool,
-        max_context: int | None = None,
-    ) -> Setup:
-        """Returns the parts that need no weights.
-
-        Args:
-            is_ours: the tokenizer comes from a checkpoint of ours, which holds the template
-                already.
-            max_context: of the engine, in tokens.
-        """
+        engine: Engine | None,
+    ) -> dict[str, Any]:
+        """Returns the fields of `Parts` that need no weights; those that have to be closed go onto
+        the stack."""
         from treegraft.policy import output_head
 
-        config = self.config
+        config, tokenizer = self.config, loaded.tokenizer
         # The learner packs whole paths, so its model's limit counts beside the engine's.
-        own = output_head.max_context(model)
-        limits = [limit for limit in (own, max_context) if limit is not None]
+        own = output_head.max_context(loaded.model)
+        of_engine = None if engine is None else engine.max_context
+        limits = [limit for limit in (own, of_engine) if limit is not None]
         max_prompt = None
         if limits:
             refuse(check_context(config, min(limits)))
             max_prompt = min(limits) - longest_completion(config)[1]
-        if not is_ours:
+        # A checkpoint of ours holds the template already.
+        if model_path is None or not (Path(model_path) / "treegraft").is_dir():
             use_template(config.format.chat_template, tokenizer)
         form = build_format(
             config.format,
             tokenizer,
             self.tools,
             max_context=max_prompt,
-            end_ids=output_head.end_token_ids(model, tokenizer.eos_token_id),
+            end_ids=output_head.end_token_ids(loaded.model, tokenizer.eos_token_id),
             mentions_retrieval="graft" in config.explore.explorers,
         )
         environments = None if self.kind is None else Environments(self.kind, config.environment)
         toolbox = Toolbox(self.tools, config.tools, environments)
         stack.push_async_callback(toolbox.close)
-        return Setup(
-            config=config,
-            source=self.tasks,
-            tokenizer=tokenizer,
-            format=form,
-            max_prompt=max_prompt,
-            toolbox=toolbox,
-            kind=self.kind,
-            rewards=self.rewards,
-            load_model=lambda: self.load_model(None, has_weights=True)[0],
-            scorer=build_scorer(config, self.rewards, form.written_text),
-        )
+        return {
+            "config": config,
+            "source": self.tasks,
+            "tokenizer": tokenizer,
+            "format": form,
+            "max_prompt": max_prompt,
+            "toolbox": toolbox,
+            "kind": self.kind,
+            "rewards": self.rewards,
+            "load_model": lambda: self.load_model(None, has_weights=True)[0],
+            "scorer": build_scorer(config, self.rewards, form.written_text),
+        }
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A model and its tokenizer, and the engine's own copy."""
+
+    config: Config
+    place: Path | str
+    """Where they came from."""
+    model: Any
+    """With its adapters if it is trained; of one that nobody needs, the shape alone."""
+    of_engine: Any
+    """The engine's own."""
+    tokenizer: Any
+    files: Sequence[Path] | None
+    """From which ranks read the weights; None for none."""
+
+    @classmethod
+    def of(
+        cls,
+        world: _World,
+        needs: Needs,
+        model_path: Path | str | None,
+        engine: Engine | None,
+        placement: Placement | None,
+        num_ranks: int,
+    ) -> Self:
+        config = world.config
+        place, files = model_path or config.model.path, None
+        if needs == "learner" and num_ranks > 1:
+            from treegraft.policy.learn.weight_files import shardable_files
+
+            with about("model.path"):
+                files = shardable_files(config, place)
+        has_weights = {
+            "prompts": False,
+            "model": True,
+            "engine": engine is None and needs_weights(config, place),
+            "learner": files is None,
+        }
+        model, tokenizer = world.load_model(model_path, has_weights=has_weights[needs])
+        if needs != "learner":
+            return cls(config, place, model, model, tokenizer, files)
+        # Adapters change the model in place, so the engine's copy comes first. Another engine has
+        # its own.
+        has_copy = config.engine.kind == "native" and placement is None and engine is None
+        own = copy.deepcopy(model).requires_grad_(False) if has_copy else None
+        trained = adapted(config, model)
+        return cls(config, place, trained, own or trained, tokenizer, files)
+
+    def opening(
+        self, num_ranks: int, placement: Placement | None, model_path: Path | str | None
+    ) -> AbstractAsyncContextManager[Engine]:
+        """Returns what opens the engine."""
+        if placement is not None:
+            return placement.engine(self.config, model_path)
+        return opened_engine(self.config, self.of_engine, self.tokenizer, self.place, num_ranks)
+
+
+def adapted(config: Config, model: Any) -> Any:
+    """Returns the model with the recipe's adapters. Raises `SettingError` for targets that do not
+    fit it."""
+    from treegraft.policy.load import with_adapters
+
+    try:
+        return with_adapters(model, config.model, seed=config.run.seed)
+    except ValueError as error:
+        raise SettingError(
+            f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model:"
+            f" {error}",
+            code="lora-targets-mismatch",
+        ) from error
 
 
 def training_limits(config: Config) -> Limits:

@@ -45,8 +45,8 @@ from treegraft.core.workers import WorkerPool as WorkerPool
 from treegraft.evals import measuring as measuring
 from treegraft.explore.entropy import EntropyBranching as EntropyBranching
 from treegraft.explore.independent import Independent as Independent
-from treegraft.launch.grove import Grove as Grove
-from treegraft.launch.grove import grove as grove
+from treegraft.grove import Grove as Grove
+from treegraft.grove import grove as grove
 from treegraft.policy import shapes as shapes
 from treegraft.policy.engine import served as served
 from treegraft.policy.learn.learner import Learner as Learner

@@ -87,7 +87,7 @@ def own_gradient(
         length_constant=config.rollout.max_completion_tokens,
     )
     if config.loss.kl_coef:
-        learner.freeze_reference()
+        learner.keep_reference()
     if weights is not None:
         learner.model.load_state_dict(weights)
     found: dict[str, torch.Tensor] = {}

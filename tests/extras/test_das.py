@@ -200,7 +200,7 @@ def pair_gradient(trees: list[Tree], *, reference: bool = False, **fields: Any) 
     settings = loss_settings(**fields)
     learner, _ = make_learner(model, LossSettings(), **learn)
     if reference:
-        learner.freeze_reference()
+        learner.keep_reference()
         shift_weights(model)
     learn_pairs(trees, settings, learner, MetricSums())
     return gradient_of(model)

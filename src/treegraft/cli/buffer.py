@@ -214,7 +214,7 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
     from rich.text import Text
 
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.run_buffer import buffer_file
+    from treegraft.traces.rollout_buffer import buffer_file
 
     buffer = buffer_file(buffer)
     with TraceBuffer.open_as_built(buffer) as opened:
@@ -261,7 +261,7 @@ def search(
     """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.keys import value_text
-    from treegraft.traces.run_buffer import buffer_file
+    from treegraft.traces.rollout_buffer import buffer_file
 
     with TraceBuffer.open_as_built(buffer_file(buffer)) as opened:
         (found,) = opened.search([text], num, allow_terminal=True)

@@ -291,9 +291,9 @@ class RunAsked:
         """Returns the folder of the run: a new one, or that of the run to resume."""
         if self.resume is not None:
             return self.resume
-        from treegraft.runs.start import new_start
+        from treegraft.runs.run import new_run_path
 
-        return new_start(self.config, self.recipe).path
+        return new_run_path(self.config, self.recipe)
 
     @contextlib.contextmanager
     def carried_out(self) -> Iterator[dict[str, Any]]:
@@ -334,11 +334,11 @@ def _asked(
         recipe = None
     config = _settings(recipe, typed, resume, str(context.info_name), smoke)
     if resume is None and os.environ.get("RANK", "0") == "0":
-        from treegraft.runs.start import new_start
+        from treegraft.runs.run import new_run_path
 
         # A folder that is there already is told before torch loads, which takes seconds. Other
         # ranks may begin when the first has made it.
-        new_start(config, recipe)
+        new_run_path(config, recipe)
     return RunAsked(
         config=config,
         recipe=recipe,
@@ -357,7 +357,7 @@ def _settings(
 
     refuse_foreign(overrides, command)
     if resume is not None and recipe is None:
-        from treegraft.runs.start import own_config
+        from treegraft.runs.open import own_config
 
         return own_config(resume, overrides)
     if recipe is None:

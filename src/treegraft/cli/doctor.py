@@ -36,7 +36,7 @@ from treegraft.settings.table import value_of, with_choices
 from treegraft.tasks.build import build_tasks
 
 if TYPE_CHECKING:
-    from treegraft.assemble import Setup
+    from treegraft.assemble import Parts
     from treegraft.core.types import Task
     from treegraft.evals.preflight import Sample
 
@@ -348,12 +348,12 @@ def examine(config: Config | None, **asked: Any) -> Examination:
 
 
 async def _try_first_tasks(config: Config, found: Examination) -> None:
-    from treegraft.assemble import assemble_setup
+    from treegraft.assemble import Parts
     from treegraft.evals.preflight import Preflight
 
     title = "first tasks"
     try:
-        async with assemble_setup(config) as setup:
+        async with Parts.build(config, needs="prompts") as setup:
             preflight = Preflight(setup)
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
             found.sections["environment"], shown = await _try_environment(setup)
@@ -366,7 +366,7 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
         found.sections[title] = [Finding("setup", "cannot be made", False, str(error))]
 
 
-async def _try_environment(setup: Setup) -> tuple[list[Finding], Task | None]:
+async def _try_environment(setup: Parts) -> tuple[list[Finding], Task | None]:
     """How an environment begins on the first task, with its tools; the expert's demonstration of
     that task is played. Also the task as it begins there; None without an environment."""
     try:

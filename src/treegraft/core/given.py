@@ -95,6 +95,11 @@ def giving(objects: GivenObjects) -> Iterator[None]:
         _PRESENT.reset(token)
 
 
+def present() -> GivenObjects:
+    """Returns the objects whose names lead to them here."""
+    return _PRESENT.get() or GivenObjects()
+
+
 def find_given(name: str) -> Any:
     """Returns the object of a name that begins with `GIVEN`. Raises `KeyError` where it was not
     given here."""

@@ -101,9 +101,9 @@ class LearnerLike(Protocol):
     def forget_moments(self) -> None:
         """Resets the optimiser's moments, such as between warm-up and training."""
 
-    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
+    def keep_reference(self, folder: Path | None, *, is_new: bool) -> None:
         """Freezes the present weights as the reference of the KL term and writes them to the
-        folder; a resumed run reads the reference from there."""
+        folder, None for nowhere; a resumed run reads the reference from there."""
 
     def weights(self) -> WeightSource:
         """Returns the plain model's weights with adapters merged into them."""

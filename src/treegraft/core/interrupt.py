@@ -18,7 +18,10 @@ from treegraft.core.errors import shown_in_notebook
 # Imported where a loop runs: the list of commands does not wait for it.
 if TYPE_CHECKING:
     import asyncio
+    from concurrent.futures import Future
 
+LOOK_S = 0.05
+"""Time between two looks at whether a stop is asked for."""
 HEARTBEAT_S = 60.0
 """A wait this long says what it is waiting for, and again after as long."""
 OTHERS: Sequence[int] = tuple(
@@ -159,7 +162,7 @@ class Stop:
 
     @contextmanager
     def on_signals(self, announce: Callable[[str], None], doing: str, again: str) -> Iterator[None]:
-        """Makes Ctrl-C and the `OTHERS` ask for a stop while the block runs, on an event loop.
+        """Makes Ctrl-C and the `OTHERS` ask for a stop while the block runs.
 
         Args:
             announce: is called with a sentence about what happens.
@@ -168,7 +171,8 @@ class Stop:
         """
         import asyncio
 
-        self._loop = asyncio.get_running_loop()
+        with suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
         if self.is_asked:
             self._event.set()
 
@@ -195,6 +199,25 @@ class Stop:
             if _SWALLOWED:
                 on_signal(_SWALLOWED[0], None)
             yield
+
+    def wait(
+        self, work: Future[Result], *, waits_on: object, on_heartbeat: Callable[[str], None]
+    ) -> Result:
+        """Returns the result of work in another thread; arguments and errors as in `interruptible`,
+        but that the caller ends the work."""
+        began = said = time.monotonic()
+        while not work.done():
+            # A short sleep, not an event: a signal may come in the middle of setting one.
+            with suppress(TimeoutError):
+                work.exception(LOOK_S)
+            if self.is_asked and not work.done():
+                raise Interrupted
+            now = time.monotonic()
+            if now - said >= HEARTBEAT_S:
+                said = now
+                waits = str(waits_on) or "nothing is waited for"
+                on_heartbeat(f"not finished after {now - began:.0f} s: {waits}")
+        return work.result()
 
     async def interruptible(
         self,

@@ -239,7 +239,7 @@ class Plugin:
     nothing. Or import paths."""
     trials: Mapping[str, Any] = field(default_factory=dict)
     """Further sections, of what needs the recipe's tools and tasks: each a coroutine function,
-    called with a `judging.Setup`; returns `Finding`s. Or import paths."""
+    called with `judging.Parts`; returns `Finding`s. Or import paths."""
     findings: Callable[[Any], Iterable[Any]] = _nothing
     """A function of the configuration that yields a `Finding` for each key or address that doctor
     shows beside the data."""

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from treegraft.assemble import Parts, assemble, eval_limits
+from treegraft.assemble import Parts, eval_limits
 from treegraft.core.errors import DataError
 from treegraft.core.given import GivenObjects, giving
 from treegraft.core.interfaces import Tokenizer
 from treegraft.core.types import Task, Trajectory, Tree
 from treegraft.explore.independent import Independent
+from treegraft.runs.open import open_with
 from treegraft.runs.result import Answer, Messages
-from treegraft.runs.start import open_with
 from treegraft.settings.load import refuse_sampling
 from treegraft.settings.objects import Objects
 from treegraft.settings.table import with_value
@@ -162,7 +162,7 @@ class Agent:
         """Holds the parts until `close`."""
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         try:
-            async with assemble(self._config, model_path=self._model_path) as parts:
+            async with Parts.build(self._config, model_path=self._model_path) as parts:
                 opened.set_result(parts)
                 await self._ended.wait()
         except BaseException as error:

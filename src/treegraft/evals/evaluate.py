@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from treegraft.assemble import Parts, assemble, eval_limits
+from treegraft.assemble import Parts, eval_limits
 from treegraft.core.errors import DataError
 from treegraft.core.given import giving
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Tree
 from treegraft.explore.independent import Independent
-from treegraft.rollout.measure import eval_metrics
+from treegraft.rollout.measure import eval_metrics, paired_gain
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
-from treegraft.runs.start import open_with
+from treegraft.runs.open import open_with
 from treegraft.runs.tree_files import write_trees
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects
@@ -33,6 +34,8 @@ class Evaluation:
     """One greedy trajectory per task; None where eval.greedy is off."""
     sampled: list[Tree] | None
     """eval.num_samples trajectories per task at eval.temperature; None where that is 0."""
+    seconds: float = 0.0
+    """How long it took."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -44,6 +47,12 @@ class Evaluation:
         """The trees by kind, "greedy" before "sampled"; only those that there are."""
         passes = {"greedy": self.greedy, "sampled": self.sampled}
         return {kind: trees for kind, trees in passes.items() if trees is not None}
+
+    def gain(self, kind: str, before: Sequence[Tree]) -> dict[str, float]:
+        """Returns how much better the trees of a kind are than earlier ones of the same tasks."""
+        name = "eval/gain" if kind == "greedy" else "eval/gain_sampled"
+        gain, low, high = paired_gain(before, self.passes[kind])
+        return {name: gain, f"{name}_low": low, f"{name}_high": high}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +111,7 @@ async def evaluate(
         watch: kept up to date with the waits under way.
         on_progress: called with (trees done, trees in all, the waits under way).
     """
+    began = time.monotonic()
     watch = Watch() if watch is None else watch
     settings = parts.config.eval
     passes = [("greedy", 0.0, 1)] if settings.greedy else []
@@ -123,7 +133,11 @@ async def evaluate(
             watch=watch,
             on_tree=report,
         )
-    return Evaluation(greedy=found.get("greedy"), sampled=found.get("sampled"))
+    return Evaluation(
+        greedy=found.get("greedy"),
+        sampled=found.get("sampled"),
+        seconds=time.monotonic() - began,
+    )
 
 
 def evaluate_checkpoint(
@@ -173,7 +187,7 @@ def _evaluated(
         )
 
     async def run(report: Callable[..., None]) -> Evaluation:
-        async with assemble(config, model_path=model_path, source=source) as parts:
+        async with Parts.build(config, model_path=model_path, source=source) as parts:
             parts.check_tasks(tasks)
             await parts.try_rewards(tasks)
             return await evaluate(parts, tasks, 0, on_progress=report)

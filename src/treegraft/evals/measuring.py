@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.assemble import Parts as Parts
-from treegraft.assemble import assemble
 from treegraft.core.files import file_checksum
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import independent_trees
@@ -17,8 +16,8 @@ from treegraft.rollout.formats.markup import boxed as boxed
 from treegraft.rollout.measure import pass_at_k as pass_at_k
 from treegraft.rollout.watch import Watch
 from treegraft.runs.display import display_on as display_on
+from treegraft.runs.open import open_agent
 from treegraft.runs.record import RunFolder as RunFolder
-from treegraft.runs.start import open_agent
 from treegraft.runs.tree_json import parse_tree as parse_tree
 from treegraft.runs.tree_json import tree_to_json as tree_to_json
 from treegraft.settings.config import Config, settings_with
@@ -111,7 +110,7 @@ class Subject:
             DataError: the prompt of one of `tasks` does not fit.
             TreegraftError: a part that cannot be made.
         """
-        async with assemble(self.config, model_path=self.model_path) as parts:
+        async with Parts.build(self.config, model_path=self.model_path) as parts:
             parts.check_prompts(tasks)
             scorer = suite_scorer(self.config.reward.deadline_s, parts.format.written_text)
             yield replace(parts, scorer=scorer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from treegraft.assemble import Setup
+from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
 from treegraft.core.finding import Finding
 from treegraft.core.interfaces import Span, Tool, signature_of
@@ -41,7 +41,7 @@ class Sample:
 class Preflight:
     """The checks of a run's setup."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Parts) -> None:
         self.setup = setup
         self.tasks = setup.train_tasks[:NUM_TASKS]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,13 @@ def save_checkpoint(
     state: TrainState,
     config_json: str,
     keep_adapter: bool,
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a checkpoint to `folder`, all of it or nothing.
 
     Args:
         keep_adapter: write the adapters apart, and the model without them.
+        write_more: writes further files into the folder that it is given.
     """
     from transformers.utils import logging
 
@@ -65,6 +67,8 @@ def save_checkpoint(
     try:
         (partial / "treegraft").mkdir(parents=True)
         learner.save(partial, keep_adapter=keep_adapter)
+        if write_more is not None:
+            write_more(partial)
         for trace in ("is_local", "local_files_only"):
             # Where a tokenizer was loaded from is no part of it; a resumed run's would differ from
             # an undisturbed one's.

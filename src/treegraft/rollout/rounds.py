@@ -3,8 +3,7 @@ of groups that teach nothing (dynamic sampling)."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from treegraft.core.interfaces import TaskSampler
 from treegraft.core.types import Task, Tree
@@ -13,27 +12,64 @@ from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 
 
-@dataclass(slots=True)
-class Sampled:
-    """The trees of an update, by what becomes of them."""
+class Trees(list[Tree]):
+    """The trees of an update that are learned from, and beside them the others that it sampled."""
 
-    kept: list[Tree] = field(default_factory=list)
-    """Those to learn from."""
-    dropped: list[Tree] = field(default_factory=list)
-    """Those without variance of reward, and those that came on top of the number wanted."""
-    references: list[Tree] = field(default_factory=list)
-    """Those that only tell the sampler of tasks how hard tasks are."""
-    num_drawn: int = 0
-    """Tasks drawn for them."""
-    num_rounds: int = 0
+    def __init__(
+        self,
+        kept: Iterable[Tree] = (),
+        *,
+        dropped: Sequence[Tree] = (),
+        references: Sequence[Tree] = (),
+        num_drawn: int = 0,
+        num_rounds: int = 1,
+    ) -> None:
+        """Args:
+        kept: those to learn from.
+        dropped: those without variance of reward, and those that came on top of the number wanted;
+            they are recorded and counted like the rest.
+        references: those that only tell the sampler of tasks how hard tasks are.
+        num_drawn: tasks drawn for them.
+        num_rounds: rounds of sampling.
+        """
+        super().__init__(kept)
+        self.dropped, self.references = list(dropped), list(references)
+        self.num_drawn, self.num_rounds = num_drawn, num_rounds
+
+    @property
+    def sampled(self) -> list[Tree]:
+        """All but the references."""
+        return [*self, *self.dropped]
+
+    @property
+    def recorded(self) -> list[Tree]:
+        """All of them."""
+        return [*self.sampled, *self.references]
 
     @property
     def metrics(self) -> dict[str, float]:
         """rollout/num_rounds and rollout/num_dropped_groups."""
+        if not self.num_drawn:  # the caller chose the tasks
+            return {}
         return {
             "rollout/num_rounds": float(self.num_rounds),
             "rollout/num_dropped_groups": float(len(self.dropped)),
         }
+
+    def changed(self, kept: Iterable[Tree], dropped: Sequence[Tree] | None = None) -> Trees:
+        """Returns the same with other trees to learn from; None keeps those that were dropped."""
+        return Trees(
+            kept,
+            dropped=self.dropped if dropped is None else dropped,
+            references=self.references,
+            num_drawn=self.num_drawn,
+            num_rounds=self.num_rounds,
+        )
+
+    @classmethod
+    def of(cls, trees: Sequence[Tree]) -> Trees:
+        """Returns trees as they are, or those of a plain list."""
+        return trees if isinstance(trees, Trees) else cls(trees)
 
 
 async def sample_rounds(
@@ -43,7 +79,7 @@ async def sample_rounds(
     size: int,
     max_rounds: int,
     penalty: float = 0.0,
-) -> Sampled:
+) -> Trees:
     """Returns `size` trees whose rewards vary, or as many as were found in `max_rounds` rounds of
     `size` tasks; where none was found, the first ones, which teach nothing.
 
@@ -57,21 +93,22 @@ async def sample_rounds(
         grow: returns a scored tree for each task.
         penalty: weight of the reward "overlong", see `independent.rewards_vary`.
     """
-    found, every = Sampled(), list[Tree]()
-    while found.num_rounds < max_rounds and len(found.kept) < size:
-        tasks = draw(found.num_drawn, {tree.task.id for tree in every})
-        if not tasks and found.num_rounds:  # every task of a small set has been drawn
+    kept, every = list[Tree](), list[Tree]()
+    num_drawn = num_rounds = 0
+    while num_rounds < max_rounds and len(kept) < size:
+        tasks = draw(num_drawn, {tree.task.id for tree in every})
+        if not tasks and num_rounds:  # every task of a small set has been drawn
             break
         trees = await grow(tasks)
         every += trees
-        found.num_drawn += size
-        found.num_rounds += 1
+        num_drawn += size
+        num_rounds += 1
         wanted = [tree for tree in trees if max_rounds == 1 or rewards_vary(tree, penalty=penalty)]
-        found.kept += wanted[: size - len(found.kept)]
-    found.kept = found.kept or every[:size]
-    kept = {tree.group_id for tree in found.kept}
-    found.dropped = [tree for tree in every if tree.group_id not in kept]
-    return found
+        kept += wanted[: size - len(kept)]
+    kept = kept or every[:size]
+    names = {tree.group_id for tree in kept}
+    dropped = [tree for tree in every if tree.group_id not in names]
+    return Trees(kept, dropped=dropped, num_drawn=num_drawn, num_rounds=num_rounds)
 
 
 async def sample_update(
@@ -84,7 +121,7 @@ async def sample_update(
     size: int,
     num_at_once: int,
     on_progress: Callable[[int, int], None],
-) -> Sampled:
+) -> Trees:
     """Returns the trees of update `number`, and those of the sampler's references for it.
 
     Args:

@@ -61,6 +61,8 @@ class TrainState:
     """learn/canary_gap of the first publish; None before it, and for engines without canaries."""
     num_drawn: int = 0
     """Training tasks drawn so far."""
+    own_drawn: tuple[str, ...] = ()
+    """Ids of tasks that a loop of one's own chose itself, for lessons of earlier tasks."""
     spent: tuple[int, int] = (0, 0)
     """Tool calls executed in training so far, replayed ones included, and tokens sampled."""
     lesson_value: tuple[float, float] | None = None

@@ -22,16 +22,16 @@ class Replay:
     left out. The paper's choice of tasks by difficulty (DOTS) is `tasks.sampler.Difficulty`.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, update: int) -> None:
+    def __init__(self, config: Config, folder: RunFolder | None, update: int) -> None:
         """Takes up the groups of the run's files up to `update`: a resumed run draws what an
-        uninterrupted one would have drawn."""
+        uninterrupted one would have drawn. Without a folder it begins with none."""
         self._folder = folder
         self._settings, self._seed = config.replay, config.run.seed
         self._num_wanted = self._settings.num_replayed(config.run.tasks_per_update)
         self._drawn: list[int] = []
         self._groups: dict[str, Tree] = {}
         """By task, the oldest first."""
-        if self._num_wanted:
+        if self._num_wanted and folder is not None:
             for tree in reversed(list(self._latest(folder, update))):
                 self._groups[tree.task.id] = tree
 
@@ -48,7 +48,7 @@ class Replay:
 
     def labels(self) -> Sequence[str]:
         """Returns the parts that a resume from the present state reads its groups from."""
-        if not self._num_wanted:
+        if not self._num_wanted or self._folder is None:
             return ()
         oldest = 1
         if len(self._groups) == self._settings.capacity:

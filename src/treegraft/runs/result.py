@@ -13,8 +13,8 @@ from treegraft.core.interfaces import Tokenizer
 from treegraft.core.packages import not_installed
 from treegraft.core.shown import above
 from treegraft.core.types import Observation, ToolCall, Trajectory, Tree
+from treegraft.runs.open import find_checkpoint
 from treegraft.runs.record import RunFolder, read_metrics
-from treegraft.runs.start import find_checkpoint, update_latest
 from treegraft.runs.tree_files import parts_in
 from treegraft.settings.objects import Objects
 
@@ -99,6 +99,22 @@ class History(list[dict[str, float]]):
         return pandas.DataFrame(list(self))
 
 
+def update_latest(latest: Mapping[str, float], line: Mapping[str, float]) -> dict[str, float]:
+    """Returns the latest value of every metric after a further line; warnings that do not stand any
+    more are left out."""
+    kept = {key: value for key, value in latest.items() if not key.startswith("health/")}
+    return {**kept, **line}
+
+
+def latest_of(lines: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the latest value of every metric in lines of metrics."""
+    latest: dict[str, float] = {}
+    for line in lines:
+        latest = update_latest(latest, line)
+    latest.pop("update", None)
+    return latest
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """The result of a run: its folder and the data in it."""
@@ -119,10 +135,8 @@ class RunResult:
             CheckpointError: not a run folder, or one without a checkpoint.
             DataError: it has no metrics yet, or they are damaged.
         """
-        folder, latest = RunFolder.open(Path(run_dir).expanduser()).path, dict[str, float]()
-        for line in read_metrics(folder):
-            latest = update_latest(latest, line)
-        latest.pop("update", None)
+        folder = RunFolder.open(Path(run_dir).expanduser()).path
+        latest = latest_of(read_metrics(folder))
         return cls(run_dir=folder, checkpoint_dir=find_checkpoint(folder), metrics=latest)
 
     def __repr__(self) -> str:

@@ -1,136 +1,349 @@
-"""One run: its folder and its state, from the first byte to the last. It knows no model."""
+"""One run: its folder, its state, its checkpoints and its end. It knows no model and no engine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self
 
-from treegraft.core.errors import EngineError, StorageError, first_cause
-from treegraft.core.files import storage_fault
+from treegraft.core.errors import DataError, EngineError, SettingError, StorageError
+from treegraft.core.files import storage_fault, write_atomically
+from treegraft.core.given import GivenObjects
 from treegraft.core.interfaces import Display
-from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
+from treegraft.core.interrupt import Ended, Interrupted, Stop
 from treegraft.core.spans import span
 from treegraft.core.types import Tree
-from treegraft.runs.checkpoint import TrainState
-from treegraft.runs.checkpoints import Checkpoints, Write
+from treegraft.runs.checkpoint import (
+    TrainState,
+    checkpoint_name,
+    leave_out,
+    prune_checkpoints,
+)
 from treegraft.runs.metrics import CALLS
-from treegraft.runs.record import read_metrics
-from treegraft.runs.reporter import Reporter
-from treegraft.runs.result import RunResult
-from treegraft.runs.start import Start, spent_limits
+from treegraft.runs.record import RunFolder, free_name, read_metrics
+from treegraft.runs.recorder import Recorder
+from treegraft.runs.result import RunResult, latest_of
+from treegraft.runs.resume import FolderInputs, refuse_changed_inputs, resumed
+from treegraft.runs.tree_files import find_part
+from treegraft.runs.trust import RUN, key_problem, mark
+from treegraft.settings.config import Config
+from treegraft.settings.load import config_json, load_config
+from treegraft.settings.objects import Source
+from treegraft.settings.table import with_choices
 
-Result = TypeVar("Result")
 SPENT = (CALLS, ("rollout/num_sampled_tokens",))
 """What counts against the limits of [run]: executed calls, and tokens."""
 
 
-class Run:
-    """One run from its first byte to its last.
+class Trains(Protocol):
+    """What a run records: a `treegraft.Session`, as far as a run knows it."""
 
-    Nothing is written before `opened`, so bad input leaves nothing behind. `command` is the word of
-    the command line that goes on with the run: "train" or "sft"; `callbacks` are those of
-    `treegraft.train`.
-    """
+    def inputs(self, *, at_start: bool = False) -> Mapping[str, str]:
+        """Returns the checksums of what it reads and a resume depends on, by name; `at_start`, as
+        they were at the checkpoint."""
 
-    def __init__(
-        self, start: Start, display: Display, command: str, callbacks: Sequence[Any] = ()
-    ) -> None:
-        self.start, self.config = start, start.config
-        self.state, self.path = start.state, start.path
-        self.stop, self.checkpoints = Stop(), Checkpoints(start)
-        self._command = command
-        self._is_opened = False
-        try:
-            self.reporter = Reporter(start, display, callbacks)
-        except BaseException:
-            start.give_up(start.folder)
-            raise
-        self.display = self.reporter.display
+    def input_places(self) -> Mapping[str, object]:
+        """Returns where it reads them from, for messages."""
 
     @property
-    def _resume_command(self) -> str:
-        return f"treegraft {self._command} --resume {self.path}"
+    def update(self) -> int:
+        """The update whose weights the learner has, 0 before the first."""
+
+    def replayed(self) -> Sequence[str]:
+        """Returns the parts of the run's trees that a resume reads again."""
+
+    def save(self, folder: Path, state: TrainState) -> None:
+        """Writes a checkpoint with this state, all of it or nothing."""
+
+
+class Measured(Protocol):
+    """An evaluation, as far as a run knows it."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def metrics(self) -> dict[str, float]: ...
+    @property
+    def passes(self) -> dict[str, list[Tree]]: ...
+    def gain(self, kind: str, before: Sequence[Tree]) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUpStep:
+    """A step of imitation that a session has made."""
+
+    num_steps: int
+    """Steps done."""
+    metrics: Mapping[str, float]
+    """warmup/loss, and at the end warmup/skill if the expert solves held-out tasks."""
+    spent: Mapping[str, float]
+    """What the step cost, which is added up: tokens and seconds."""
+
+
+def new_run_path(config: Config, recipe: str | None, source: object = None) -> Path:
+    """Returns the folder of a new run, which is not there yet. Raises `CheckpointError` where none
+    can be made, or something is there."""
+    stem = Path(recipe or (source if isinstance(source, str | Path) else "run")).stem
+    name = config.run.name or f"{stem}-seed{config.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
+    path = Path(config.run.dir).expanduser() / name
+    if config.run.name is None:
+        # Two runs that start within one second would have one name.
+        path = free_name(path)
+    RunFolder.refuse_unusable(path)
+    return path
+
+
+def reached_limits(config: Config, state: TrainState) -> list[str]:
+    """Returns the limits of [run] that are reached; with any of them the run is over."""
+    over = [name for name, share in config.run.spent(state.spent).items() if share >= 1.0]
+    return over + ["num_updates"] * (state.update >= config.run.num_updates)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run from its first byte to its last. Nothing is written before `recording`, so bad input
+    leaves nothing behind."""
+
+    config: Config
+    path: Path
+    """Where the run folder is, or will be; with a number at its end where the user gave no name and
+    another run takes this one first."""
+    folder: RunFolder | None
+    """The folder to go on in; None for a new run until `recording`."""
+    checkpoint: Path | None
+    """The checkpoint to go on from; None starts at the beginning."""
+    state: TrainState
+    given: GivenObjects
+    """The Python objects that the settings lead to."""
+    command: str
+    """The word of the command line that goes on with the run: "train" or "sft"."""
+    recorder: Recorder
+    accepts_changes: bool = False
+    """Whether what lies beside the checkpoint is taken as it is, see `runs.resume`."""
+    _notices: Sequence[str] = ()
+    _passed: Sequence[Path] = ()
+
+    def __post_init__(self) -> None:
+        self.display, self.stop = self.recorder.display, Stop()
+        self._is_new = self.folder is None
+        self._is_recorded = False
+        # A run that goes on from a checkpoint has nothing to save before something changes.
+        self._saved = None if self.checkpoint is None else self.state
+
+    @classmethod
+    def open(
+        cls,
+        source: Source | None,
+        given: GivenObjects,
+        display: Display,
+        *,
+        command: str,
+        recipe: str | None = None,
+        resume: Path | str | None = None,
+        accepts_changes: bool = False,
+        callbacks: Sequence[Any] = (),
+    ) -> Self:
+        """Returns a new run, or one to go on with.
+
+        Args:
+            source: settings; None for those of the run to resume.
+            given: the Python objects that they lead to.
+            recipe: its name, for the run folder's default name.
+            resume: a run folder to go on in; None for a new one.
+            accepts_changes: go on although inputs have changed.
+            callbacks: those of `treegraft.train`.
+
+        Raises:
+            TreegraftError: bad input, see `runs.resume.resumed`; nothing has been written then.
+        """
+        facts: dict[str, Any]
+        if resume is not None:
+            found = resumed(Path(resume), source, given, accepts_changes=accepts_changes)
+            config, folder = found.config, found.folder
+            facts = {
+                "path": folder.path,
+                "checkpoint": found.checkpoint,
+                "state": found.state,
+                "_notices": found.notices,
+                "_passed": found.passed,
+            }
+        else:
+            config, folder = cls._settings(source, accepts_changes=accepts_changes), None
+            facts = {
+                "path": new_run_path(config, recipe, source),
+                "checkpoint": None,
+                "state": TrainState.fresh(),
+                "_notices": [*filter(None, [key_problem()])],
+            }
+        try:
+            recorder = Recorder(config, display, callbacks)
+        except BaseException:
+            if folder is not None:
+                folder.release()
+            raise
+        return cls(
+            config=config,
+            folder=folder,
+            given=given,
+            command=command,
+            recorder=recorder,
+            accepts_changes=accepts_changes,
+            **facts,
+        )
+
+    @staticmethod
+    def _settings(source: Source | None, *, accepts_changes: bool) -> Config:
+        if accepts_changes:
+            raise SettingError(
+                "accepts_changes: got True for a new run; expected a run to resume. Leave it out.",
+                code="nothing-resumed",
+            )
+        if source is None:
+            raise SettingError(
+                "train: neither settings nor a run to resume were given; name a recipe or a run"
+                " folder.",
+                code="nothing-to-train",
+            )
+        return with_choices(load_config(source))
+
+    # ------------------------------------------------------------------ begin and end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_recorded:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Leaves the folder as it was: removes one just made, and releases one to go on in."""
+        if self.folder is not None:
+            self.folder.release()
+            if self._is_new:
+                shutil.rmtree(self.folder.path)
+                self.folder = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do."""
+        is_closed = self.folder is not None and self.state.is_closed
+        return is_closed and self.is_over and self.checkpoint is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the present update is evaluated, if that is due, and logged."""
+        return self.state.is_closed
 
     @property
     def is_over(self) -> bool:
         """Whether no further update begins."""
-        return bool(spent_limits(self.config, self.state))
+        return bool(reached_limits(self.config, self.state))
 
-    # ------------------------------------------------------------------ from beginning to end
+    @property
+    def budget_used(self) -> float:
+        """The share of the nearest limit of calls or tokens that is used up, 0 without one."""
+        return max(self.config.run.spent(self.state.spent).values(), default=0.0)
 
-    def carry_out(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Returns the result of the run's coroutine, also where an event loop is running already.
-
-        Raises:
-            TreegraftError: the first cause, where many tasks failed at once.
-            KeyboardInterrupt: after Ctrl-C.
-        """
-        try:
-            with first_cause():
-                return run_to_end(work, on_interrupt=self.stop.ask)
-        finally:
-            if not self._is_opened:
-                self.start.give_up(self.start.folder)
+    @property
+    def _resume_command(self) -> str:
+        return f"treegraft {self.command} --resume {self.path}"
 
     @contextmanager
-    def opened(self, write_checkpoint: Write, defects: Sequence[str] = ()) -> Iterator[None]:
+    def recording(self, session: Trains, warnings: Sequence[str] = ()) -> Iterator[None]:
         """Holds the run folder for the time of the block. A first signal that asks for an end ends
         the block at the next safe point and saves; a second Ctrl-C ends it at once.
 
         Args:
-            write_checkpoint: writes weights, optimiser and the given state to a folder.
-            defects: of the tasks' data, one sentence each.
+            session: what is trained, open.
+            warnings: what is wrong with the tasks' data, one sentence each.
 
         Raises:
+            CheckpointError: the session reads something else than at the checkpoint.
             KeyboardInterrupt: after Ctrl-C; Ended, which is one, after another signal.
         """
-        self.folder = self.start.open_folder()
-        self.path = self.folder.path
+        self._session = session
+        if self.checkpoint is not None and not self.accepts_changes:
+            inputs, places = session.inputs(at_start=True), session.input_places()
+            refuse_changed_inputs(self.path, self.state, self.checkpoint, inputs, places)
+        folder = self._opened_folder()
         with ExitStack() as ends:
-            ends.callback(self.folder.release)
+            ends.callback(folder.release)
             signals = self.stop.on_signals(
                 self.display.warn, "stopping and saving", "Ctrl-C again to stop without saving"
             )
             ends.enter_context(signals)
             try:
-                self.checkpoints.open(self.folder, write_checkpoint)
-                ends.enter_context(self.reporter.opened(self.folder, defects))
+                texts = [*self._notices, *warnings]
+                ends.enter_context(self.recorder.opened(folder, self._history(), texts))
             except BaseException:
-                self.start.give_up(self.folder)
+                self._give_up()
                 raise
-            self._is_opened = True
+            self._is_recorded = True
             with self._told_ends():
                 yield
+
+    def _opened_folder(self) -> RunFolder:
+        """The run folder: a new one, or the existing one cut to the state to go on from."""
+        if self.folder is None:
+            is_named = self.config.run.name is not None
+            folder = RunFolder.create(self.path, config_json(self.config), is_named=is_named)
+            folder.claim()
+            folder.write_objects(self.given.records)
+            self.path = folder.path
+        else:
+            folder = self.folder
+            # -1: without a checkpoint even the evaluation before the first update is repeated.
+            update = -1 if self.checkpoint is None else self.state.update
+            folder.cut_to(update, self.state.metrics_size, is_closed=self.state.is_closed)
+            folder.cut_warmup(self.state.warmup_steps)
+            for checkpoint in self._passed:
+                leave_out(checkpoint)
+            write_atomically(self.path / "config.json", config_json(self.config))
+            mark(self.path, RUN)
+        self.folder = folder
+        self._of_folder = FolderInputs(folder.path)
+        return folder
+
+    def _history(self) -> list[dict[str, float]]:
+        """The lines of metrics logged so far."""
+        # A run that was stopped before its first line has no metrics.jsonl yet.
+        return [] if self._is_new or not self.state.metrics_size else read_metrics(self.path)
 
     @contextmanager
     def _told_ends(self) -> Iterator[None]:
         """Tells how to go on, where the block does not come to its end."""
         try:
-            yield
+            try:
+                yield
+            except EngineError:
+                self._try_to_save()
+                raise
         except Interrupted as error:
             # Raised at safe points only, so that the state is whole.
             self.save()
             self.display.interrupted(self._resume_command)
             raise Ended(self.stop.number) from error
         except (KeyboardInterrupt, asyncio.CancelledError):
-            since = " since the last checkpoint" if self.checkpoints.is_any else ""
+            since = " since the last checkpoint" if self._saved is not None else ""
             self.display.warn(
                 f"stopped at once; everything{since} is lost, and repeated when the run is resumed"
             )
             self.display.interrupted(self._resume_command, False)
             raise
         except Exception as error:
-            how = "go on from its last checkpoint" if self.checkpoints.is_any else "begin anew"
+            has_any = self._saved is not None
+            how = "go on from its last checkpoint" if has_any else "begin anew"
             self.display.warn(
                 f"the run has failed; once the cause is mended, {how} with: {self._resume_command}"
             )
             if fault := storage_fault(error):
                 safe = ". Everything up to its last checkpoint is safe"
-                if not self.checkpoints.is_any:
+                if not has_any:
                     safe = " before its first checkpoint"
                 raise StorageError(
                     f"run folder '{self.path}': writing failed ({fault}){safe}. Make room or mend"
@@ -139,37 +352,28 @@ class Run:
                 ) from error
             raise
 
-    async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
-        """Returns the result of the work, or raises Interrupted where a stop is asked for first.
-        Where the engine fails the state is saved, which the work must not change.
-
-        Args:
-            waits_on: its text names the owners of the wait, for a line after every minute.
-        """
+    def _try_to_save(self) -> None:
+        """Saves the state after a failure of the engine, unless the weights are ahead of it.
+        Whatever keeps it from being saved, the engine's error is the one to show."""
+        if self._session.update != self.state.update:
+            return
         try:
-            return await self.stop.interruptible(
-                work, waits_on=waits_on, on_heartbeat=self.display.warn
-            )
-        except (EngineError, ExceptionGroup) as error:
-            is_engine = isinstance(error, EngineError) or error.subgroup(EngineError) is not None
-            if is_engine and self._is_opened:
-                # Whatever keeps it from being saved, the engine's error is the one to show.
-                try:
-                    self.save()
-                except Exception as fault:
-                    self.display.warn(f"the state could not be saved: {fault}")
-            raise
+            self.save()
+        except Exception as fault:
+            self.display.warn(f"the state could not be saved: {fault}")
 
     def result(self) -> RunResult:
-        """Returns where the results are, after a last checkpoint."""
+        """Returns where the results are, after a last checkpoint; of a run that has nothing left to
+        do, after a word on how to train on."""
+        if self.is_finished and not self._is_recorded:
+            return self._already_finished()
         self.save()
-        self.reporter.finish()
-        return self._finished(self.checkpoints.path(self.state), self.reporter.latest)
+        self.recorder.finish()
+        return self._finished(self._place_of(self.state), self.recorder.latest)
 
-    def already_finished(self, checkpoint: Path) -> RunResult:
-        """Returns the results of a run that has nothing left to do, and shows how to train on."""
-        self.start.give_up(self.start.folder)  # first, as damaged metrics are an error
-        metrics, limits = self.start.latest_metrics(), spent_limits(self.config, self.state)
+    def _already_finished(self) -> RunResult:
+        assert self.checkpoint is not None
+        metrics, limits = latest_of(self._history()), reached_limits(self.config, self.state)
         run, shares = self.config.run, self.config.run.spent(self.state.spent)
         # Twice what was spent: the last update may have gone far beyond the limit.
         most = {name: round(2 * getattr(run, name) * shares.get(name, 1)) for name in limits}
@@ -178,27 +382,32 @@ class Run:
             f"run {self.path} is finished after update {self.state.update}. To train on:"
             f" treegraft train --resume {self.path} {' '.join(more)}"
         )
-        return self._finished(checkpoint, metrics)
+        return self._finished(self.checkpoint, metrics)
 
     def _finished(self, checkpoint: Path, metrics: Mapping[str, float]) -> RunResult:
         self.display.finished(self.path, checkpoint, metrics)
         return RunResult(
-            run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics, given=self.start.given
+            run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics, given=self.given
         )
 
-    # ------------------------------------------------------------------ after a warm-up step
+    # ------------------------------------------------------------------ the warm-up
 
-    def warmed_up(
-        self, num_steps: int, metrics: Mapping[str, float], spent: Mapping[str, float]
-    ) -> None:
-        """Takes the number of warm-up steps done, their metrics so far, and what has been spent
-        since the last call, which is added up."""
-        before = self.state.pending
-        sums = {key: before.get(key, 0.0) + value for key, value in spent.items()}
-        own = {"warmup/num_steps": float(num_steps), **metrics, **sums}
-        self.state = replace(self.state, warmup_steps=num_steps, pending={**before, **own})
+    def record_warm_up(self, step: WarmUpStep) -> None:
+        """Records a step of the warm-up, with a checkpoint after each quarter and at the end."""
+        before, num_all = self.state.pending, self.config.warmup.num_steps
+        sums = {key: before.get(key, 0.0) + value for key, value in step.spent.items()}
+        own = {"warmup/num_steps": float(step.num_steps), **step.metrics, **sums}
+        self.state = replace(self.state, warmup_steps=step.num_steps, pending={**before, **own})
+        detail = f"loss {step.metrics['warmup/loss']:.3f}"
+        self.display.phase("warm-up", step.num_steps, num_all, detail)
+        # A kill costs at most a quarter of the warm-up, unless no checkpoint but the last is asked
+        # for.
+        save_every = max(1, num_all // (4 if self.config.checkpoint.every else 1))
+        if step.num_steps == num_all or step.num_steps % save_every == 0:
+            self.save()
+        self.stop.raise_if_asked()
 
-    def is_warmup_evaluation_due(self) -> bool:
+    def is_warm_up_evaluation_due(self) -> bool:
         """Returns whether the held-out tasks are to be evaluated after the present warm-up step and
         are not yet: warmup.jsonl has no line of it."""
         settings, done = self.config.warmup, self.state.warmup_steps
@@ -207,40 +416,67 @@ class Run:
         is_due = done == settings.num_steps or done % settings.eval_every == 0
         if not is_due or (done == 0 and not self.config.eval.at_start):
             return False
+        # An evaluation before the first update is that at the end of the warm-up.
+        if done == settings.num_steps and self.command != "sft" and self.is_evaluation_due():
+            return False
+        return not self._has_warm_up_line()
+
+    def _has_warm_up_line(self) -> bool:
+        assert self.folder is not None
         if not self.folder.warmup_path.exists():
-            return True
+            return False
         lines = read_metrics(self.path, self.folder.warmup_path.name)
-        return all(line.get("warmup/num_steps", 0) != done for line in lines)
+        done = self.state.warmup_steps
+        return any(line.get("warmup/num_steps", 0) == done for line in lines)
 
-    def log_warmup(self, evaluated: Mapping[str, float]) -> None:
+    def log_warm_up(self, evaluation: Measured | None) -> None:
         """Writes the evaluation after a warm-up step, with what has been spent so far."""
-        self.folder.append_warmup({**self.state.pending, **evaluated})
+        if evaluation is None:  # there are no held-out tasks
+            return
+        assert self.folder is not None
+        self.display.evaluated(f"warm-up step {self.state.warmup_steps}", evaluation.metrics)
+        self.folder.append_warmup({**self.state.pending, **evaluation.metrics})
 
-    # ------------------------------------------------------------------ after an update
+    # ------------------------------------------------------------------ updates
 
-    def record_update(
+    def updates(self) -> Iterator[int]:
+        """Yields the numbers of the updates that are left, each once the one before is closed. It
+        ends at the limits of [run], and where a callback asks for the end."""
+        while not (self.is_over or self.recorder.wants_end):
+            yield self.state.update + 1
+
+    def record(
         self,
         update: int,
         trees: Sequence[Tree],
         metrics: Mapping[str, float],
         more_state: Mapping[str, Any],
     ) -> None:
-        """Records an update that is learned and published; `keep_update` logs it."""
-        self.reporter.update(update, trees)
+        """Records an update that is learned and whose weights the engine has; `close` logs it."""
+        self.recorder.update(update, trees)
         calls, tokens = (sum(int(metrics.get(key, 0)) for key in keys) for keys in SPENT)
         spent = (self.state.spent[0] + calls, self.state.spent[1] + tokens)
         own: dict[str, Any] = {"update": update, "pending": metrics, "spent": spent}
         self.state = replace(self.state, is_closed=False, **own, **more_state)
 
-    def keep_update(self, evaluated: Mapping[str, float]) -> None:
-        """Logs the update with its evaluation (empty for none), and keeps the best and the latest
+    def is_evaluation_due(self) -> bool:
+        """Returns whether the held-out tasks are evaluated after the present update."""
+        settings, number = self.config.eval, self.state.update
+        if number == 0:
+            return settings.at_start
+        is_last = settings.at_end and self.is_over
+        return is_last or bool(settings.every and number % settings.every == 0)
+
+    def close(self, evaluation: Measured | None = None) -> None:
+        """Logs the update with its evaluation (None for none), and keeps the best and the latest
         checkpoints."""
         update, state = self.state.update, self.state
+        evaluated = {} if evaluation is None else self._recorded(evaluation)
         metrics = {**state.pending, **evaluated}
         if update and evaluated:
             # The clock of the update stopped before its evaluation, which belongs to it.
             metrics["time/update_s"] += metrics["time/eval_s"]
-        self.reporter.metrics(update, metrics)
+        self.recorder.metrics(update, metrics)
         accuracy = metrics.get("eval/accuracy", metrics.get("eval/accuracy_sampled"))
         is_best = accuracy is not None and (
             state.best_accuracy is None or accuracy > state.best_accuracy
@@ -249,18 +485,90 @@ class Run:
         # Closed before anything is saved: a resume from here must not evaluate and log it again.
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
-            self._write(self.checkpoints.write_best)
+            self._write(self._write_best)
         if self.is_over or ((every := self.config.checkpoint.every) and update % every == 0):
             self.save()
         # A safe point: nothing is pending that a checkpoint would not hold.
         self.stop.raise_if_asked()
 
+    def log_pending(self) -> None:
+        """Logs what an sft run has, so that a later training logs update 0 with its evaluation."""
+        if not self.state.is_closed:
+            self.recorder.metrics(self.state.update, self.state.pending)
+
+    def _recorded(self, evaluation: Measured) -> dict[str, float]:
+        """Records the trees of an evaluation; returns its metrics."""
+        number, metrics = self.state.update, evaluation.metrics
+        for kind, trees in evaluation.passes.items():
+            self.recorder.trees(number, trees, kind)
+        if number == 0 and self.is_at_end_of_warm_up() and not self._has_warm_up_line():
+            assert self.folder is not None
+            self.folder.append_warmup({**self.state.pending, **metrics})
+        if self.is_over:
+            metrics |= self._gain_since_start(evaluation)
+        self.display.evaluated(f"update {number}" if number else "start", metrics)
+        return metrics | {"time/eval_s": evaluation.seconds}
+
+    def is_at_end_of_warm_up(self) -> bool:
+        """Returns whether a warm-up with evaluations has just ended."""
+        settings, done = self.config.warmup, self.state.warmup_steps
+        is_due = bool(settings.eval_every) and done == settings.num_steps
+        return is_due and (done > 0 or self.config.eval.at_start)
+
+    def _gain_since_start(self, evaluation: Measured) -> dict[str, float]:
+        """How much better the end is than the start, where both were recorded."""
+        assert self.folder is not None
+        metrics: dict[str, float] = {}
+        self.recorder.written()
+        for kind, after in evaluation.passes.items():
+            part = find_part(self.folder.trees_path(0, kind))
+            if part is not None and self.state.update > 0:
+                name = "eval/gain" if kind == "greedy" else "eval/gain_sampled"
+                try:
+                    before = [*part.trees()]
+                except DataError as error:
+                    self.display.warn(f"{error}: no {name}")
+                    continue
+                if {tree.task.id for tree in before} != {tree.task.id for tree in after}:
+                    self.display.warn(
+                        f"{part.label} has other tasks than this evaluation: no {name}"
+                    )
+                    continue
+                metrics |= evaluation.gain(kind, before)
+        return metrics
+
+    # ------------------------------------------------------------------ checkpoints
+
     def save(self) -> None:
         """Writes a checkpoint of the present state, unless there is one."""
-        if not self.checkpoints.has(self.state):
-            self._write(self.checkpoints.write)
+        if self.state != self._saved:
+            self._write(self._write_latest)
 
-    def _write(self, write: Callable[[TrainState], TrainState]) -> None:
-        self.reporter.written()
+    def _write(self, write: Callable[[], None]) -> None:
+        self.recorder.written()
         with self.stop.shielded(), span("checkpoint"):
-            self.state = write(self.state)
+            write()
+
+    def _place_of(self, state: TrainState) -> Path:
+        assert self.folder is not None
+        return self.folder.checkpoints_dir / checkpoint_name(state)
+
+    def _write_latest(self) -> None:
+        assert self.folder is not None
+        self._write_to(self._place_of(self.state))
+        # Metrics' size was set meanwhile.
+        self._saved = self.state
+        prune_checkpoints(self.folder.checkpoints_dir, self.config.checkpoint.keep)
+
+    def _write_best(self) -> None:
+        assert self.folder is not None
+        self._write_to(self.folder.checkpoints_dir / "best")
+
+    def _write_to(self, place: Path) -> None:
+        assert self.folder is not None
+        # A resume cuts the metrics to this length.
+        state = replace(self.state, metrics_size=self.folder.metrics_size())
+        beside = self._of_folder.checksums(state, self._session.replayed())
+        beside |= self._session.inputs()
+        self.state = replace(state, beside=beside)
+        self._session.save(place, self.state)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from treegraft.assemble import Parts, TrainingParts
+from treegraft.assemble import Parts
 from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import DataError, nearest_file
 from treegraft.core.types import StepContent, Task, Trace
@@ -21,8 +21,7 @@ from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.imports import Columns, ImportReport, check_paths, read_file
 from treegraft.traces.keys import OTHER_TASKS, read_trajectory
-from treegraft.traces.rollout_buffer import OWN, BufferOrigin, place_of_own
-from treegraft.traces.run_buffer import RunBuffer
+from treegraft.traces.rollout_buffer import OWN, BufferOrigin, RolloutBuffer, place_of_own
 
 SQLITE = b"SQLite format 3\x00"
 """The first bytes of a Step-Trace Buffer."""
@@ -157,18 +156,21 @@ def _of_buffer(
         yield from _of_traces(buffer.trajectories(), tasks, has_environment, reasons)
 
 
-def lesson_book(config: Config, run_buffer: RunBuffer, parts: TrainingParts) -> LessonBook | None:
+def lesson_book(config: Config, held: RolloutBuffer, parts: Parts) -> LessonBook | None:
     """Returns the lessons of a run, see `book_of`; None where it has none, or its buffer is not
     built yet.
 
     Raises:
         DataError: there is none.
     """
-    path = run_buffer.file
-    if not config.loss.lesson_coef or (run_buffer.is_due and not path.exists()):
+    if not config.loss.lesson_coef:
         return None
-    with TraceBuffer.open_as_built(path) as buffer:
-        return book_of(config, buffer, run_buffer.origin, parts)
+    if held.buffer is not None:
+        return book_of(config, held.buffer, held.origin, parts)
+    if held.file is None or (held.is_due and not held.file.exists()):
+        return None
+    with TraceBuffer.open_as_built(held.file) as buffer:
+        return book_of(config, buffer, held.origin, parts)
 
 
 def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Parts) -> LessonBook:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from treegraft.assemble import assemble, training_limits
+from treegraft.assemble import Parts, training_limits
 from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import about
 from treegraft.core.given import giving
@@ -21,7 +21,7 @@ from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.runs.start import open_checkpoint
+from treegraft.runs.open import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects
 from treegraft.tasks.build import build_tasks, distinct
@@ -222,7 +222,7 @@ class BufferBuild:
             return tree
 
         limits = replace(training_limits(config), temperature=own.temperature)
-        async with assemble(config, model_path=place, source=tasks) as parts:
+        async with Parts.build(config, model_path=place, source=tasks) as parts:
             check_rewards(parts.rewards, parts.train_tasks)
             num_trees = parts.num_trees_at_once(own.num_samples)
             agent = CheckpointAgent(

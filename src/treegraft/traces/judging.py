@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from treegraft.assemble import Setup as Setup
-from treegraft.assemble import assemble_judge as assemble_judge
+from treegraft.assemble import Parts as Parts
 from treegraft.core.demonstration import Written as Written
 from treegraft.core.demonstration import plain_step as plain_step
 from treegraft.core.demonstration import solution as solution
 from treegraft.core.sessions import SessionOpener as SessionOpener
 from treegraft.core.types import ROOT_ID as ROOT_ID
 from treegraft.runs.display import display_on as display_on
-from treegraft.runs.start import open_checkpoint as open_checkpoint
+from treegraft.runs.open import open_checkpoint as open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.explore import MADE_BY_RUN as MADE_BY_RUN
 from treegraft.tools.environments.own import ended as ended
@@ -23,7 +22,7 @@ from treegraft.traces.demonstrations import read_demonstrations as read_demonstr
 from treegraft.traces.keys import read_trajectory as read_trajectory
 from treegraft.traces.keys import split_steps as split_steps
 from treegraft.traces.keys import value_text as value_text
-from treegraft.traces.run_buffer import buffer_file as buffer_file
+from treegraft.traces.rollout_buffer import buffer_file as buffer_file
 from treegraft.traces.store import Place as Place
 from treegraft.traces.store import TraceFile as TraceFile
 from treegraft.traces.store import content_from_json as content_from_json

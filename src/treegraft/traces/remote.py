@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
-from treegraft.assemble import Parts, assemble
+from treegraft.assemble import Parts
 from treegraft.core.interfaces import Engine, Explorer, NoiseKey, Retrieved
 from treegraft.core.sessions import COUNTS
 from treegraft.core.spans import carrier
@@ -178,7 +178,7 @@ class TreeHost:
         Raises:
             TreegraftError: a part that cannot be made.
         """
-        async with assemble(config, model_path=model_path, engine=engine) as parts:
+        async with Parts.build(config, model_path=model_path, engine=engine) as parts:
             host = cls(parts)
             try:
                 yield host

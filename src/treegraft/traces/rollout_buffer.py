@@ -1,17 +1,19 @@
-"""The Step-Trace Buffer that rollouts retrieve from: a file that is read where it lies, or one that
-is made or grown, in memory."""
+"""The Step-Trace Buffer that rollouts retrieve from: a file that is read where it lies, or a copy
+that is made or grown, in a run's folder or in memory."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import compress
 from pathlib import Path
 from typing import Literal, Protocol
 
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import DataError, about, nearest_file
+from treegraft.core.errors import CheckpointError, DataError, about, nearest_file
+from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.spans import span
@@ -33,6 +35,10 @@ BufferOrigin = Literal["none", "file", "import", "expert", "self"]
 scripted expert, or the agent's own trajectories alone."""
 BufferReader = Literal["explorer", "lessons", "warmup"]
 """What reads it: an explorer that retrieves, the loss on stored successes, the warm-up."""
+OWN_FILE = Path("buffer") / "traces.sqlite"
+"""Where a run keeps its copy."""
+BUFFER = "buffer"
+"""Its name among the inputs of a resume, wherever it lies."""
 OWN = "self"
 """Source of the agent's own traces."""
 NUM_CHECKED = 8
@@ -75,15 +81,63 @@ def named_file(config: Config) -> Path:
     return Path(os.path.expandvars(config.buffer.path)).expanduser()
 
 
-class RolloutBuffer:
-    """The buffer that rollouts retrieve from; none where the recipe's explorers do not retrieve. It
-    writes no file: what it makes or grows lives in memory."""
+def buffer_file(path: Path) -> Path:
+    """Returns the file of a Step-Trace Buffer, given itself, its folder or the folder of a run that
+    uses it.
 
-    def __init__(self, config: Config, source: TaskSource) -> None:
+    Raises:
+        DataError: a folder in which there is none.
+    """
+    if not path.is_dir():
+        return path
+    used = _noted(path / "buffer.json", "path")
+    places = [path / OWN_FILE, path / OWN_FILE.name, *([path / used] if used else [])]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise DataError(
+            f"'{path}' is a folder without a Step-Trace Buffer; expected the buffer's file, or the"
+            f" folder of a run that retrieves, such as one with {OWN_FILE}",
+            code="folder-without-buffer",
+        )
+    return found
+
+
+def _noted(record: Path, name: str) -> str:
+    """What a run's note about its buffer says; empty without a note."""
+    if not record.is_file():
+        return ""
+    try:
+        return str(dict(parse_json(record.read_bytes()))[name])
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"'{record}' is damaged ({error!r}); expected the note of a run about its buffer.",
+            code="buffer-note-damaged",
+        ) from error
+
+
+class RolloutBuffer:
+    """The buffer that rollouts retrieve from; none if the recipe's explorers do not retrieve.
+
+    One that is only read is opened where it lies. One that is made or grown is a copy: in `folder`,
+    where a resumed run rolls it back to its checkpoint, or in memory without a folder.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: TaskSource,
+        folder: Path | None = None,
+        *,
+        saved: Path | None = None,
+        accepts_changes: bool = False,
+    ) -> None:
         """Checks the buffer and loads its encoder.
 
         Args:
             source: the tasks, whose expert can fill the buffer.
+            folder: of the run, which keeps a copy there; the original is then no longer needed.
+            saved: a copy that was saved with the weights to go on from; None to begin anew.
+            accepts_changes: take a buffer that has changed since the run began.
 
         Raises:
             DataError: no such file, an empty buffer, another encoder, no expert, nothing from the
@@ -91,6 +145,8 @@ class RolloutBuffer:
             SettingError, ModelError: no such encoder, or one that cannot be loaded.
         """
         self._config, self._source = config, source
+        self.folder, self._saved = folder, saved
+        self._accepts_changes, self._checksum = accepts_changes, ""
         self.buffer: TraceBuffer | None = None
         self.retriever: BufferRetriever | None = None
         """None, like `buffer`, unless the buffer is used and open."""
@@ -116,17 +172,37 @@ class RolloutBuffer:
         return self.origin in ("expert", "import", "self")
 
     @property
-    def _is_own(self) -> bool:
+    def is_own(self) -> bool:
         """Whether it is written to: made here, or a copy that grows."""
         return self._is_made or self._config.buffer.grow.num_best > 0
 
     @property
+    def _own(self) -> Path | None:
+        """The place of the copy; None for memory."""
+        return None if self.folder is None else self.folder / OWN_FILE
+
+    @property
+    def _has_own(self) -> bool:
+        return self._own is not None and self._own.exists()
+
+    @property
+    def file(self) -> Path | None:
+        """Where it lies: the copy, or the file that buffer.path names; of one that is made here,
+        not there before `build`, and None in memory."""
+        return self._own if self._has_own or self._is_made else named_file(self._config)
+
+    @property
     def _is_to_make(self) -> bool:
         """Whether it has yet to be made."""
-        return self.is_due and self._is_made
+        return self.is_due and self._is_made and not (self._has_own or self._saved)
+
+    # ------------------------------------------------------------------ checks before any work
 
     def _checked_encoder(self, is_only_read: bool) -> Encoder | None:
         settings = self._config.buffer
+        begun = self._own if self._has_own else self._saved
+        if begun is not None:
+            return self._encoder_of(begun, is_only_read)
         if self.origin in ("expert", "self"):
             with about("buffer.encoder"):
                 encoder = build_encoder(settings.encoder)
@@ -159,8 +235,20 @@ class RolloutBuffer:
     def _encoder_of(self, path: Path, is_only_read: bool) -> Encoder | None:
         """The encoder of a buffer's file, which is checked; None where nothing is searched."""
         with TraceBuffer(path, self._config.buffer.encoder) as buffer:
-            self._refuse_unfit(buffer)
+            self._refuse_empty(buffer)
             return None if is_only_read else buffer.load_encoder()
+
+    def checksum_before(self, update: int) -> dict[str, str]:
+        """Returns the checksum of the buffer's file as it was after `update`, before it is opened;
+        empty if there is no file to go on with.
+
+        What later updates have added to a copy counts as undone.
+        """
+        path = named_file(self._config) if self._own is None or not self._has_own else self._own
+        if not self._is_open or (self.is_own and not self._has_own) or not path.is_file():
+            return {}
+        with TraceBuffer(path, self._config.buffer.encoder) as buffer:
+            return {BUFFER: buffer.checksum(update if self._has_own else None)}
 
     async def check_expert(self, environments: SessionOpener | None) -> None:
         """Makes the expert's calls at the first tasks in their environments, where the buffer will
@@ -175,6 +263,16 @@ class RolloutBuffer:
         tasks = self._source.train_tasks()[:NUM_CHECKED]
         solved = [(task, steps) for task in tasks if (steps := agent.steps(task, 0))]
         await show(environments, solved)
+
+    # ------------------------------------------------------------------ making and opening
+
+    async def build(self, parts: TraceParts) -> None:
+        """Makes the copy of the expert's steps or of a .jsonl file, if that is still to do;
+        arguments as in `opened`. Raises `DataError` for one without any."""
+        if self._own is not None and self._encoder is not None and self._is_to_make:
+            await self._make_copy(self._own, parts)
+            with TraceBuffer(self._own, self._encoder) as buffer:
+                self._refuse_empty(buffer)
 
     @asynccontextmanager
     async def opened(self, update: int, parts: TraceParts) -> AsyncIterator[None]:
@@ -191,23 +289,41 @@ class RolloutBuffer:
             yield
             return
         with await self._taken(update, parts) as buffer:
-            self._begin(buffer)
+            self._refuse_empty(buffer)
+            self._note(buffer)
             has_world = bool(self._config.environment.kind)
             self.buffer = buffer
             self.retriever = BufferRetriever(buffer, self._config.buffer, is_tried=has_world)
             try:
                 yield
             finally:
-                self._end()
+                # A run that is stopped writes its checkpoint after this.
+                with suppress(DataError):
+                    self.checksums()
                 self.buffer = None
                 self.retriever.close()
 
     async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
         """The buffer, open; arguments as of `opened`."""
-        if not self._is_own:
+        if not self.is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
-        if not self._is_made:
-            with TraceBuffer(named_file(self._config), self._encoder) as buffer:
+        if self._own is None:
+            return await self._in_memory(parts)
+        is_new = not self._own.exists()
+        if is_new:
+            await self._make_copy(self._own, parts)
+        buffer = TraceBuffer(self._own, self._encoder)
+        if not is_new:
+            # Later updates are run again, and add and evict the same traces again. A new copy may
+            # hold the marks of another run's updates, which must stay.
+            buffer.roll_back(update)
+        return buffer
+
+    async def _in_memory(self, parts: TraceParts) -> TraceBuffer:
+        """A buffer in memory: a copy of a file, or one that is made."""
+        if self._saved is not None or not self._is_made:
+            place = self._saved or named_file(self._config)
+            with TraceBuffer(place, self._encoder) as buffer:
                 return buffer.in_memory()
         buffer = TraceBuffer(IN_MEMORY, self._encoder)
         try:
@@ -217,12 +333,14 @@ class RolloutBuffer:
             raise
         return buffer
 
-    def _begin(self, buffer: TraceBuffer) -> None:
-        """Takes note of the buffer that the rollouts are to retrieve from."""
-        self._refuse_empty(buffer)
-
-    def _end(self) -> None:
-        """Takes note of the buffer before it is closed."""
+    async def _make_copy(self, place: Path, parts: TraceParts) -> None:
+        """Makes the run's buffer, complete under its name or not there at all."""
+        if self._is_made:
+            taken = await self._in_memory(parts)
+        else:
+            taken = TraceBuffer(named_file(self._config), self._encoder)
+        with taken as buffer:
+            buffer.copy_to(place)
 
     async def _fill(self, buffer: TraceBuffer, parts: TraceParts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
@@ -236,10 +354,6 @@ class RolloutBuffer:
             asked = ScoredAgent(agent=agent, format=parts.format, scorer=parts.scorer)
             once = BuildSettings(num_samples=1, num_best=1)
             await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
-
-    def _refuse_unfit(self, buffer: TraceBuffer) -> None:
-        """Refuses a buffer's file before any work."""
-        self._refuse_empty(buffer)
 
     def _refuse_empty(self, buffer: TraceBuffer) -> None:
         settings, counts = self._config.buffer, buffer.stats().sources
@@ -257,6 +371,39 @@ class RolloutBuffer:
                 f" it has {sorted(counts)}.",
                 code="buffer-sources-unknown",
             )
+
+    def _note(self, buffer: TraceBuffer) -> None:
+        """Writes buffer.json into the run's folder when the run begins; later a buffer that others
+        can change has to be the one that it names."""
+        if self.folder is None:
+            return
+        place, fingerprint = self.folder / "buffer.json", buffer.fingerprint()
+        if not place.exists():
+            note = {
+                "path": os.path.relpath(buffer.path, self.folder),
+                "fingerprint": fingerprint,
+                "num_traces": len(buffer),
+            }
+            write_atomically(place, json.dumps(note, indent=2) + "\n")
+            return
+        if self.is_own or self._accepts_changes:
+            return
+        if (noted := _noted(place, "fingerprint")) != fingerprint:
+            raise CheckpointError(
+                f"buffer.path: the buffer '{buffer.path}' has changed since the run began"
+                f" (fingerprint {fingerprint}, expected {noted}); put the old file back, or start a"
+                " new run.",
+                code="buffer-changed",
+            )
+
+    def checksums(self) -> dict[str, str]:
+        """Returns the buffer's checksum for a checkpoint; empty if none is used."""
+        # A buffer that is only read is hashed once; a growing one costs its new traces.
+        if self.buffer is not None and (not self._checksum or self._config.buffer.grow.num_best):
+            self._checksum = self.buffer.checksum()
+        return {BUFFER: self._checksum} if self._checksum else {}
+
+    # ------------------------------------------------------------------ while trees grow
 
     def grow(self, trees: Sequence[Tree], update: int) -> list[tuple[Trace, ...]]:
         """Adds the update's best trajectories where the recipe says so, evicts what exceeds the

@@ -8,7 +8,7 @@ from pathlib import Path
 from treegraft.core.errors import CheckpointError
 from treegraft.core.text import plain
 from treegraft.runs.checkpoint import TrainState, read_state
-from treegraft.runs.start import find_checkpoint
+from treegraft.runs.open import find_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.explore import chosen_kinds
 from treegraft.settings.load import load_config

@@ -33,7 +33,7 @@ class Replay:
     """The first one; empty where all results are as recorded."""
 
 
-async def replayed(setup: judging.Setup) -> list[Finding]:
+async def replayed(setup: judging.Parts) -> list[Finding]:
     """Returns for each source of gold traces that the recipe has, the tasks' expert, warmup.traces
     and buffer.path, how many of its first traces replay as recorded.
 
@@ -50,7 +50,7 @@ async def replayed(setup: judging.Setup) -> list[Finding]:
     return found
 
 
-async def replay(setup: judging.Setup, task: Task, steps: Sequence[StepContent]) -> Replay:
+async def replay(setup: judging.Parts, task: Task, steps: Sequence[StepContent]) -> Replay:
     """Returns what comes of a trace's calls in a fresh session, up to the first difference."""
     tools, num_calls, num_left_out = setup.toolbox.tools, 0, 0
     async with setup.toolbox.sessions(task) as sessions:
@@ -80,7 +80,7 @@ async def replay(setup: judging.Setup, task: Task, steps: Sequence[StepContent])
 
 
 def _sources(
-    setup: judging.Setup,
+    setup: judging.Parts,
 ) -> Iterator[tuple[str, list[_Trace] | str]]:
     """The sources by name, with the traces that are played, or why there are none."""
     config, tasks = setup.config, setup.train_tasks

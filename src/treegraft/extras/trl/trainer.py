@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from treegraft import Config, SettingError, Tree, load_config, read_trees
+from treegraft import Config, Session, SettingError, Tree, load_config, read_trees
 from treegraft.extras.trl.arguments import check_arguments, check_recipe, grpo_config
 from treegraft.extras.trl.lessons import Text, imitated_texts, stored_texts, text_rows
 from treegraft.extras.trl.models import loaded_dtype, lora_config, same_tokenizer, with_model
@@ -32,10 +32,10 @@ from treegraft.extras.trl.rows import (
     trl_coefficients,
 )
 from treegraft.extras.trl.vllm import token_source
-from treegraft.parts import Grove, grove, losses, measuring, served
+from treegraft.parts import losses, measuring, served
 
 OBJECTS = {"train_dataset": "tasks", "reward_funcs": "rewards", "tools": "tools"}
-"""Arguments of GRPOTrainer that may take the place of a recipe's settings, and what `grove` calls
+"""Arguments of GRPOTrainer that may take the place of a recipe's settings, and what `Session` calls
 them."""
 OF_RECIPE = {
     "reward_processing_classes": "[reward]",
@@ -115,7 +115,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # Also where `train` is never called.
         weakref.finalize(self, self._held.close)
         self._open()
-        tasks = self._check_tasks(self._grove.tasks)
+        tasks = self._check_tasks(self._session.tasks)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
             super().__init__(
@@ -124,7 +124,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 train_dataset=Dataset.from_list(tasks),
                 reward_funcs=tree_reward,
                 rollout_func=self._roll_out,
-                processing_class=same_tokenizer(processing_class, self._grove.tokenizer),
+                processing_class=same_tokenizer(processing_class, self._session.tokenizer),
                 callbacks=callbacks,
                 optimizers=optimizers,
                 peft_config=lora_config(config, peft_config),
@@ -134,7 +134,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._join_vllm()
             return
         # A model of another shape is refused here, before any work.
-        self._grove.publish(self._weights(), 0)
+        self._session.sync_weights(0, self._weights())
 
     # ------------------------------------------------------------------ begin and end
 
@@ -149,15 +149,15 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 capacity=settings.max_rows,
                 deadline_s=settings.deadline_s,
             )
-        self._grove: Grove = self._held.enter_context(
-            grove(self.recipe, engine=engine, **self._objects)
+        self._session = self._held.enter_context(
+            Session(self.recipe, engine=engine, learns=False, **self._objects)
         )
         self._is_open, self._published = True, -1
 
     def _join_vllm(self) -> None:
         """Has the engine ask the vLLM that TRL has by now, and gives that the weights anew."""
         self._last_loaded_step = -1
-        engine: Any = self._grove.engine
+        engine: Any = self._session.engine
         engine.server = token_source(self.vllm_generation, self.args, engine.capacity)
         self._held.callback(engine.server.close)
         engine.max_context, engine.end_ids = engine.server.max_context, set(self.eos_token_ids)
@@ -224,9 +224,9 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 generation.sync_weights()
                 self._last_loaded_step = step
             self.accelerator.wait_for_everyone()
-            self._grove.publish(None, self._number - 1)
+            self._session.sync_weights(self._number - 1)
         elif self.state.global_step != self._published:
-            self._grove.publish(self._weights(), self._number - 1)
+            self._session.sync_weights(self._number - 1, self._weights())
             self._published = self.state.global_step
 
     def _weights(self) -> Any:
@@ -247,20 +247,21 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """
         number, leaves = self._number, self.recipe.explore.num_leaves
         if self._of_update:
-            self._grove.remember(self._of_update, number - 1)
+            self._session.remember(self._of_update, number - 1)
         self._publish()
-        tasks = self._grove.tasks
+        tasks = self._session.tasks
         with self._awake():
-            self.trees = self._grove.grow([tasks[place] for place in places[::leaves]], number)
+            own = [tasks[place] for place in places[::leaves]]
+            self.trees = list(self._session.credit(self._session.sample(number, own)))
         self._rows = tree_rows(self.trees, self.recipe)
         self._of_update = self._of_all(self.trees, number)
-        self._lessons = self._grove.lessons(self._of_update, number)
+        self._lessons = self._session.lessons(self._of_update, number)
         if self.accelerator.is_main_process:
-            metrics = self._grove.take_metrics(self._of_update)
+            metrics = self._session.pop_metrics(self._of_update)
             for name, value in metrics.items():
                 self._metrics["train"][f"tree/{name}"].append(value)
             kept = self._of_update if self.recipe.track.record_trees else []
-            self._grove.record(self.args.output_dir, kept, number, metrics)
+            self._session.record(self.args.output_dir, kept, number, metrics)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -408,7 +409,7 @@ def _mean(row: Row) -> float:
 
 
 def _objects(others: dict[str, Any]) -> Any:
-    """Takes what a user's script gives in place of settings, by the names of `grove`."""
+    """Takes what a user's script gives in place of settings, by the names of `Session`."""
     found = {OBJECTS[name]: others.pop(name, None) for name in OBJECTS}
     if hasattr(data := found["tasks"], "__getitem__") and not isinstance(data, str | Mapping):
         # Nothing is held out of it, since nothing is evaluated here.

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from treegraft import DataError, Task, load_config
+from treegraft import DataError, Session, Task, load_config
 from treegraft.extras.verl.arguments import arguments, check_recipe
 from treegraft.extras.verl.keeper import KeptBuffer, no_engine
-from treegraft.parts import commands, grove, packages
+from treegraft.parts import commands, packages
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe: a .toml file, or a shipped one's name.")
@@ -46,8 +46,9 @@ def verl_data(
     config = load_config(recipe, settings or ())
     check_recipe(config, "top_k")
     # Every prompt is written once, so that one that cannot be is found here.
-    with grove(config, engine=no_engine(), retriever=KeptBuffer(None)) as parts_of:
-        parts = parts_of.parts
+    session = Session(config, engine=no_engine(), retriever=KeptBuffer(None), learns=False)
+    with session:
+        parts = session.parts
         for path, tasks in ((out, parts.train_tasks), (held_out, parts.eval_tasks)):
             if path is not None:
                 write_tasks(path, tasks)

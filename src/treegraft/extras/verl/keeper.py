@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from treegraft import Config, ScriptedEngine, Task, Trace, Tree
-from treegraft.parts import grove, interfaces
+from treegraft import Config, ScriptedEngine, Session, Task, Trace, Tree
+from treegraft.parts import interfaces
 
 
 class Keeper:
@@ -25,22 +25,24 @@ class Keeper:
         """
         self._config, self._folder = Config.model_validate_json(settings), folder
         self._held = ExitStack()
-        self._grove = self._held.enter_context(grove(self._config, engine=no_engine()))
+        self._session = self._held.enter_context(
+            Session(self._config, engine=no_engine(), learns=False)
+        )
         self._trees: defaultdict[int, list[Tree]] = defaultdict(list)
 
     async def retrieve(
         self, task: Task, contents: Sequence[Any], whole: bool, noise_key: interfaces.NoiseKey
     ) -> interfaces.Retrieved | None:
         """Returns what `Retriever.retrieve` does."""
-        if (found := self._grove.retriever) is None:
+        if (found := self._session.retriever) is None:
             return None
         ask = partial(found.retrieve, task, contents, whole=whole, noise_key=noise_key)
-        return await self._grove.arun(ask)
+        return await self._session.arun(ask)
 
     async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
         """Returns what `Retriever.trajectories` does."""
-        found = self._grove.retriever
-        return () if found is None else await self._grove.arun(found.trajectories, task)
+        found = self._session.retriever
+        return () if found is None else await self._session.arun(found.trajectories, task)
 
     async def add(self, tree: Tree, number: int) -> None:
         """Takes a tree of a step."""
@@ -50,10 +52,10 @@ class Keeper:
         """Records the trees of a step, adds the best to the buffer where the recipe says so, and
         returns the metrics of the trees; after learning, so that no tree finds its own steps."""
         trees = sorted(self._trees.pop(number, []), key=lambda tree: tree.group_id)
-        self._grove.remember(trees, number)
-        metrics = self._grove.take_metrics(trees) if trees else {}
+        self._session.remember(trees, number)
+        metrics = self._session.pop_metrics(trees) if trees else {}
         kept = trees if self._config.track.record_trees else []
-        self._grove.record(self._folder, kept, number, metrics)
+        self._session.record(self._folder, kept, number, metrics)
         return metrics
 
     async def close(self) -> None:

@@ -16,11 +16,11 @@ from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from treegraft import Config, DataError, Task, Tree
+from treegraft import Config, DataError, Session, Task, Tree
 from treegraft.extras.verl.engine import ServerEngine
 from treegraft.extras.verl.keeper import KeptBuffer
 from treegraft.extras.verl.rows import ADVANTAGES, FACTS, Facts, tree_rows
-from treegraft.parts import Independent, LeafRow, errors, grove
+from treegraft.parts import Independent, LeafRow, errors
 
 _log = logging.getLogger(__name__)
 # The class below Ray's decorator: an actor's class cannot be derived from.
@@ -50,10 +50,10 @@ class TreeWorker(_Worker):  # type: ignore[misc]
             max_context=_max_context(self.rollout_config),
         )
         self._held = ExitStack()
-        self._grove = self._held.enter_context(
-            grove(self.recipe, engine=engine, retriever=KeptBuffer(self._keeper))
+        self._session = self._held.enter_context(
+            Session(self.recipe, engine=engine, retriever=KeptBuffer(self._keeper), learns=False)
         )
-        parts = self._grove.parts
+        parts = self._session.parts
         self._tasks = {task.id: task for task in (*parts.train_tasks, *parts.eval_tasks)}
         at_once = parts.num_trees_at_once(self.recipe.explore.num_leaves)
         self._free = asyncio.Semaphore(min(self.recipe.rollout.max_live_trees, at_once))
@@ -87,7 +87,8 @@ class TreeWorker(_Worker):  # type: ignore[misc]
 
     async def _train(self, prompt: dict[str, Any]) -> None:
         step = int(prompt["global_steps"])
-        (tree,) = await self._grove.agrow([self._task(prompt)], step)
+        sampled = await self._session.asample(step, [self._task(prompt)])
+        (tree,) = self._session.credit(sampled)
         await self._keeper.add.remote(tree, step)
         uid = prompt["uid"]
         rows = tree_rows(tree, self.recipe)
@@ -102,13 +103,13 @@ class TreeWorker(_Worker):  # type: ignore[misc]
         """Puts independent rollouts into the queue: nothing branches, nothing is grafted."""
         num = int(prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.val_kwargs.n))
         work, task = self._grown_to_measure, self._task(prompt)
-        tree = await self._grove.arun(work, task, sampling_params, num)
+        tree = await self._session.arun(work, task, sampling_params, num)
         temperature = float(sampling_params["temperature"])
         for number, row in enumerate(tree_rows(tree, self._as_measured(temperature, num))):
             await self._put(prompt, number, tree, row, {}, validates=True)
 
     async def _grown_to_measure(self, task: Task, sampling: dict[str, Any], num: int) -> Tree:
-        grower = self._grove.parts.grower(Independent())
+        grower = self._session.parts.grower(Independent())
         temperature = float(sampling["temperature"])
         filters = grower.limits.filters
         if temperature:

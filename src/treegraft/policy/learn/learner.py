@@ -505,18 +505,16 @@ class Learner:
         adapted = None if base_model(self.model) is self.model else self.model
         return ModelWeights(plain_weights(self.model), adapted)
 
-    def freeze_reference(self) -> None:
-        """Makes the present weights the reference of the KL term."""
-        self.reference = Reference(self.model)
-
-    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
+    def keep_reference(self, folder: Path | None = None, *, is_new: bool = True) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the
-        folder, or for a resumed run those that lie there.
+        folder if there is one, or for a resumed run those that lie there.
 
         Raises:
             CheckpointError: they do not lie there.
         """
         self.reference = Reference(self.model)
+        if folder is None:
+            return
         if is_new:
             Reference.clear(folder)
             self.reference.save(folder)

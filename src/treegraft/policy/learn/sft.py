@@ -8,7 +8,7 @@ on and answering can be left out (skill without propensity) or shown with a chos
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from treegraft.core.demonstration import Demonstration, Show, Written, solution, tree_of_paths
 from treegraft.core.errors import DataError
@@ -281,32 +281,6 @@ def learning_rate(settings: WarmupSettings, step: int) -> float:
         return settings.lr * (step + 1) / rise
     left = (settings.num_steps - step) / max(1, settings.num_steps - rise)
     return settings.lr * decay(settings.schedule, left, settings.final_lr_frac)
-
-
-async def warm_up(
-    learner: LearnerLike,
-    demonstrations: Demonstrations,
-    settings: WarmupSettings,
-    *,
-    first_step: int,
-    on_step: Callable[[int, float, int], Awaitable[bool]],
-) -> None:
-    """Runs the warm-up steps from `first_step` on.
-
-    l = -Σ log π(y) / number of loss tokens, over the agent's own tokens of the whole batch: one
-    mean over its tokens, whatever passes it takes, so that neither long demonstrations nor the last
-    pass weigh more than their tokens.
-
-    Args:
-        on_step: called with (steps done, loss, loss tokens of the step); True asks to stop here.
-    """
-    for step in range(first_step, settings.num_steps):
-        await demonstrations.prepare(step)
-        trees = demonstrations.batch(step)
-        loss = learner.imitate(trees, learning_rate(settings, step), settings.weight_decay)
-        num_tokens = sum(sum(one.loss_mask) for tree in trees for one in tree.steps)
-        if await on_step(step + 1, loss, num_tokens):
-            return
 
 
 def step_skill(

@@ -201,8 +201,11 @@ class ShardedLearner(Learner):
     def _suffix(self) -> str:
         return f"-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}"
 
-    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
+    def keep_reference(self, folder: Path | None = None, *, is_new: bool = True) -> None:
         """As `Learner.keep_reference`; each rank writes its rows."""
+        if folder is None:
+            self.reference = Reference(self.model)
+            return
         if is_new and self._ranks.rank == 0:
             Reference.clear(folder)
         self._ranks.barrier()

@@ -139,8 +139,9 @@ class BufferPruning:
                     f"buffer '{choice.buffer}' is empty; there is nothing to prune.",
                     code="buffer-empty",
                 )
-            async with judging.assemble_judge(config, place) as (setup, model):
-                score, max_tokens = judging.scores_of(model, config)
+            opening = judging.Parts.build(config, needs="model", model_path=place)
+            async with opening as setup:
+                score, max_tokens = judging.scores_of(setup.model, config)
                 self.packing_problem = score.packing_problem
                 reader = _Reader(setup, max_tokens)
                 wanted = reader.read(stored)
@@ -309,7 +310,7 @@ class _Settled:
 class _Reader:
     """Makes stored trajectories what the agent would have written, and asks environments."""
 
-    def __init__(self, setup: judging.Setup, max_tokens: int | None) -> None:
+    def __init__(self, setup: judging.Parts, max_tokens: int | None) -> None:
         self._setup, self._max_tokens = setup, max_tokens
         self._tasks = {task.id: task for task in setup.train_tasks}
         tokenizer = setup.tokenizer

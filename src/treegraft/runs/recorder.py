@@ -1,8 +1,8 @@
-"""What a run tells of itself: trees and metrics in its folder, trackers, health, the display."""
+"""What a run records: trees and metrics in its folder, trackers, health, the display."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,9 +13,10 @@ from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import RunFolder
-from treegraft.runs.start import Start, update_latest
+from treegraft.runs.result import latest_of, update_latest
 from treegraft.runs.trackers import Trackers, as_trackers, find_trackers
 from treegraft.runs.tree_files import drop_parts, write_trees
+from treegraft.settings.config import Config
 from treegraft.settings.table import value_of
 
 
@@ -75,19 +76,19 @@ class BackgroundWriter:
         self._thread.shutdown()
 
 
-class Reporter:
-    """Tells what happens in a run, from the opening of its folder to its end. `callbacks` are
+class Recorder:
+    """Records what happens in a run, from the opening of its folder to its end. `callbacks` are
     further trackers, or functions of an update's number and metrics.
 
     Raises:
         TreegraftError: a tracker, a place of spans or an address of metrics that cannot be used.
     """
 
-    def __init__(self, start: Start, display: Display, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(self, config: Config, display: Display, callbacks: Sequence[Any] = ()) -> None:
         self.display: Display = LastingDisplay(display)
         self.latest: dict[str, float] = {}
         """The latest value of every metric."""
-        self._start, self._config = start, start.config
+        self._config = config
         self._make_trackers = find_trackers(self._config.track.trackers) | as_trackers(callbacks)
         check_place(self._config.track.spans)
 
@@ -97,10 +98,16 @@ class Reporter:
         return self._trackers.wants_end
 
     @contextmanager
-    def opened(self, folder: RunFolder, defects: Sequence[str]) -> Iterator[None]:
-        """Holds what is written to; `defects` of the tasks' data are shown, one sentence each."""
-        start, display, path = self._start, self.display, folder.path
-        history = start.history()
+    def opened(
+        self, folder: RunFolder, history: Sequence[Mapping[str, float]], warnings: Iterable[str]
+    ) -> Iterator[None]:
+        """Holds what is written to.
+
+        Args:
+            history: the lines of metrics so far.
+            warnings: what the user is told when the run begins, one sentence each.
+        """
+        display, path = self.display, folder.path
         self._folder, self._writer = folder, BackgroundWriter()
         with ExitStack() as ends:
             ends.callback(self._writer.close)
@@ -108,9 +115,9 @@ class Reporter:
                 self._make_trackers, path, history, display.warn, display.note
             )
             ends.callback(self._trackers.close)
-            self.latest = start.latest_metrics()
+            self.latest = latest_of(history)
             self._health = Monitor(self._config.health, history)
-            for text in (*start.notices, *defects):
+            for text in warnings:
                 display.warn(text)
             for setting, entry in offered("services").items():
                 if (value := value_of(self._config, setting)) is not None:

@@ -1,0 +1,147 @@
+"""How a run begins: its settings and objects, the processes that learn together, its folder and its
+session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Unpack
+
+from treegraft.core.errors import SettingError, first_cause, nearest
+from treegraft.core.given import GIVEN, GivenObjects, giving
+from treegraft.core.interfaces import Display
+from treegraft.core.interrupt import others_as_ctrl_c
+from treegraft.core.plugin import PlacementKind, load_object, offered
+from treegraft.policy.learn.torchrun import is_started, joined
+from treegraft.runs.display import show_texts, shown
+from treegraft.runs.open import own_config
+from treegraft.runs.run import Run
+from treegraft.session import Session, Surroundings
+from treegraft.settings.config import Config
+from treegraft.settings.objects import Objects, Source, with_objects
+from treegraft.settings.packages import missing_packages
+
+
+class Options(Objects, total=False):
+    """What each command that begins a run takes beside the settings; see `treegraft.train`."""
+
+    recipe: str | None
+    resume: Path | str | None
+    accepts_changes: bool
+    display: Display | bool | None
+
+
+@contextmanager
+def opened(
+    source: Source | None,
+    command: str,
+    *,
+    recipe: str | None = None,
+    resume: Path | str | None = None,
+    accepts_changes: bool = False,
+    display: Display | bool | None = None,
+    placement: str | None = None,
+    callbacks: Sequence[object] = (),
+    **objects: Unpack[Objects],
+) -> Iterator[tuple[Run, Session]]:
+    """Holds a run and its session, ready for the first step; of a run that has nothing left to do,
+    the session is closed.
+
+    Args:
+        source: settings; None for those of the run to resume.
+        command: the command that goes on with the run, "train" or "sft".
+        recipe, resume, accepts_changes, display, placement, callbacks, objects: as of
+            `treegraft.train`.
+
+    Raises:
+        TreegraftError: bad input, before any work starts where that can be known.
+    """
+    given_source = source
+    if source is None:
+        given_source = {} if resume is None else own_config(Path(resume))
+    elif isinstance(source, str | Path):
+        recipe = recipe or str(source)
+    assert given_source is not None
+    own, given = with_objects(given_source, objects)
+    kind = _placement(placement, given)
+    # Under torchrun each rank runs the script that has the objects.
+    if own.learn.ranks not in ("auto", 1) and not is_started():
+        _refuse_local(given, f"learn.ranks = {own.learn.ranks}")
+    is_empty = source is None and resume is None and not given.records
+    with ExitStack() as ends:
+        for one in (others_as_ctrl_c(), first_cause(), giving(given)):
+            ends.enter_context(one)
+        ranks = ends.enter_context(joined(own))
+        run = Run.open(
+            None if is_empty else own,
+            given,
+            ends.enter_context(shown(display)),
+            command=command if kind is None else kind.command,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=accepts_changes,
+            callbacks=callbacks,
+        )
+        ends.enter_context(run)
+        _refuse_unfit(run.config)
+        is_over = run.is_finished and command != "sft"
+        place = None
+        if kind is not None and not is_over:
+            place = ends.enter_context(load_object(kind.path)(run.config))
+        within = Surroundings(
+            state=run.state,
+            folder=run.path,
+            display=run.display,
+            stop=run.stop,
+            ranks=ranks,
+            placement=place,
+            warms_up_only=command == "sft",
+            accepts_changes=run.accepts_changes,
+        )
+        session = Session(run.config, checkpoint=run.checkpoint, within=within)
+        if not is_over:
+            ends.enter_context(session)
+            show_texts(run.display, session.tokenizer)
+            ends.enter_context(run.recording(session, session.parts.source.report()))
+            session.settle(run.path)
+        yield run, session
+
+
+def _refuse_unfit(config: Config) -> None:
+    """Refuses what no training can begin with."""
+    if missing := missing_packages(config):
+        raise SettingError("\n".join(missing.values()), code="packages-missing")
+    if (config.engine.kind, config.publish.kind) == ("vllm", "external"):
+        raise SettingError(
+            "publish.kind: got 'external', expected another one in `train`, whose own learner"
+            " changes the weights; it is for a loop of your own (docs/python.md).",
+            code="publish-external",
+        )
+
+
+def _refuse_local(objects: GivenObjects, place: str) -> None:
+    """Raises `SettingError` for objects that other processes cannot find."""
+    if names := list(objects.by_name):
+        listed = ", ".join(f"'{name.removeprefix(GIVEN)}'" for name in names)
+        raise SettingError(
+            f"{place} runs in other processes, which cannot find {listed}: got objects of this"
+            " script or notebook alone; expected ones that can be imported. Put them into a module"
+            " and import them from it.",
+            code="objects-elsewhere",
+        )
+
+
+def _placement(name: str | None, given: GivenObjects) -> PlacementKind | None:
+    """The kind of placement of this name; None for this process."""
+    if name is None:
+        return None
+    _refuse_local(given, f"placement '{name}'")
+    known: Mapping[str, PlacementKind] = offered("placements")
+    if name not in known:
+        raise SettingError(
+            f"placement: got '{name}', expected None for this process, or one that a plugin brings:"
+            f" {', '.join(known) or 'there is none'}.{nearest(name, known)}",
+            code="unknown-placement",
+        )
+    return known[name]

@@ -1,1 +1,0 @@
-"""How runs and loops of one's own begin."""
