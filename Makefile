@@ -47,8 +47,9 @@ test: install
 # One file of tests for each room of the core, with the folder of extensions deleted.
 border: install
 	rm -rf build/core && mkdir -p build/core && cp -r src/treegraft build/core && rm -rf build/core/treegraft/extras
-	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/test_%.py)
-BORDER := files names rapo explore loop pack tools buffer rewards preflight health view assemble train
+	PYTHONPATH=build/core:. $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(BORDER:%=tests/%.py)
+BORDER := core/test_files settings/test_names algo/test_rapo explore/test_explore rollout/test_loop policy/test_pack tools/test_tools \
+	traces/test_buffer tasks/test_rewards evals/test_preflight runs/test_health view/test_view test_assemble test_train
 
 # What takes long from end to end: recipes of papers, studies, benchmarks, notebooks, pages, ranks, the viewer at every width.
 smoke: install
@@ -56,7 +57,7 @@ smoke: install
 
 # Every command of the pages, run in miniature: a quarter of an hour.
 printed: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k printed_command_runs tests/test_printed_commands.py
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "slow or not slow" -k printed_command_runs tests/project/test_printed_commands.py
 
 # Runs on a Ray cluster of three nodes on the loopback interface, disturbed and compared with undisturbed ones: takes minutes.
 cluster-test: install

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.test_fuzzed_folders import (
+from tests.runs.test_fuzzed_folders import (
     RUN_FILES,
     SHAPES,
     VALUES,
@@ -37,7 +37,7 @@ from tests.test_fuzzed_folders import (
     damage,
     make_material,
 )
-from tests.tiny import differing
+from tests.support.tiny import differing
 
 from treegraft.core.files import LineFile
 from treegraft.extras.lab.report import command as report

@@ -33,23 +33,27 @@ SEED, NUM_EACH, DEADLINE_S = 30, 20, 600
 # The first that fails ends a mutant's tests, so those that are fast and near come first.
 TESTS = {
     "algo": (
-        "test_advantages.py test_rapo.py test_arpo.py test_losses.py test_loss_weights.py"
-        " test_objectives.py test_credit.py extras/test_gigpo.py extras/test_aepo.py"
-        " extras/test_appo.py test_token_scores.py test_optimiser_steps.py"
-        " test_packed_equals_separate.py test_train.py"
+        "algo/test_advantages.py algo/test_rapo.py algo/test_arpo.py algo/test_losses.py"
+        " policy/test_loss_weights.py algo/test_objectives.py policy/test_credit.py"
+        " extras/test_gigpo.py extras/test_aepo.py extras/test_appo.py"
+        " policy/test_token_scores.py policy/test_optimiser_steps.py"
+        " policy/test_packed_equals_separate.py test_train.py"
     ),
     "rollout": (
-        "test_growth.py test_loop.py test_explore.py test_rounds.py test_stages.py"
-        " test_format_tags.py test_format_chat.py test_templates.py test_filters.py"
-        " test_remote_trees.py extras/test_axpo.py extras/test_restart.py extras/test_commit.py"
-        " extras/test_tree_grpo.py test_environments.py test_grafted_runs.py"
-        " test_environment_runs.py test_train.py"
+        "rollout/test_growth.py rollout/test_loop.py explore/test_explore.py"
+        " rollout/test_rounds.py explore/test_stages.py rollout/test_format_tags.py"
+        " rollout/test_format_chat.py rollout/test_templates.py policy/test_filters.py"
+        " traces/test_remote_trees.py extras/test_axpo.py extras/test_restart.py"
+        " extras/test_commit.py extras/test_tree_grpo.py tools/test_environments.py"
+        " test_grafted_runs.py tools/test_environment_runs.py test_train.py"
     ),
     "policy/learn": (
-        "test_pack.py test_losses.py test_lessons.py test_mixed_trees.py test_optimiser_steps.py"
-        " test_loss_weights.py test_imitation.py test_symptoms.py test_credit.py test_flex.py"
-        " test_packed_equals_separate.py test_shapes_only.py distributed/test_plan.py"
-        " distributed/test_laws.py test_rapo.py test_train.py test_bad_input.py test_resume.py"
+        "policy/test_pack.py algo/test_losses.py policy/test_lessons.py"
+        " policy/test_mixed_trees.py policy/test_optimiser_steps.py policy/test_loss_weights.py"
+        " policy/test_imitation.py policy/test_symptoms.py policy/test_credit.py"
+        " policy/test_flex.py policy/test_packed_equals_separate.py policy/test_shapes_only.py"
+        " distributed/test_plan.py distributed/test_laws.py algo/test_rapo.py test_train.py"
+        " cli/test_bad_input.py test_resume.py"
     ),
 }
 EQUIVALENT = {

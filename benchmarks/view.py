@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from starlette.datastructures import QueryParams
-from tests.viewed import repeat_update, write_run
+from tests.support.viewed import repeat_update, write_run
 
 from treegraft.runs.metrics import METRICS
 from treegraft.view.runs import open_runs

@@ -22,9 +22,9 @@ os.environ["TREEGRAFT_TRUST_KEY"] = f"{tempfile.gettempdir()}/treegraft-tests-{o
 import pytest
 import torch.distributed as dist
 from hypothesis import settings
-from tests.examples import WHOLE
-from tests.forked import not_waited_for
-from tests.smollm2 import SHARED
+from tests.support.examples import WHOLE
+from tests.support.forked import not_waited_for
+from tests.support.smollm2 import SHARED
 
 # trackio reads its folder when it is first imported, which TRL does too: never the user's own.
 _trackio = tempfile.TemporaryDirectory(prefix="treegraft-trackio-")
@@ -54,11 +54,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    *("test_resume", "extras/test_trl", "distributed/test_laws", "extras/test_sandbox"),
-    *("test_plugins", "test_train", "test_objects", "test_readme", "test_report"),
-    *("test_view_browser", "extras/test_scienceworld", "test_study", "test_engine"),
-    *("distributed/test_jobs", "test_package", "test_packages", "test_tools", "test_toolstar"),
-    "test_vllm_engine",
+    "test_resume",
+    "extras/test_trl",
+    "distributed/test_laws",
+    "extras/test_sandbox",
+    "core/test_plugins",
+    "test_train",
+    "settings/test_objects",
+    "project/test_readme",
+    "extras/test_report",
+    "view/test_view_browser",
+    "extras/test_scienceworld",
+    "extras/test_study",
+    "policy/test_engine",
+    "distributed/test_jobs",
+    "project/test_package",
+    "core/test_packages",
+    "tools/test_tools",
+    "test_toolstar",
+    "policy/test_vllm_engine",
 )
 """Files that take long begin first, so that no process is left with one of them at the end."""
 

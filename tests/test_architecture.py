@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.house import text_of
-from tests.pages import builder
+from tests.support.pages import builder
 from tests.test_exports import is_overload
 
 ROOT = Path(__file__).resolve().parents[1]

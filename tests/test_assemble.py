@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 from transformers import PreTrainedModel
 
 from treegraft.assemble import Parts, assemble, assemble_training

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.forked import Forked
-from tests.pages import builder
+from tests.support.forked import Forked
+from tests.support.pages import builder
 
 import treegraft
 
@@ -281,7 +281,7 @@ def test_every_public_function_and_class_is_described() -> None:
     missing = []
     for path in FILES:
         for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
-            # A table of settings is described field by field; tests/test_config.py sees to it.
+            # A table of settings is described field by field; test_config.py sees to it.
             is_table = isinstance(node, ast.ClassDef) and (
                 path.parent.name == "settings" or node.name.endswith("Settings")
             )
@@ -370,7 +370,7 @@ def test_pages_and_examples_import_the_public_names_alone() -> None:
     ("module", "page"), [("treegraft", "api.md"), ("treegraft.parts", "parts.md")]
 )
 def test_every_name_is_described_and_stands_in_an_example_that_runs(module: str, page: str) -> None:
-    """tests/test_readme.py and tests/test_public_names.py run them."""
+    """tests/project/test_readme.py and tests/test_public_names.py run them."""
     public = importlib.import_module(module)
     root = SOURCE.parents[1]
     text = (root / "docs" / page).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def campaign(folder: Path, *arguments: object) -> str:
     """Returns what the campaign printed; it ends with 1 where something was wrong."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fault_campaign", folder, *map(str, arguments)],
+        [sys.executable, "-m", "tests.support.fault_campaign", folder, *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,

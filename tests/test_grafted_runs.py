@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.error_codes import raises_code
-from tests.tiny import differing, tiny
-from tests.tiny_parts import SlowSearch
+from tests.support.error_codes import raises_code
+from tests.support.tiny import differing, tiny
+from tests.support.tiny_parts import SlowSearch
 
 from treegraft.core.errors import (
     DataError,
@@ -111,7 +111,7 @@ def test_law_12_the_same_run_again_whatever_the_tools_latencies(
     again = start(run.run_dir.parent, "again")
     assert differing(run.run_dir, again.run_dir) == []
     slow: dict[str, Any] = {
-        "tasks": {**tiny(**BOTH)["tasks"], "kind": "tests.tiny_parts:SlowWorld"}
+        "tasks": {**tiny(**BOTH)["tasks"], "kind": "tests.support.tiny_parts:SlowWorld"}
     }
     slow["tasks"]["search_world"] = {}
     first = start(run.run_dir.parent, "slow", **slow)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.error_codes import raises_code
-from tests.tiny import tiny
+from tests.support.error_codes import raises_code
+from tests.support.tiny import tiny
 
 from treegraft import (
     DataError,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import is_timing, tiny
+from tests.support.tiny import is_timing, tiny
 
 from treegraft import load_config, sft, train
 from treegraft.runs.record import read_metrics

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.error_codes import raises_code
-from tests.forked import Forked
-from tests.tiny import contents, differing, tiny, write_recipe
-from tests.tiny_parts import SlowSearch
+from tests.support.error_codes import raises_code
+from tests.support.forked import Forked
+from tests.support.tiny import contents, differing, tiny, write_recipe
+from tests.support.tiny_parts import SlowSearch
 
 from treegraft.core.errors import DataError
 from treegraft.core.files import file_checksum
@@ -83,10 +83,10 @@ RARE = {
 
 
 def run_jobs(folder: Path, settings: dict[str, Any], jobs: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the exit code of each job, see tests/killed_runs.py."""
+    """Returns the exit code of each job, see tests/support/killed_runs.py."""
     (folder / "settings.json").write_text(json.dumps(settings))
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = ["tests.killed_runs", folder, folder / "settings.json", folder / "jobs.json"]
+    command = ["tests.support.killed_runs", folder, folder / "settings.json", folder / "jobs.json"]
     with Forked(command, cwd=ROOT, stderr=subprocess.STDOUT) as process:
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
@@ -182,9 +182,8 @@ def test_one_seed_is_one_run_and_another_is_another(undisturbed: Path, tmp_path:
 def test_latencies_of_tools_change_nothing(tmp_path: Path) -> None:
     for name in ("a", "b"):
         SlowSearch.luck.seed(name)
-        start(
-            tmp_path, name, tasks={"kind": "tests.tiny_parts:SlowWorld"}, warmup={"num_steps": 24}
-        )
+        slow = {"kind": "tests.support.tiny_parts:SlowWorld"}
+        start(tmp_path, name, tasks=slow, warmup={"num_steps": 24})
     assert differing(tmp_path / "a", tmp_path / "b") == []
     assert read_metrics(tmp_path / "a")[-1]["tools/search_calls"] > 0
 

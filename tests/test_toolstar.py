@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import toolstar_agent
-from tests.corpus import DATA, ROOT, write_corpus
-from tests.smollm2 import smollm2
-from tests.toolstar_agent import HABITS, search_of
+from tests.support import toolstar_agent
+from tests.support.corpus import DATA, ROOT, write_corpus
+from tests.support.smollm2 import smollm2
+from tests.support.toolstar_agent import HABITS, search_of
 
 from treegraft.core.types import Origin, Status, StopReason, Trajectory, Tree
 from treegraft.rollout.formats.markup import clean
@@ -71,7 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any, Wat
         tokenizer = save_tiny_model(folder / "model")
         changes = {
             "model.path": folder / "model",
-            "engine.kind": "tests.toolstar_agent:make",
+            "engine.kind": "tests.support.toolstar_agent:make",
             "run.dir": folder,
             "run.name": "run",
             "run.seed": 6,

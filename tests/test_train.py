@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.error_codes import raises_code
-from tests.tiny import differing, tiny, write_recipe
-from tests.tiny_parts import ANSWERS, ASKED, SlowSearch, by_text
+from tests.support.error_codes import raises_code
+from tests.support.tiny import differing, tiny, write_recipe
+from tests.support.tiny_parts import ANSWERS, ASKED, SlowSearch, by_text
 
 from treegraft.core import interrupt
 from treegraft.core.errors import EngineError
@@ -146,7 +146,7 @@ NARROW: dict[str, Any] = {
     "eval": {"every": 0, "at_start": False, "at_end": False},
     "rollout": {"max_completion_tokens": 12},
     "learn": {"num_minibatches": 1},
-    "reward": {"funcs": ["tests.tiny_parts:by_text"]},
+    "reward": {"funcs": ["tests.support.tiny_parts:by_text"]},
 }
 
 
@@ -465,7 +465,7 @@ def test_updates_without_any_variance_take_no_step_and_copy_no_weights(
         "treegraft.policy.engine.native.load_weights", lambda *given: copied.append(given)
     )
     settings = {
-        "reward": {"funcs": ["tests.tiny_parts:always_half"]},
+        "reward": {"funcs": ["tests.support.tiny_parts:always_half"]},
         "eval": {"every": 0, "at_end": False},
         "warmup": {"num_steps": 0},
     }
@@ -554,7 +554,7 @@ def test_an_engine_by_import_path_earns_known_rewards(tmp_path: Path) -> None:
         ANSWERS[task.question] = task.reference[0]
     run = start(
         tmp_path,
-        engine={"kind": "tests.tiny_parts:make_habits"},
+        engine={"kind": "tests.support.tiny_parts:make_habits"},
         warmup={"num_steps": 0},
         run={"num_updates": 1},
     )
@@ -660,7 +660,7 @@ def test_a_long_wait_says_what_it_is_for(tmp_path: Path, monkeypatch: pytest.Mon
     start(
         tmp_path,
         display=display,
-        tasks={"kind": "tests.tiny_parts:SlowWorld"},
+        tasks={"kind": "tests.support.tiny_parts:SlowWorld"},
         run={"num_updates": 1},
     )
     waits = [text for text in display.warnings if text.startswith("not finished after")]
@@ -748,7 +748,7 @@ def test_evaluation_has_independent_starts_whatever_the_explorer(tmp_path: Path)
     ASKED.clear()
     run = start(
         tmp_path,
-        explore={"explorers": ["tests.tiny_parts:OneByOne"]},
+        explore={"explorers": ["tests.support.tiny_parts:OneByOne"]},
         run={"num_updates": 1},
         eval={"num_samples": 3},
     )

@@ -11,7 +11,7 @@ import pytest
 
 import treegraft
 
-SCRIPT = Path(__file__).with_name("typed_use.py")
+SCRIPT = Path(__file__).parent / "support" / "typed_use.py"
 CACHE = Path(__file__).resolve().parents[1] / ".mypy_cache" / "typed_use"
 """Kept between runs: without it mypy reads torch for minutes."""
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import tiny, write_recipe
+from tests.support.tiny import tiny, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = secrets.token_hex(16)

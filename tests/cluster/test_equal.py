@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.nodes import Disturbed, Nodes, three_nodes
 from tests.cluster.parts import needs_ray
 from tests.cluster.worlds import LONGEST
-from tests.tiny import differing, tiny
+from tests.support.tiny import differing, tiny
 
 from treegraft.train import train
 

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.error_codes import raises_code
-from tests.tiny import tiny, write_recipe
+from tests.support.error_codes import raises_code
+from tests.support.tiny import tiny, write_recipe
 
 from treegraft.__main__ import main
 from treegraft.extras.ray import ray as joining

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
-from tests.error_codes import raises_code
+from tests.support.error_codes import raises_code
 
 from treegraft.core.errors import DataError, DriftError
 from treegraft.core.sessions import COUNTS

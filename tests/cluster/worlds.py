@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.tiny_parts import WORLD
+from tests.support.tiny_parts import WORLD
 
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Task

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.forked import Forked
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0

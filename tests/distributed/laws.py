@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.families import build_model
-from tests.slow_learner import example_trees
-from tests.trees import Part, build_tree
+from tests.support.families import build_model
+from tests.support.slow_learner import example_trees
+from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Tree

@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.cluster.worlds import LONGEST
 from tests.distributed.jobs import DEADLINE_S, children, ranks_of, torchrun
-from tests.fake_vllm import fakes
+from tests.support.fake_vllm import fakes
 from transformers import AutoModelForCausalLM
 
 from treegraft import RunResult, train
@@ -213,7 +213,7 @@ def test_the_spans_of_a_rank_hang_below_the_first_one_s(tmp_path: Path) -> None:
 
 SCRIPT = """
 import json, sys
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 from treegraft import RunResult, train
 from treegraft.parts import losses
 from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tests.distributed.laws import settings, some_trees
-from tests.families import build_model
+from tests.support.families import build_model
 from torch.distributed._local_tensor import LocalTensorMode, maybe_disable_local_tensor_mode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore

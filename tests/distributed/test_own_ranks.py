@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from tests.distributed.jobs import DEADLINE_S, ROOT, children
 from tests.distributed.test_jobs import SMALL, is_alive, updates
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 
 from treegraft import SettingError, train
 from treegraft.core.errors import RankError

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.distributed.laws import settings, some_trees
-from tests.error_codes import raises_code
-from tests.families import build_model
-from tests.trees import recorded_trees
+from tests.support.error_codes import raises_code
+from tests.support.families import build_model
+from tests.support.trees import recorded_trees
 from torch.distributed import checkpoint
 
 from treegraft.core.types import Tree

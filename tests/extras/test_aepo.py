@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.error_codes import raises_code
-from tests.test_explore import path, step
-from tests.test_growth import grow, make
-from tests.tiny import tiny
-from tests.trees import Part, build_tree
+from tests.explore.test_explore import path, step
+from tests.rollout.test_growth import grow, make
+from tests.support.error_codes import raises_code
+from tests.support.tiny import tiny
+from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree

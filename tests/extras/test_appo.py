@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.error_codes import raises_code
-from tests.families import build_model
-from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
-from tests.tiny import tiny
-from tests.trees import Part, build_tree
+from tests.support.error_codes import raises_code
+from tests.support.families import build_model
+from tests.support.slow_learner import distance, gradient_of, make_learner, slow_loss
+from tests.support.tiny import tiny
+from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import BranchCause, Start, Status, Tree

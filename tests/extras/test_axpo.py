@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests import test_environments as worlds
-from tests.error_codes import raises_code
-from tests.examples import at_most
-from tests.families import build_model, byte_tokenizer, word_tokenizer
-from tests.slow_learner import distance, gradient_of, make_learner, slow_loss
-from tests.test_format_chat import KINDS, end_of, form_of, ids_of, shown
-from tests.test_growth import grow, make
-from tests.test_loop import ANSWER, TASKS, search
-from tests.tiny import differing, tiny
-from tests.trees import Part, build_tree
-from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
+from tests.rollout.test_format_chat import KINDS, end_of, form_of, ids_of, shown
+from tests.rollout.test_growth import grow, make
+from tests.rollout.test_loop import ANSWER, TASKS, search
+from tests.support.error_codes import raises_code
+from tests.support.examples import at_most
+from tests.support.families import build_model, byte_tokenizer, word_tokenizer
+from tests.support.slow_learner import distance, gradient_of, make_learner, slow_loss
+from tests.support.tiny import differing, tiny
+from tests.support.trees import Part, build_tree
+from tests.support.worlds import CopiedKeyDoor, ReplayedKeyDoor
+from tests.tools import test_environments as worlds
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import (

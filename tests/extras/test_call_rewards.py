@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 import pytest
-from tests.test_rewards import SEARCH, make_tree
+from tests.tasks.test_rewards import SEARCH, make_tree
 
 from treegraft import Origin, Status, StepContent
 from treegraft.extras.methods.call_rewards import call_bonus, call_novelty, own_calls

@@ -11,15 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests import test_environments as worlds
-from tests.error_codes import raises_code
 from tests.extras.test_axpo import finished, retried, retries_of
-from tests.families import build_model, byte_tokenizer, word_tokenizer
-from tests.slow_learner import distance, make_learner
-from tests.test_growth import grow, make
-from tests.test_loop import ANSWER, SEARCH, search
-from tests.trees import Part
-from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
+from tests.rollout.test_growth import grow, make
+from tests.rollout.test_loop import ANSWER, SEARCH, search
+from tests.support.error_codes import raises_code
+from tests.support.families import build_model, byte_tokenizer, word_tokenizer
+from tests.support.slow_learner import distance, make_learner
+from tests.support.trees import Part
+from tests.support.worlds import CopiedKeyDoor, ReplayedKeyDoor
+from tests.tools import test_environments as worlds
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import (

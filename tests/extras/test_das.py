@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.extras.test_axpo import finished, retries_of
 from tests.extras.test_commit import WRONG, by_answer
-from tests.families import build_model, word_tokenizer
-from tests.slow_learner import distance, gradient_of, make_learner, shift_weights
-from tests.test_growth import grow, make
-from tests.test_loop import ANSWER, SEARCH
-from tests.trees import Part, build_tree
+from tests.rollout.test_growth import grow, make
+from tests.rollout.test_loop import ANSWER, SEARCH
+from tests.support.families import build_model, word_tokenizer
+from tests.support.slow_learner import distance, gradient_of, make_learner, shift_weights
+from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Origin, Retry, RetryCause, Start, StepContent, ToolCall, Tree

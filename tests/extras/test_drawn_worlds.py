@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.error_codes import raises_code
+from tests.support.error_codes import raises_code
 
 from treegraft.core.errors import ToolError
 from treegraft.core.types import Task

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tests.extras.test_axpo import retries_of
 from tests.extras.test_commit import by_answer, places
-from tests.test_growth import grow, make
-from tests.test_loop import ANSWER, SEARCH
+from tests.rollout.test_growth import grow, make
+from tests.rollout.test_loop import ANSWER, SEARCH
 
 from treegraft import Origin, Tree, load_config
 from treegraft.extras.methods.eapo import AnswerLeafSettings, AnswerLeaves

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.extras.test_axpo import finished, retries_of
 from tests.extras.test_commit import WRONG, by_answer, places
-from tests.families import word_tokenizer
-from tests.test_growth import grow, make
-from tests.test_loop import ANSWER, SEARCH
+from tests.rollout.test_growth import grow, make
+from tests.rollout.test_loop import ANSWER, SEARCH
+from tests.support.families import word_tokenizer
 
 from treegraft import Origin, Tree, load_config
 from treegraft.core.plugin import CORE_NAMES, offered

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import tiny
-from tests.trees import Part, build_tree
+from tests.support.tiny import tiny
+from tests.support.trees import Part, build_tree
 from typer.testing import CliRunner
 
 from treegraft import Tree, read_trees

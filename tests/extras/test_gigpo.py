@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from tests.trees import Part, build_tree
+from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import States, assign_credit, group_members
 from treegraft.core.types import (

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.families import build_model
-from tests.slow_learner import (
+from tests.policy.test_packed_equals_separate import OBJECTIVES as CORE
+from tests.policy.test_packed_equals_separate import trees_for
+from tests.support.families import build_model
+from tests.support.slow_learner import (
     distance,
     example_trees,
     gradient_of,
     make_learner,
     slow_loss,
 )
-from tests.test_packed_equals_separate import OBJECTIVES as CORE
-from tests.test_packed_equals_separate import trees_for
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import BranchCause, Tree

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_tools import TASK, toolbox
+from tests.tools.test_tools import TASK, toolbox
 
 from treegraft.core.errors import ToolError
 from treegraft.core.types import Observation, ToolCall

@@ -24,8 +24,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
-from tests.error_codes import raises_code
-from tests.test_environments import make_toolbox
+from tests.support.error_codes import raises_code
+from tests.tools.test_environments import make_toolbox
 
 from treegraft.core.errors import ToolUnavailable
 from treegraft.core.types import Task, ToolCall
@@ -163,7 +163,7 @@ def urls(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     if request.param == "openenv":
         if not REAL:
             pytest.skip("TREEGRAFT_OPENENV_PYTHON names no Python with the package openenv")
-        script = Path(__file__).with_name("openenv_server.py")
+        script = Path(__file__).parents[1] / "support" / "openenv_server.py"
         started = [
             subprocess.Popen([REAL, script, str(port), kind], env={"PATH": ""})
             for kind, port in ports.items()

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.error_codes import raises_code
-from tests.test_study import SMALL, written
-from tests.trees import Part, build_tree
+from tests.extras.test_study import SMALL, written
+from tests.support.error_codes import raises_code
+from tests.support.trees import Part, build_tree
 
 from treegraft.core.types import StepContent, Tree
 from treegraft.extras.lab.report.records import read_study

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pages import PAGES, ROOT
-from tests.test_agents import said, serving
+from tests.support.pages import PAGES, ROOT
+from tests.traces.test_agents import said, serving
 
 from treegraft.cli import main as cli
 from treegraft.core.listener import address_of, listen
@@ -103,7 +103,7 @@ def test_each_step_runs_with_its_flags(tmp_path: Path, monkeypatch: pytest.Monke
             words = shlex.split(os.path.expandvars(ran))[1:]
             command = " ".join(words)
             if command.startswith(("serve", "doctor")):
-                continue  # the service runs; sizes of cards are tests/test_sizing.py's
+                continue  # the service runs; sizes of cards are tests/extras/test_sizing.py's
             if command.startswith(SMALL) and "--resume" not in words:
                 words.append("--smoke")
             if "papers/tool-star-qwen2.5-7b" in words:

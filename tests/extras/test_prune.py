@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.families import build_model
-from tests.tiny import tiny, write_recipe
+from tests.support.families import build_model
+from tests.support.tiny import tiny, write_recipe
 
 from treegraft.cli import main as cli
 from treegraft.core.demonstration import Written, tree_of_paths

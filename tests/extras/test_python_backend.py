@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.error_codes import raises_code
-from tests.tiny import tiny
+from tests.support.error_codes import raises_code
+from tests.support.tiny import tiny
 
 from treegraft.cli.doctor import examine
 from treegraft.extras.python import bwrap

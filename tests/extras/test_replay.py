@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 
 from treegraft.assemble import assemble_setup
 from treegraft.core.finding import Finding

@@ -15,16 +15,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests import test_environments as worlds
-from tests.error_codes import raises_code
-from tests.examples import at_most
-from tests.families import build_model, word_tokenizer
-from tests.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
-from tests.test_growth import OneTrace, grow, make
-from tests.test_loop import ANSWER, TASKS, by_step
-from tests.tiny import tiny
-from tests.trees import Part, build_tree
-from tests.worlds import CopiedKeyDoor, ReplayedKeyDoor
+from tests.rollout.test_growth import OneTrace, grow, make
+from tests.rollout.test_loop import ANSWER, TASKS, by_step
+from tests.support.error_codes import raises_code
+from tests.support.examples import at_most
+from tests.support.families import build_model, word_tokenizer
+from tests.support.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
+from tests.support.tiny import tiny
+from tests.support.trees import Part, build_tree
+from tests.support.worlds import CopiedKeyDoor, ReplayedKeyDoor
+from tests.tools import test_environments as worlds
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.groups import by_place, split_advantages

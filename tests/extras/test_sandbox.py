@@ -25,8 +25,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.attacks import ATTACKS, QUICK, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
-from tests.error_codes import raises_code
+from tests.support.attacks import (
+    ATTACKS,
+    QUICK,
+    SIGN,
+    STOPPED,
+    UNCONTAINED,
+    UNCONTAINED_AS_ROOT,
+    code_of,
+)
+from tests.support.error_codes import raises_code
 
 from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Tool
@@ -331,7 +339,7 @@ def home() -> Iterator[Path]:
             link(str(file), str(folder / "lib" / file.name))
         package = Path(bwrap.__file__).parents[2]
         shutil.copytree(package, folder / "src" / "treegraft", copy_function=link, ignore=left_out)
-        link(str(tests / "attacks.py"), str(folder / "src" / "attacks.py"))
+        link(str(tests / "support" / "attacks.py"), str(folder / "src" / "attacks.py"))
         for place in (folder / ".ssh" / "id_test", folder / library / "site-packages" / "own_key"):
             place.parent.mkdir()
             place.write_text("s3cret")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.error_codes import raises_code
+from tests.support.error_codes import raises_code
 
 from treegraft.core.types import Task, ToolCall
 from treegraft.extras.environments.scienceworld import java as scienceworld_java

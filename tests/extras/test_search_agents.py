@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.error_codes import raises_code
-from tests.test_format_tags import byte_tokenizer
+from tests.rollout.test_format_tags import byte_tokenizer
+from tests.support.error_codes import raises_code
 
 from treegraft.core.interfaces import Format
 from treegraft.core.types import Observation, StepContent, Task, ToolCall

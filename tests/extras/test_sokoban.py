@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.error_codes import raises_code
+from tests.support.error_codes import raises_code
 
 from treegraft.core.types import Task
 from treegraft.extras.environments.sokoban.environment import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.trees import Part, build_tree
+from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.extras.methods.tree_grpo_credit import forest_advantages

@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_format_tags import smollm2
-from tests.trees import Part, build_tree
+from tests.rollout.test_format_tags import smollm2
+from tests.support.trees import Part, build_tree
 
 pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
 from datasets import Dataset
-from tests.error_codes import raises_code
-from tests.extras.hosts import on_one_thread, recipe, warmed_up
-from tests.extras.tiny_chat import tiny_chat
-from tests.extras.trl_check import QUIET, SAVES, some_failed, train
+from tests.support.error_codes import raises_code
+from tests.support.hosts import on_one_thread, recipe, warmed_up
+from tests.support.tiny_chat import tiny_chat
+from tests.support.trl_check import QUIET, SAVES, some_failed, train
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
@@ -182,7 +182,7 @@ def test_law_19_on_two_ranks(base: Path, tmp_path: Path) -> None:
     overrides += ("loss.graft_coef=1.0", "loss.kl_coef=0.1", "explore.graft.num_hybrid=1")
     overrides += ("loss.lesson_coef=0.5",)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", str(ROOT / "tests" / "extras" / "trl_check.py")]
+    command += ["--standalone", str(ROOT / "tests" / "support" / "trl_check.py")]
     done = subprocess.run(
         [*command, str(base), str(tmp_path / "out"), *overrides],
         capture_output=True,
@@ -248,7 +248,7 @@ def test_a_language_model_with_the_python_tool(tmp_path: Path) -> None:
                 "num_leaves": 4,
                 "entropy": {"num_starts": 2, "base_prob": 1.0},
             },
-            "reward": {"funcs": ["tests.tiny_parts:by_text"]},
+            "reward": {"funcs": ["tests.support.tiny_parts:by_text"]},
             # A call takes about 40, and the answer to its result has to fit.
             "rollout": {"max_completion_tokens": 96},
             "learn": {"num_minibatches": 1},
@@ -512,7 +512,7 @@ def test_resumed_after_sigkill(base: Path, tmp_path: Path) -> None:
     weights."""
     overrides = ["run.num_updates=4", "learn.schedule=linear", "learn.lr=0.03"]
     config, folder = recipe(base, *overrides), tmp_path / "killed"
-    script = ROOT / "tests" / "extras" / "trl_check.py"
+    script = ROOT / "tests" / "support" / "trl_check.py"
     done = subprocess.run(
         [sys.executable, str(script), str(base), str(folder), *overrides, "killed"],
         capture_output=True,

@@ -16,9 +16,9 @@ import torch
 
 pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
-from tests.extras.fake_trl_vllm import FakeLLM, install, serving
-from tests.extras.hosts import on_one_thread, recipe, warmed_up
-from tests.extras.trl_check import QUIET, Checked, train
+from tests.support.fake_trl_vllm import FakeLLM, install, serving
+from tests.support.hosts import on_one_thread, recipe, warmed_up
+from tests.support.trl_check import QUIET, Checked, train
 from trl.generation.vllm_client import VLLMClient
 
 from treegraft import SettingError

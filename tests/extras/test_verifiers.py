@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.error_codes import raises_code
-from tests.test_environments import make_toolbox
+from tests.support.error_codes import raises_code
+from tests.tools.test_environments import make_toolbox
 
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Task, ToolCall

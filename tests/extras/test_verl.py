@@ -26,10 +26,10 @@ import pytest
 pytest.importorskip("verl", reason="needs verl: make verl-env")
 
 import torch
-from tests.error_codes import raises_code
 from tests.extras import verl_check
-from tests.extras.hosts import on_one_thread, recipe, recredited, warmed_up, with_failures
-from tests.extras.verl_check import Held, Queue, in_queue, verl_config
+from tests.support.error_codes import raises_code
+from tests.support.hosts import on_one_thread, recipe, recredited, warmed_up, with_failures
+from tests.support.verl_check import Held, Queue, in_queue, verl_config
 
 from treegraft import SettingError, Tree, read_trees
 from treegraft.extras import verl as ours

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.error_codes import raises_code
-from tests.tiny import tiny
+from tests.support.error_codes import raises_code
+from tests.support.tiny import tiny
 from typer.testing import CliRunner
 
 from treegraft import SettingError, load_config

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import tiny
-from tests.trees import Part, build_tree
+from tests.support.tiny import tiny
+from tests.support.trees import Part, build_tree
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Request

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import tiny
+from tests.support.tiny import tiny
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Request

@@ -1,0 +1,415 @@
+"""The seam of plugins: the core without extensions, a package outside the repository, and plugins
+that cannot be taken. Each in a process of its own, as plugins are loaded once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.error_codes import raises_code
+from tests.support.forked import Forked
+from tests.support.tiny import tiny
+
+from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, offered, offered_commands, plugins
+from treegraft.extras import BUILT_IN, WITH_COMMANDS
+from treegraft.runs.record import read_trees
+from treegraft.runs.tree_json import tree_to_json
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MINE = '''
+"""A package of somebody else's, written against the public face alone."""
+
+from treegraft import Trajectory
+from treegraft.parts import (
+    Branch, BranchCause, Command, Contradiction, ExplorerKind, Finding, Independent,
+    OutcomeKind, Plugin, Settings, Start, TrackerKind, has, setting,
+)
+
+
+class EchoSettings(Settings):
+    num_starts: int = setting(2, ge=1)
+    """First-level rollouts."""
+    num: int = setting(1, ge=1)
+    """Branches after each result."""
+
+
+class Tables(Settings):
+    echo: EchoSettings = setting(EchoSettings(), idle_unless=has("explore.explorers", "echo"))
+    """Branches after every result."""
+
+
+class Echo(Independent):
+    probe_tokens = 0
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def starts(self, max_leaves):
+        return Start(min(self.settings.num_starts, max_leaves))
+
+    def after_probe(self, path, probe):
+        cause = BranchCause(entropy_change=0.0, probability=1.0, rule="echo")
+        return Branch(self.settings.num, cause)
+
+
+def short(*, trajectories, **_):
+    return [1.0 - len(path.token_ids) / 1000 for path in trajectories]
+
+
+def centred(members, eps):
+    rewards = [path.reward for path in members]
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+class Tracker:
+    def __init__(self, run_dir):
+        self.path = run_dir / "mine.txt"
+
+    def log(self, update, metrics):
+        with self.path.open("a") as file:
+            file.write(f"{update}\\n")
+
+    def close(self):
+        pass
+
+
+class Corridor:
+    """A corridor of three rooms."""
+
+    capability = "none"
+
+    def reset(self, **row):
+        self.place = 0
+
+    def step(self) -> str:
+        """Goes one room on."""
+        self.place += 1
+        return f"room {self.place}"
+
+
+def corridor(settings):
+    from treegraft.parts import ClassEnvironments
+
+    return ClassEnvironments(Corridor, "corridor", settings)
+
+
+def hello(name: str = "you") -> None:
+    """Say hello."""
+    print(f"hello {name}")
+
+
+def lengths(folders, as_json):
+    print([len((folder / "words.txt").read_text()) for folder in folders], as_json)
+
+
+def disk(config, machine):
+    shown = Finding("run.dir", config.run.dir, note=f"{machine.num_words} words")
+    return [shown] if config.run.dir != "runs" else None
+
+
+def wrong(config):
+    if "echo" in config.explore.explorers and config.explore.echo.num > 3:
+        yield Contradiction(("explore.echo.num",), "explore.echo.num: expected at most 3.")
+
+
+plugin = Plugin(
+    name="mine",
+    explorers={
+        "echo": ExplorerKind(
+            make=lambda explore, facts: Echo(explore.echo),
+            leads=True,
+            leaves="explore.echo.num_starts",
+            opens_at_once=True,
+            branches=True,
+        )
+    },
+    outcomes={"centred": OutcomeKind(compare=centred)},
+    rewards={"short": short},
+    environments={"corridor": "mine:corridor"},
+    trackers={"lines": TrackerKind(path="mine:Tracker", module="json", install="mine")},
+    commands={
+        "hello": Command(path="mine:hello", help="Say hello."),
+        "eval greetings": Command(path="mine:hello", help="Measure greetings."),
+    },
+    comparisons={"words.txt": "mine:lengths"},
+    examinations={"disk": "mine:disk"},
+    settings={"explore": Tables},
+    checks=(wrong,),
+)
+'''
+
+
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "mine"
+version = "1.0"
+dependencies = ["treegraft"]
+[project.entry-points."treegraft.plugins"]
+mine = "mine"
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the wheel of a package of somebody else's."""
+    pytest.importorskip("hatchling", reason="hatchling is missing: pip install 'treegraft[dev]'")
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    (source / "mine.py").write_text(MINE, encoding="utf-8")
+    (source / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    alone = ["--no-deps", "--no-index"]
+    built = ["wheel", *alone, "--no-build-isolation", "--wheel-dir", str(source), str(source)]
+    done = subprocess.run([*pip, *built], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = source.glob("mine-1.0-*.whl")
+    installed = ["install", *alone, "--target", str(folder), str(wheel)]
+    done = subprocess.run([*pip, *installed], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def install(folder: Path, source: str, name: str = "mine") -> Path:
+    """Lays a package into a folder as pip does, with its entry point."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[treegraft.plugins]\n{name} = {name}\n")
+    return folder
+
+
+def run(code: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([*map(str, folders), str(ROOT / "src"), str(ROOT)])
+    own = {**os.environ, "PYTHONPATH": path, **environment}
+    with Forked(["-c", code], cwd=Path(), env=own, is_fresh=True) as process:
+        said = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(code, process.wait(), *said)
+
+
+def treegraft(arguments: list[str], *folders: Path, **environment: str) -> tuple[int, str]:
+    code = f"import sys; sys.argv = ['treegraft', *{arguments!r}]\n"
+    code += "from treegraft.__main__ import main; main()"
+    done = run(code, *folders, **environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------- the core alone
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("treegraft.extras"):
+            raise ModuleNotFoundError(f"no {name} here", name="treegraft.extras")
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_the_core_trains_without_extensions(tmp_path: Path) -> None:
+    settings = tiny(run={"dir": str(tmp_path), "name": "alone", "num_updates": 1})
+    code = f"""{BLOCKED}
+from treegraft import train
+from treegraft.core.plugin import plugins
+from treegraft.settings.config import known_settings
+assert not plugins().members and not plugins().problems
+train({settings!r}, display=False)
+print(len(known_settings()))
+assert not [name for name in sys.modules if name.startswith("treegraft.extras")]
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) <= 260
+    assert (tmp_path / "alone" / "trees" / "updates-000000.jsonl.zst").exists()
+
+
+def test_a_method_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    code = f"""{BLOCKED}
+from treegraft import load_config
+load_config("demo", ['explorers=["axpo"]'])
+"""
+    said = run(code).stderr
+    assert "explore.explorers: got 'axpo', expected one of independent, entropy, graft" in said
+
+
+# ---------------------------------------------------------------------- a package from outside
+
+
+@pytest.mark.smoke
+def test_a_plugin_in_a_wheel_of_its_own_extends_a_run(tmp_path: Path, site: Path) -> None:
+    """An explorer with settings and a check, a way to compare outcomes, a reward and a tracker,
+    against the public face alone."""
+    public = {"treegraft", "treegraft.parts"}
+    assert set(re.findall(r"^ *(?:from|import) (treegraft[\w.]*)", MINE, re.M)) == public
+    changes = {
+        "run": {"dir": str(tmp_path), "name": "extended", "num_updates": 2},
+        "explore": {"explorers": ["echo"], "echo": {"num": 2}, "num_leaves": 4},
+        "reward": {"funcs": ["hierarchical", "short"]},
+        "credit": {"advantage": "centred"},
+        "track": {"trackers": ["lines"]},
+    }
+    code = f"from treegraft import train\ntrain({tiny(**changes)!r}, display=False)"
+    done = run(code, site)
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "extended"
+    assert (run_dir / "mine.txt").read_text().split() == ["0", "1", "2"]
+    assert '"echo"' in "".join(map(tree_to_json, read_trees(run_dir)))
+    saved = json.loads((run_dir / "config.json").read_text())
+    assert saved["explore"]["echo"] == {"num_starts": 2, "num": 2}
+    # It is gone: its recipes are refused by name, and nothing else is lost.
+    code = f"from treegraft import load_config\nload_config({str(run_dir / 'config.json')!r})"
+    assert "unknown setting 'explore.echo" in run(code).stderr
+
+
+def test_its_names_are_known_to_commands_errors_and_settings(site: Path) -> None:
+    code, out = treegraft(["--help"], site)
+    assert code == 0 and "hello" in out and "Say hello." in out
+    assert treegraft(["hello", "--name", "tree"], site) == (0, "hello tree\n")
+    code, out = treegraft(["config", "demo", 'explorers=["ech"]'], site)
+    assert code == 2 and "Did you mean 'echo'?" in out
+    code, out = treegraft(["config", "demo", 'explorers=["echo"]', "explore.echo.num=4"], site)
+    assert code == 2 and "explore.echo.num: expected at most 3." in out
+    code, out = treegraft(["config", "demo", "explore.echo.num=2"], site)
+    assert code == 2 and "would have no effect" in out
+    code, out = treegraft(["config", "explore.echo"], site)
+    assert code == 0 and "Branches after each result." in out
+    code, out = treegraft(["config", "demo", 'explorers=["echo"]'], site, TREEGRAFT_PLUGINS="off")
+    assert code == 2 and "got 'echo'" in out
+
+
+def test_it_adds_a_command_below_eval_and_compares_its_folders(tmp_path: Path, site: Path) -> None:
+    assert treegraft(["eval", "greetings", "--name", "tree"], site) == (0, "hello tree\n")
+    assert "greetings" not in treegraft(["--help"], site)[1]
+    for name, words in (("a", "one"), ("b", "three")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "words.txt").write_text(words)
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    assert treegraft(["compare", *folders, "--json"], site) == (0, "[3, 5] True\n")
+
+
+def test_its_environment_is_opened_by_name(site: Path) -> None:
+    code = """
+from treegraft import load_config
+from treegraft.tools.build import open_environments
+config = load_config("demo", ["environment.kind=corridor"])
+print([tool.name for tool in open_environments(config.environment).tools])
+"""
+    assert run(code, site).stdout.strip() == "['step']"
+
+
+EXAMINED = """
+from treegraft import load_config
+from treegraft.cli.doctor import examine
+for folder in ("elsewhere", "runs"):
+    config = load_config({"run": {"dir": folder}, "tasks": {"num_train": 8, "num_eval": 4}})
+    found = examine(config).sections
+    print(folder, [str(one) for one in found.get("disk", [])], found["memory"][-1].name)
+"""
+
+
+def test_its_examination_is_a_section_of_doctor(site: Path) -> None:
+    done = run(EXAMINED, site)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("elsewhere ['run.dir: elsewhere: ") and lines[0].endswith("sum")
+    assert lines[1] == "runs [] sum", done.stderr
+
+
+SEVERAL = """
+import treegraft.core.plugin as seam
+from treegraft import load_config
+from treegraft.cli.doctor import examine
+from treegraft.parts import Finding
+config = load_config({"tasks": {"num_train": 8, "num_eval": 4}})
+def memory(config, machine):
+    return [Finding("all", machine.gpu.upper())] if machine.num_gpus == 3 else None
+kinds = {"memory": memory}
+seam.plugins = lambda: seam.Plugins((seam.Plugin(name="mine", examinations=kinds),), ())
+print([str(one) for one in examine(config, num_gpus=3, gpu="h100").sections["memory"]])
+print(examine(config).sections["memory"][-1].name)
+kinds.clear()
+examine(config, num_gpus=3)
+"""
+
+
+def test_its_section_takes_the_place_of_ours_and_gpus_need_one() -> None:
+    done = run(SEVERAL)
+    assert done.stdout.splitlines() == ["['all: H100']", "memory"]
+    assert "SettingError: command line: --gpus: got 3; expected a plugin" in done.stderr
+
+
+# ---------------------------------------------------------------------- plugins that are refused
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nowhere_to_be_found", "it needs 'nowhere_to_be_found', which is not installed"),
+        ("1 / 0", "importing 'mine' failed: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit()", "importing 'mine' failed: SystemExit"),
+        ("plugin = 3", "has no object 'plugin' that is a treegraft.parts.Plugin, but int"),
+        (
+            "from treegraft.parts import Plugin\nplugin = Plugin(name='mine', interface=99)",
+            f"written for version 99 of the plugin interface, and this is version {INTERFACE}",
+        ),
+        (
+            "from treegraft.parts import Plugin\n"
+            "plugin = Plugin(name='mine', rewards={'f1': 'a:b'})",
+            "it brings 'f1' as one of its rewards, a name that 'treegraft' has taken",
+        ),
+        (
+            "from treegraft.parts import ExplorerKind, Plugin\n"
+            "plugin = Plugin(name='mine', explorers={'axpo': ExplorerKind()})",
+            "it brings 'axpo' as one of its explorers, a name that 'axpo' has taken",
+        ),
+        (
+            "from treegraft.parts import Plugin, Settings, setting\n"
+            "class Tables(Settings):\n    lr: float = setting(1.0)\n"
+            "plugin = Plugin(name='mine', settings={'learn': Tables})",
+            "'learn.lr' of mine is there already",
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_taken_is_one_sentence(
+    source: str, said: str, tmp_path: Path
+) -> None:
+    folder = install(tmp_path / "site", source)
+    code, out = treegraft(["config", "demo"], folder)
+    words = " ".join(out.split())
+    assert code == 2 and said in words and "mine" in words and "Traceback" not in out
+
+
+def test_beside_a_plugin_that_cannot_be_taken_there_is_work(tmp_path: Path) -> None:
+    folder = install(tmp_path / "site", "plugin = 3")
+    assert treegraft(["--help"], folder)[0] == 0
+    assert treegraft(["config", "demo"], folder, TREEGRAFT_PLUGINS="off")[0] == 0
+
+
+def test_our_own_are_whole_and_take_no_name_of_the_core() -> None:
+    assert plugins().problems == ()
+    for kind, names in CORE_NAMES.items():
+        assert not {*names} & {*plugins().offered(kind)}
+
+
+def test_the_list_of_those_with_commands_is_right() -> None:
+    bring = [one for one in BUILT_IN if importlib.import_module(one).plugin.commands]
+    assert list(WITH_COMMANDS) == bring
+    assert offered_commands() == offered("commands")
+
+
+def test_an_import_path_that_leads_nowhere_is_told_when_it_is_used() -> None:
+    from treegraft.core.plugin import loaded
+
+    assert loaded(Plugin) is Plugin
+    with raises_code("import-module-missing", match="no module 'nowhere'"):
+        loaded("nowhere:thing")

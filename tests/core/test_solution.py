@@ -1,0 +1,65 @@
+"""What an expert or a foreign method gives by mistake is an error that names it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.support.error_codes import raises_code
+
+from treegraft.core.demonstration import solution
+from treegraft.core.types import StepContent, Task, ToolCall
+from treegraft.tasks.open import OpenTasks
+from treegraft.tools.function import FunctionTool
+
+TASK = Task(id="maze/0", question="go ?", reference=())
+
+
+class Expert(OpenTasks):
+    def __init__(self, steps: Any) -> None:
+        self.steps = steps
+
+    def train_tasks(self) -> list[Task]:
+        return [TASK]
+
+    eval_tasks = train_tasks
+
+    def expert(self, task: Task, seed: int) -> Any:
+        if isinstance(self.steps, Exception):
+            raise self.steps
+        return self.steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "code"),
+    [
+        (KeyError("gem"), "expert-raised"),
+        (7, "expert-raised"),
+        (["go north"], "expert-step-invalid"),
+        ([StepContent(calls=(ToolCall("go", {"x": 1}),))], "expert-call-invalid"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_expert_is_named(steps: Any, code: str) -> None:
+    with raises_code(code) as caught:
+        solution(Expert(steps), TASK, 0)
+    assert "task 'maze/0'" in str(caught.value)
+
+
+def test_a_list_of_steps_is_taken() -> None:
+    answer = StepContent(answer="done")
+    assert solution(Expert([answer]), TASK, 0) == (answer,)
+    assert solution(Expert(None), TASK, 0) is None
+
+
+def test_a_wrong_name_is_no_value_of_a_parameter_without_annotation() -> None:
+    def step(action):  # type: ignore[no-untyped-def]
+        """Acts."""
+        return repr(action)
+
+    tool = FunctionTool(step, needs_annotations=False)
+    with raises_code("argument-unknown"):
+        asyncio.run(tool('{"acton": "north"}', TASK))
+    assert asyncio.run(tool('{"action": "north"}', TASK)) == "'north'"
+    assert asyncio.run(tool('{"action": {"x": 1}}', TASK)) == "{'x': 1}"
+    assert asyncio.run(tool('"north"', TASK)) == "'north'"

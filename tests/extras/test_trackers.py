@@ -1,0 +1,392 @@
+"""Trackers: each gets every update once, with settings, warnings and summary; none ends a run.
+
+The real libraries run without network: Weights & Biases offline, MLflow on files, trackio in a
+folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from tests.support.error_codes import raises_code
+from tests.support.pages import PAGES
+from tests.support.tiny import tiny
+
+from treegraft.core.errors import SettingError
+from treegraft.core.plugin import offered
+from treegraft.core.types import Tree
+from treegraft.runs.record import read_metrics
+from treegraft.runs.tracked import Tracked
+from treegraft.runs.trackers import Trackers
+from treegraft.settings.recipe import flatten
+from treegraft.train import RunResult, train
+
+SECRET = "local-0123456789abcdef0123456789abcdef01234567"
+
+KINDS = offered("trackers")
+
+
+class Own:
+    """A tracker with every method, which fails as long as `faults` lasts."""
+
+    calls: ClassVar[list[tuple[Any, ...]]] = []
+    faults: ClassVar[list[Exception]] = []
+
+    def __init__(self, run_dir: Path) -> None:
+        self.calls.append(("made", run_dir.name))
+
+    def log(self, update: int, metrics: Mapping[str, float]) -> None:
+        if self.faults:
+            raise self.faults.pop()
+        self.calls.append(("log", update, dict(metrics)))
+
+    def sample(self, update: int, trees: Sequence[Tree]) -> None:
+        self.calls.append(("sample", update, len(trees)))
+
+    def warn(self, update: int, name: str, text: str) -> None:
+        self.calls.append(("warn", update, name))
+
+    def finish(self, latest: Mapping[str, float]) -> None:
+        self.calls.append(("finish", dict(latest)))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+class Unable(Own):
+    """A tracker that cannot be made."""
+
+    def __init__(self, run_dir: Path) -> None:
+        raise OSError("no route to host\nand more")
+
+
+class Half:
+    """A tracker without `close`."""
+
+    def __init__(self, run_dir: Path) -> None: ...
+
+    def log(self, update: int, metrics: Mapping[str, float]) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    Own.calls, Own.faults = [], []
+
+
+def start(folder: Path, *trackers: str, updates: int = 2, resume: bool = False) -> RunResult:
+    settings = tiny(
+        run={"name": "a", "dir": str(folder), "num_updates": updates},
+        track={"trackers": list(trackers)},
+        warmup={"num_steps": 2},
+        eval={"num_samples": 1},
+        # So low that a warning begins.
+        health={"violated": 0.01},
+    )
+    return train(settings, resume=folder / "a" if resume else None)
+
+
+def logged() -> list[int]:
+    return [call[1] for call in Own.calls if call[0] == "log"]
+
+
+# --- a tracker of one's own -----------------------------------------------------------------------
+
+
+def test_a_tracker_gets_what_happens_and_nothing_twice(tmp_path: Path) -> None:
+    path = f"{__name__}:Own"
+    run = start(tmp_path, path)
+    kinds = [call[0] for call in Own.calls]
+    assert kinds[:2] == ["made", "log"] and kinds[-2:] == ["finish", "close"]
+    assert logged() == [0, 1, 2]
+    assert [call[1:] for call in Own.calls if call[0] == "sample"] == [(1, 3), (2, 3)]
+    assert ("warn", 1, "violated") in Own.calls
+    lines = read_metrics(run.run_dir)
+    for line, call in zip(lines, (c for c in Own.calls if c[0] == "log"), strict=True):
+        assert line == {"update": call[1], **call[2]}
+    assert Own.calls[-2][1] == run.metrics
+    # The process dies after update 2 was logged and before its checkpoint: update 2 is repeated.
+    Own.calls.clear()
+    (run.run_dir / "checkpoints" / "update-000002").rename(tmp_path / "gone")
+    start(tmp_path, path, updates=3, resume=True)
+    assert logged() == [3]
+    assert [call[1] for call in Own.calls if call[0] == "sample"] == [3]
+    # One that joins late gets the whole curve.
+    Own.calls.clear()
+    (run.run_dir / "trackers.json").unlink()
+    start(tmp_path, path, updates=4, resume=True)
+    assert logged() == [0, 1, 2, 3, 4]
+
+
+def test_a_failing_tracker_is_named_once_and_catches_up(tmp_path: Path) -> None:
+    said: list[str] = []
+    tracked = Tracked.of(tmp_path)
+    tracked.write()
+    Own.faults = [ValueError(f"fault {number}") for number in (3, 2, 1)]
+    trackers = Trackers({"own": Own}, tmp_path, [], said.append, said.append)
+    for update in range(8):
+        trackers.log(update, {"policy_version": float(update)}, [])
+    # Tried at 0, 1, 3 and 7: the pauses are 1, 2 and 4 updates.
+    assert [text for text in said if "fault" in text] == [
+        "tracker 'own' failed (ValueError: fault 1); the run goes on, metrics.jsonl has everything,"
+        " and later updates try again"
+    ]
+    assert said[-1] == "tracker 'own' works again and has all updates"
+    assert logged() == [*range(8)]
+    trackers.close()
+    assert Own.calls[-1] == ("close",)
+    assert Tracked.of(tmp_path).updates == {"own": 7} and Tracked.of(tmp_path).id == tracked.id
+
+
+def test_one_that_cannot_be_made_never_ends_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Shown:
+        def warn(self, text: str) -> None:
+            said.append(text)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: None
+
+    settings = tiny(
+        run={"name": "a", "dir": str(tmp_path), "num_updates": 1},
+        track={"trackers": [f"{__name__}:Unable"]},
+        warmup={"num_steps": 1},
+    )
+    run = train(settings, display=Shown())  # type: ignore[arg-type]
+    assert (run.run_dir / "metrics.jsonl").exists()
+    named = [text for text in said if "tracker" in text]
+    assert len(named) == 1 and "(OSError: no route to host)" in named[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (f"{__name__}:Half", ("Half", "without close", "track.trackers")),
+        ("builtins:int", ("track.trackers", "builtins:int")),
+        ("wandbb", ("Did you mean 'wandb'", "track.trackers")),
+    ],
+)
+def test_a_mistake_in_the_recipe_ends_before_any_work(
+    name: str, parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(SettingError) as caught:
+        start(tmp_path, name)
+    assert [part for part in parts if part not in str(caught.value)] == []
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in KINDS.items():
+        monkeypatch.setitem(__import__("sys").modules, kind.module, None)
+        with raises_code("package-missing"):
+            start(tmp_path, name)
+
+
+def test_a_damaged_note_is_said(tmp_path: Path) -> None:
+    (tmp_path / "trackers.json").write_text('{"id": 1}')
+    with raises_code("tracked-unreadable"):
+        Tracked.of(tmp_path)
+
+
+def test_tables_become_dotted_names() -> None:
+    assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {
+        "a.b": 1,
+        "a.c.d": [2],
+        "e": None,
+    }
+
+
+# --- the real libraries ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """A run of two updates, resumed to three, with every tracker that is installed; yields its
+    folder and their names."""
+    folder = tmp_path_factory.mktemp("tracked")
+    environment = {
+        "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "WANDB_MODE": "offline",
+        "WANDB_API_KEY": SECRET,
+        "HF_TOKEN": f"hf_{SECRET}",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        names = [name for name, kind in KINDS.items() if _is_installed(kind.module)]
+        start(folder, *names)
+        start(folder, *names, updates=3, resume=True)
+        yield folder, names
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        __import__(module)
+    except ImportError:
+        return False
+    return True
+
+
+def needs(names: list[str], name: str) -> None:
+    if name not in names:
+        pytest.skip(f"{name} is not installed: pip install '{KINDS[name].install}'")
+
+
+def expected(folder: Path) -> dict[str, dict[int, float]]:
+    """Returns each metric's value by update."""
+    found: dict[str, dict[int, float]] = {}
+    for line in read_metrics(folder / "a"):
+        for key in line.keys() - {"update"}:
+            found.setdefault(key, {})[int(line["update"])] = line[key]
+    return found
+
+
+def test_no_secret_is_in_the_run_folder(resumed: tuple[Path, list[str]]) -> None:
+    folder, names = resumed
+    files = [path for path in (folder / "a").rglob("*") if path.is_file()]
+    assert any("wandb" in path.parts for path in files) == ("wandb" in names)
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_trackio(resumed: tuple[Path, list[str]]) -> None:
+    folder, names = resumed
+    needs(names, "trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert SQLiteStorage.get_runs("treegraft") == ["a"]
+    config = SQLiteStorage.get_run_config("treegraft", "a")
+    assert config["loss"]["clip_high"] == 0.28
+    rows = SQLiteStorage.get_logs("treegraft", "a")
+    seen: dict[str, dict[int, Any]] = {}
+    for row in rows:
+        for key in row.keys() - {"step", "timestamp"}:
+            assert row["step"] not in seen.setdefault(key, {}), key
+            seen[key][row["step"]] = row[key]
+    wanted = expected(folder)
+    assert {key: seen[key] for key in wanted} == wanted
+    assert seen["summary/reward/mean"] == {
+        update: wanted["reward/mean"][update] for update in (2, 3)
+    }
+    assert any(
+        "violated at update" in alert["title"] for alert in SQLiteStorage.get_alerts("treegraft")
+    )
+    traces = [trace for trace in SQLiteStorage.get_traces("treegraft", "a") if trace["step"] == 1]
+    assert len(traces) == 3 and traces[0]["messages"][0]["role"] == "user"
+
+
+def test_mlflow(resumed: tuple[Path, list[str]]) -> None:
+    folder, names = resumed
+    needs(names, "mlflow")
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("treegraft")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("a", "FINISHED")
+    settings = flatten(json.loads((folder / "a" / "config.json").read_text()))
+    changed = {"run.num_updates": "2"}
+    assert run.data.params == {name: str(value) for name, value in settings.items()} | changed
+    assert run.data.tags["resumed.run.num_updates"] == "3"
+    assert any(name.startswith("warning.violated") for name in run.data.tags)
+    for key, values in expected(folder).items():
+        history = client.get_metric_history(run.info.run_id, key)
+        assert Counter(point.step for point in history) == Counter(values.keys()), key
+        assert {point.step: point.value for point in history} == values
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Yields the records of a .wandb file: a header, then blocks of 32 KiB, in which each piece has
+    a checksum, a length and whether it is whole (1), a beginning, a middle or an end (4)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):
+            record = Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
+
+
+def test_wandb(resumed: tuple[Path, list[str]]) -> None:
+    folder, names = resumed
+    needs(names, "wandb")
+    files = sorted((folder / "a" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    seen: dict[str, dict[int, float]] = {}
+    ids, configs, summaries, alerts = set(), [], [], []
+    for record in (record for path in files for record in records(path)):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            ids.add((record.run.run_id, record.run.display_name, record.run.project))
+            configs.append(
+                {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            )
+        if kind == "history":
+            values = {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.history.item
+            }
+            for key in values.keys() - {"update"}:
+                if not key.startswith("_"):
+                    assert values["_step"] not in seen.setdefault(key, {})
+                    seen[key][values["_step"]] = values[key]
+        if kind == "summary":
+            summaries += [item.key for item in record.summary.update]
+        if kind == "alert":
+            alerts.append(record.alert.title)
+    assert ids == {(Tracked.of(folder / "a").id, "a", "treegraft")}
+    assert any(config.get("loss", {}).get("clip_high") == 0.28 for config in configs)
+    assert seen == expected(folder)
+    assert "eval/gain" in summaries and any("violated at update" in title for title in alerts)
+
+
+def test_tensorboard(resumed: tuple[Path, list[str]]) -> None:
+    folder, names = resumed
+    needs(names, "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "a" / "tensorboard"))
+    events.Reload()
+    for key, values in expected(folder).items():
+        assert {e.step: e.value for e in events.Scalars(key)} == {
+            update: pytest.approx(value, rel=1e-6) for update, value in values.items()
+        }
+    assert "settings/text_summary" in events.Tags()["tensors"]
+    assert "warnings/violated/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_recipe_of_the_page_runs(
+    resumed: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks marked runnable run in test_readme; this one needs the extras."""
+    (block,) = re.findall(r"```toml\n(# tracked\.toml\n.*?)```", PAGES["trackers.md"], re.S)
+    track = tomllib.loads(block)["track"]
+    for name in track["trackers"]:
+        needs(resumed[1], name)
+    settings = tiny(
+        run={"name": "page", "dir": str(tmp_path), "num_updates": 0},
+        track=track,
+        warmup={"num_steps": 1},
+    )
+    train(settings)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert SQLiteStorage.get_runs(track["project"]) == ["page"]
+    assert [*(tmp_path / "page" / "wandb").glob("offline-run-*/*.wandb")] != []

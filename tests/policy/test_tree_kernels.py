@@ -1,0 +1,319 @@
+"""The learner's compiled attention over packed trees against softmax in float64, and what happens
+where there is none."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.examples import at_most
+from tests.support.families import build_model
+from tests.support.slow_learner import example_trees
+
+from treegraft.core.errors import KernelError
+from treegraft.policy.attention_hook import AttentionOptions
+from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
+from treegraft.policy.learn import tree_attention as attention
+from treegraft.policy.learn import tree_attention as module
+from treegraft.policy.learn.dense import subtree_ends
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.pack import Node, PackedTree, pack_trees
+from treegraft.policy.learn.tree_attention import PackedPlan, tree_kernels
+from treegraft.settings.policy import LearnSettings, LossSettings
+
+
+def compiled(width: int, dtype: torch.dtype) -> TreeKernels:
+    try:
+        is_usable = TreeKernels(width, dtype).is_usable
+    except KernelError:
+        is_usable = False
+    if not is_usable:
+        pytest.skip("no C compiler, or no kernels for this processor")
+    found = tree_kernels(width, dtype, "cpu")
+    assert found is not None, "kernels that can be used are not"
+    return found
+
+
+def random_nodes(draw: random.Random, start: int, depth: int) -> list[Node]:
+    """A node of 1 to 150 tokens, most of them short, with up to three branches."""
+    end = start + draw.choice([1, 2, 3, 7, 16, 63, 64, 65, 150])
+    below: list[Node] = []
+    for _ in range(draw.randint(0, 3) if depth else 0):
+        below += random_nodes(draw, below[-1].subtree_end if below else end, depth - 1)
+    return [Node(start, end, max([end, *(node.subtree_end for node in below)])), *below]
+
+
+def random_batch(seed: int, num_trees: int) -> list[Node]:
+    draw, nodes = random.Random(seed), list[Node]()
+    for _ in range(num_trees):
+        nodes += random_nodes(draw, max((node.subtree_end for node in nodes), default=0), 3)
+    return nodes
+
+
+def softmax_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: list[Node], scaling: float
+) -> torch.Tensor:
+    count = query.shape[1]
+    ends = subtree_ends(PackedTree(0, count, tuple(nodes)), torch.device("cpu"))
+    index = torch.arange(count)
+    seen = (index <= index[:, None]) & (index[:, None] < ends)
+    key, value = (x.repeat_interleave(query.shape[0] // key.shape[0], dim=0) for x in (key, value))
+    scores = (query @ key.transpose(1, 2) * scaling).masked_fill(~seen, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ value).transpose(0, 1)
+
+
+@at_most(25)
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 3),
+    st.tuples(st.sampled_from([2, 8, 16, 40, 64, 112]), st.integers(1, 2), st.integers(1, 3)),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_outputs_and_gradients(
+    seed: int,
+    num_trees: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    num_threads: int,
+    is_by_token: bool,
+) -> None:
+    """Random batches of random trees, strided as a model's layers give them or not."""
+    width, kv_heads, group = shape
+    kernels, nodes = compiled(width, dtype), random_batch(seed, num_trees)
+    count = nodes[-1].subtree_end if num_trees == 1 else max(node.subtree_end for node in nodes)
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(heads: int) -> torch.Tensor:
+        x = torch.randn(count, heads, width, generator=generator).to(dtype).transpose(0, 1)
+        return (x if is_by_token else x.contiguous()).requires_grad_()
+
+    inputs, upstream = (
+        (drawn(kv_heads * group), drawn(kv_heads), drawn(kv_heads)),
+        drawn(kv_heads * group).detach().transpose(0, 1),
+    )
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        runs = TreeRuns(nodes, count, num_threads)
+        out = kernels.attend(*inputs, runs, width**-0.5)
+        grads = torch.autograd.grad(out, inputs, upstream)
+    finally:
+        torch.set_num_threads(before)
+    expected = softmax_of(*exact, nodes, width**-0.5)
+    wanted = torch.autograd.grad(expected, exact, upstream.double())
+    limit = 5e-6 if dtype == torch.float32 else 2e-2
+    for ours, theirs in zip((out, *grads), (expected, *wanted), strict=True):
+        # Slopes are small differences of larger numbers, which are rounded.
+        size = theirs.detach().norm() + theirs.numel() ** 0.5
+        assert (ours.detach().double() - theirs.detach()).norm() <= limit * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_sees_only_itself_gives_its_value(dtype: torch.dtype) -> None:
+    """By hand: its softmax is 1 whatever the score, so out = v, dv = do, dq = dk = 0."""
+    query, key, value, grad = (torch.randn(1, 3, 16).to(dtype).requires_grad_() for _ in range(4))
+    nodes = [Node(n, n + 1, n + 1) for n in range(3)]
+    out = compiled(16, dtype).attend(query, key, value, TreeRuns(nodes, 3, 1), 1.0)
+    out.backward(grad.detach().transpose(0, 1))
+    assert torch.equal(out, value.transpose(0, 1)) and value.grad is not None
+    torch.testing.assert_close(value.grad, grad.detach(), atol=1e-5, rtol=1e-5)
+    # do . v and do . o are summed in different orders.
+    for x in (query, key):
+        assert x.grad is not None and float(x.grad.abs().max()) < 1e-4
+
+
+def test_numbers_do_not_depend_on_what_else_is_packed() -> None:
+    """A tree alone, and after another whose length is no multiple of a tile: the same bits
+    forward."""
+    kernels, nodes = compiled(16, torch.float32), random_batch(3, 1)
+    count, generator = nodes[0].subtree_end, torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, count + 37, 16, generator=generator) for _ in range(3))
+    both = [Node(0, 37, 37), *(Node(n.start + 37, n.end + 37, n.subtree_end + 37) for n in nodes)]
+    together = kernels.attend(query, key, value, TreeRuns(both, count + 37, 1), 0.25)
+    alone = kernels.attend(
+        *(x[:, 37:].contiguous() for x in (query, key, value)), TreeRuns(nodes, count, 1), 0.25
+    )
+    assert torch.equal(together[37:], alone)
+
+
+def test_tensors_of_another_type_or_shape_do_not_reach_the_c_code() -> None:
+    try:
+        kernels = TreeKernels(16, torch.float32)
+    except KernelError:
+        pytest.skip("no C compiler")
+    runs = TreeRuns([Node(0, 3, 3)], 3, 1)
+    right = [torch.ones(heads, 3, 16) for heads in (2, 1, 1)]
+    out, lse, grad = torch.ones(3, 2, 16), torch.ones(2, 3), torch.ones(3, 2, 16)
+    # Where there are kernels for this processor they answer; where not, they have no memory.
+    with nullcontext() if kernels.is_usable else pytest.raises(MemoryError):
+        kernels.backward(right, out, lse, grad, runs, 1.0)
+    for wrong in (torch.ones(1, 3, 16).double(), torch.ones(1, 3, 32), torch.ones(1, 4, 16)):
+        for place in range(3):
+            inputs = [*right[:place], wrong, *right[place + 1 :]]
+            with pytest.raises(ValueError, match=r"kernels: got|attention: "):
+                kernels.forward(inputs, runs, 1.0)
+    for wrongs in ((out.double(), lse, grad), (out, lse.double(), grad), (out, lse, grad.double())):
+        with pytest.raises(ValueError, match="kernels: got"):
+            kernels.backward(right, *wrongs, runs, 1.0)
+
+
+def test_work_is_dealt_out_evenly() -> None:
+    """A prompt of 128 seen by all 640 rows, and eight branches of 64: 78k and 36k, 4096 each, in
+    two shares."""
+    nodes = [Node(0, 128, 640), *(Node(n, n + 64, n + 64) for n in range(128, 640, 64))]
+    table = TreeRuns(nodes, 640, 2).table.tolist()
+    assert [run[:3] for run in table] == [
+        [0, 64, 640],
+        [64, 64, 640],
+        *([n, 64, n + 64] for n in range(128, 640, 64)),
+    ]
+    loads = [
+        sum(count * (end - start) for start, count, end, share in table if share == s)
+        for s in range(2)
+    ]
+    assert max(loads) - min(loads) <= 4096
+    assert TreeRuns(nodes[:1], 640, 5).num_shares == 2, "no share is empty"
+
+
+def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of the longest path sees its first one, `longest - 1` before it, in a window
+    of `longest`."""
+    batch, asked = pack_trees(example_trees(1)), list[int]()
+    count, longest = len(batch.token_ids), int(batch.position_ids.max()) + 1
+    query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
+
+    def attend(window: int | None, **options: Any) -> torch.Tensor:
+        return PackedPlan(batch, **options).attend(
+            0, query, key, value, AttentionOptions(0.3, window, None, None)
+        )
+
+    everything, less = (
+        attend(window, compile_kernels=False, dense_limit=count) for window in (None, longest - 1)
+    )
+    assert not torch.allclose(everything, less)
+    found = attention.tree_kernels
+    monkeypatch.setattr(attention, "tree_kernels", lambda *args: asked.append(1) or found(*args))
+    torch.testing.assert_close(attend(longest), everything)
+    torch.testing.assert_close(attend(longest - 1), less)
+    assert len(asked) == 1
+
+
+# ---------------------------------------------------------------------- where there are none
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache folder, and nothing compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    module._tree_kernels.cache_clear()
+    yield tmp_path
+    module._tree_kernels.cache_clear()
+
+
+def learn_once(**learn: Any) -> float:
+    learner = Learner(
+        build_model("llama"), LearnSettings(**learn), LossSettings(), length_constant=7
+    )
+    scores, _ = learner.scores(pack_trees(example_trees(2)))
+    scores.sum().backward()
+    return float(scores.detach().sum())
+
+
+def test_without_a_compiler_torchs_operators_do_it(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "/does/not/exist")
+    monkeypatch.setenv("PATH", str(fresh))
+    with caplog.at_level(logging.WARNING):
+        found = learn_once()
+        learn_once()
+    assert (
+        caplog.text.count("no C compiler was found") == 1
+        and "attention over trees takes torch's operators" in caplog.text
+    )
+    assert found == pytest.approx(learn_once(compile_kernels=False), abs=1e-4)
+
+
+def test_they_are_not_asked_for_where_the_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_them = learn_once()
+    monkeypatch.setattr(
+        "treegraft.policy.learn.tree_attention.tree_kernels",
+        lambda *_: pytest.fail("they were asked for"),
+    )
+    assert learn_once(compile_kernels=False) == pytest.approx(with_them, abs=1e-4)
+
+
+def test_kernels_that_are_off_are_not_used(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled(8, torch.float32)
+    module._tree_kernels.cache_clear()
+    right = TreeKernels.backward
+    for factor, notice in (
+        (1.01, "our kernels are off by 0.01"),
+        (math.nan, "our kernels are off by nan"),
+    ):
+        spoilt = (1.0, 1.0, factor)
+        monkeypatch.setattr(
+            TreeKernels,
+            "backward",
+            lambda *args, by=spoilt: tuple(
+                f * grad for f, grad in zip(by, right(*args), strict=True)
+            ),
+        )
+        with caplog.at_level(logging.WARNING):
+            assert tree_kernels(8, torch.float32, "cpu") is None
+        assert notice in caplog.text
+        module._tree_kernels.cache_clear()
+
+
+def test_values_of_another_width_or_type_take_torchs_operators() -> None:
+    """Latent attention has narrower values, autocast leaves mixed types; both run, and a width of
+    values is kept."""
+    batch = pack_trees(example_trees(1))
+    count = len(batch.token_ids)
+    query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
+    options = AttentionOptions(0.3, None, None, None)
+    expected = PackedPlan(batch, compile_kernels=False, dense_limit=count).attend(
+        0, query, key, value, options
+    )
+    narrow = PackedPlan(batch).attend(0, query, key, value[..., :6], options)
+    torch.testing.assert_close(narrow, expected[..., :6])
+    assert PackedPlan(batch)._kernels(query, key, value.bfloat16(), options) is None
+
+
+def test_the_proof_runs_in_inference_mode_too(fresh: Path) -> None:
+    with torch.inference_mode():
+        assert (
+            tree_kernels(8, torch.float32, "cpu") is not None or compiled(8, torch.float32) is None
+        )
+
+
+def test_one_thread_of_ours_is_no_match_for_many(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    compiled(8, torch.float32)
+    module._tree_kernels.cache_clear()
+    monkeypatch.setattr("treegraft.policy.kernels.library.shares_runtime", lambda _: False)
+    assert tree_kernels(8, torch.float32, "cpu") is None
+
+
+def test_other_devices_and_types_have_none() -> None:
+    assert (
+        tree_kernels(8, torch.float32, "cuda") is None
+        and tree_kernels(8, torch.float16, "cpu") is None
+    )
+    assert tree_kernels(7, torch.float32, "cpu") is None

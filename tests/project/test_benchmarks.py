@@ -1,0 +1,111 @@
+"""The benchmark scripts import, and the demo's seeds are its commands'."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benchmarks import alarms, demo, pruned_buffers
+from tests.support.tiny import write_recipe
+
+from treegraft.core.types import Observation, StepContent, ToolCall
+from treegraft.settings.load import load_config
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import split_steps
+from treegraft.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "benchmarks").rglob("*.py")
+    if path.name not in ("__main__.py", "trl_peer.py")  # one runs, one needs TRL
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_script_imports(module: str) -> None:
+    importlib.import_module(module)
+
+
+SHORT = ("run.num_updates=1", "tasks.num_eval=4")
+RECIPE = ROOT / "recipes" / "demo.toml"
+
+
+@pytest.fixture
+def small_demo(tmp_path: Path) -> Iterator[Path]:
+    """The demo's recipe at the size of two trees of a small model."""
+    recipe = tomllib.loads(RECIPE.read_text(encoding="utf-8"))
+    recipe["model"]["tiny"] |= {"hidden_size": 32, "num_layers": 1, "intermediate_size": 64}
+    recipe["run"] |= {"tasks_per_update": 2}
+    recipe["tasks"] |= {"num_train": 16}
+    recipe["rollout"] |= {"max_completion_tokens": 40}
+    recipe["warmup"] |= {"num_steps": 2, "batch_size": 8}
+    del recipe["smoke"]
+    disabled = logging.root.manager.disable
+    yield write_recipe(tmp_path / "small.json", recipe)
+    logging.disable(disabled)
+
+
+@pytest.mark.smoke
+def test_seeds_of_the_demo_are_what_its_commands_give(
+    small_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warm-up for both methods and one evaluation give what a whole run gives."""
+    monkeypatch.setattr(demo, "RESULTS", tmp_path / "demo.jsonl")
+    monkeypatch.setattr(demo, "LAST_ONLY", (*demo.LAST_ONLY, *SHORT))
+    monkeypatch.setattr(demo, "RECIPE", small_demo)
+    found = demo.run_seed(3, list(demo.METHODS), tmp_path)
+    for line, overrides in zip(found, demo.METHODS.values(), strict=True):
+        common = ["run.seed=3", f"run.dir={tmp_path}", *SHORT]
+        metrics = train(load_config(small_demo, [*common, *overrides]), display=False).metrics
+        assert line[demo.ACCURACY] == metrics[demo.ACCURACY]
+        assert line[demo.TOKENS] == metrics[demo.TOKENS] > 0
+    text = "".join(json.dumps(line) + "\n" for line in found)
+    demo.RESULTS.write_text(text, encoding="utf-8")
+    names = [row.split(" | ")[0] for row in demo.table()][2:]
+    assert names == [f"| {method}" for method in demo.METHODS]
+
+
+def test_pruned_buffers_are_counted(tmp_path: Path) -> None:
+    """A detour that pruning cuts makes a trajectory exact; a needed call that it cuts, useless."""
+    right = {"e3 r0": "r0 of e3 is e5", "e5 r1": "r1 of e5 is e7"}
+    detour = {"e3 r0": "r0 of e3 is e5", "e5 r4": "r4 of e5 is e9", "e5 r1": "r1 of e5 is e7"}
+    stored = {"0": (detour, right), "1": (right, right), "2": (right, {"e5 r1": right["e5 r1"]})}
+    for n, kind in enumerate(("raw", "pruned")):
+        with TraceBuffer(tmp_path / f"{kind}.sqlite", "hashing") as buffer:
+            for name, both in stored.items():
+                steps = [
+                    StepContent(
+                        calls=(ToolCall("search", body),), observations=(Observation(text=text),)
+                    )
+                    for body, text in both[n].items()
+                ]
+                steps.append(StepContent(answer="e7"))
+                made = split_steps(
+                    "t", "r1 of r0 of e3 ?", steps, reward=1.0, source="x", trajectory=name
+                )
+                buffer.add(made)
+    counts = pruned_buffers.row(tmp_path / "raw.sqlite", tmp_path / "pruned.sqlite")
+    assert counts == (3, 2, 2, 1)
+
+
+def test_a_collapse_is_a_fall_below_half_of_the_best_mean_of_three() -> None:
+    # Means of three from the third on: .6, .6, .5, .3, .2; .2 is the first below .3.
+    assert alarms.collapse_of([0.6, 0.6, 0.6, 0.6, 0.3, 0.0, 0.3]) == 7
+    assert alarms.collapse_of([0.1, 0.2, 0.3, 0.4]) is None
+    assert alarms.collapse_of([0.9, 0.1]) is None
+
+
+def test_a_warning_counts_before_a_collapse_and_as_a_false_alarm_without_one() -> None:
+    runs = [
+        alarms.Run(1.0, 0, 8, {"early": 5, "late": 8}),
+        alarms.Run(1.0, 1, 9, {"early": 8}),
+        alarms.Run(0.1, 0, None, {"early": 1}),
+    ]
+    rows = alarms.table(runs)
+    assert rows[2:] == ["| early | 2 | 2 | 1 |", "| late | 0 | - | 0 |"]

@@ -1,0 +1,521 @@
+"""Warnings while training: each rule on hand-made lines of metrics, what is said and when, and real
+runs that set some off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tests.support.error_codes import raises_code
+from tests.support.pages import builder
+from tests.support.tiny import is_timing, tiny
+from tests.support.trees import Part, build_tree
+
+from treegraft.core.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
+from treegraft.explore.compose import Composed
+from treegraft.explore.entropy import EntropyBranching
+from treegraft.explore.graft import HybridRollout
+from treegraft.explore.independent import Independent
+from treegraft.rollout.copied import answer_source, copied_metrics
+from treegraft.rollout.measure import unused_metrics
+from treegraft.runs.display import PlainDisplay
+from treegraft.runs.health import HealthWarning, Monitor, explained, recorded
+from treegraft.runs.health_rules import RULES
+from treegraft.runs.metrics import meaning
+from treegraft.runs.record import read_metrics
+from treegraft.settings.explore import EntropySettings, GraftSettings
+from treegraft.settings.health import HealthSettings
+from treegraft.settings.load import load_config
+from treegraft.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HEALTHY: dict[str, Any] = {
+    # A line of the demo's RAPO run, rounded.
+    "rollout/num_trajectories": 192.0,
+    "rollout/tool_calls_mean": 2.1,
+    "rollout/truncated_frac": 0.03,
+    "rollout/violation_frac": 0.02,
+    "rollout/failed_frac": 0.0,
+    "eval/failed_frac": 0.0,
+    "learn/skipped_groups_frac": 0.33,
+    "learn/entropy": 0.1,
+    "learn/grad_norm": 0.4,
+    "learn/lr": 3e-4,
+    "learn/approx_kl": 5e-4,
+    "learn/num_optimiser_steps": 2.0,
+    "learn/num_contributions": 2500.0,
+    "learn/positive_frac": 0.55,
+    "learn/engine_gap": 1e-6,
+    "learn/engine_gap_limit": 1e-4,
+    "branch/unused_frac": 0.6,
+    "graft/unused_frac": 0.55,
+    "graft/copied_frac": 0.01,
+    "graft/answer_frac": 0.4,
+    "tools/search_calls": 400.0,
+    "tools/search_failure_frac": 0.05,
+    "tools/search_found_frac": 0.4,
+    "learn/success_logprob_change": 0.02,
+    "learn/question_information": 0.8,
+    "learn/open_call_prob": 0.5,
+    "learn/open_prob": 0.9,
+}
+LONG = 8
+
+
+def lines(
+    changes: Callable[[int], dict[str, Any]] | dict[str, Any], count: int = LONG
+) -> list[dict[str, Any]]:
+    """Healthy lines of updates 1.. with changes, the same for all or a function of the update."""
+    return [
+        {"update": n, **HEALTHY, **(changes(n) if callable(changes) else changes)}
+        for n in range(1, count + 1)
+    ]
+
+
+def at_end(**changes: Any) -> Callable[[int], dict[str, Any]]:
+    """These changes in the last of `LONG` updates alone."""
+    return lambda n: (
+        {key.replace("__", "/"): value for key, value in changes.items()} if n == LONG else {}
+    )
+
+
+def warnings_of(
+    history: Sequence[Mapping[str, Any]], settings: HealthSettings | None = None
+) -> list[list[HealthWarning]]:
+    """Returns for each line the warnings that stand after it."""
+    monitor = Monitor(settings or HealthSettings())
+    return [monitor.take(line)[0] for line in history]
+
+
+def names(found: list[list[Any]]) -> list[list[str]]:
+    return [[warning.name for warning in some] for some in found]
+
+
+def test_a_healthy_run_is_not_warned_of() -> None:
+    assert names(warnings_of(lines({}))) == [[]] * LONG
+    # Nor is a line that says nothing, as before the first update, or a tool that nobody called for
+    # once.
+    assert warnings_of([{"update": 0, "eval/accuracy": 0.1}]) == [[]]
+    assert (
+        names(warnings_of(lines(at_end(tools__search_calls=0.0, tools__search_failure_frac=None))))
+        == [[]] * LONG
+    )
+
+
+CASES: dict[str, tuple[Any, str]] = {
+    "no_tool_calls": ({"rollout/tool_calls_mean": 0.0}, "0 calls a trajectory"),
+    "no_variance": (at_end(learn__skipped_groups_frac=1.0), "100%"),
+    # 0.004 is 4 % of the first update's 0.1.
+    "entropy_collapse": (at_end(learn__entropy=0.004), "4.0% of the first"),
+    "policy_still": ({"learn/lr": 0.0}, "rate in effect 0"),
+    "success_falling": ({"learn/success_logprob_change": -0.03}, "likely: 0.03 nats a token"),
+    # 0.04 is 5 % of the first update's 0.8.
+    "question_ignored": (at_end(learn__question_information=0.04), "5% of the first"),
+    # 0.1 is 20 % of the first update's 0.5, and 0.2 of 0.9 is 22 %.
+    "openings_falling_calls": (at_end(learn__open_call_prob=0.1), "calls have 20% of the"),
+    "openings_falling_all": (at_end(learn__open_prob=0.2), "all have 22% of the"),
+    "answer_not_found_search": ({"tools/search_found_frac": 0.01}, "answer: 1.0% of trajectories"),
+    "truncated": (at_end(rollout__truncated_frac=0.25), "25%"),
+    "violated": (at_end(rollout__violation_frac=0.5), "50%"),
+    "failed": (at_end(rollout__failed_frac=0.01), "1.0%"),
+    "failed_eval": (at_end(eval__failed_frac=0.5), "held-out trajectories lost"),
+    "branch_unused": ({"branch/unused_frac": 1.0}, "fresh starts: 100%"),
+    "graft_unused": ({"graft/unused_frac": 0.96}, "no graft: 96%"),
+    "graft_untrue": ({"environment/untrue_graft_frac": 0.6}, "environment contradicts: 60%"),
+    "answer_copied": (at_end(graft__copied_frac=0.3), "30%"),
+    "held_out_differs": (
+        at_end(rollout__accuracy=0.75, eval__accuracy=0.25),
+        "differ: 50% more are correct in training",
+    ),
+    "engine_drift": (at_end(learn__engine_gap=2e-4), "0.0002 nats"),
+    "one_sign": (at_end(learn__positive_frac=1.0), "100.0% of its contributions are positive"),
+    # From 5 % of 400 calls to 30 %: 23 standard errors.
+    "tool_failing_search": (
+        at_end(tools__search_failure_frac=0.3),
+        "the tool search fails more than usual: 30%",
+    ),
+    "tool_broken_python": (
+        at_end(tools__python_failure_frac=0.5, tools__python_calls=2.0),
+        "the tool python failed in 50%",
+    ),
+    "not_finite": (at_end(learn__loss=float("nan"), reward__mean=float("inf")), "2 metrics"),
+}
+
+
+WIDER = {
+    "success_falling": 0.04,
+    "question_ignored": 0.01,
+    "openings_falling": 0.15,
+    "answer_not_found": 0.001,
+    "entropy_collapse": 0.01,
+    "truncated": 0.3,
+    "violated": 0.6,
+    "failed": 0.6,
+    "graft_unused": 0.97,
+    "graft_untrue": 0.7,
+    "answer_copied": 0.4,
+    "engine_drift": 3.0,
+    "tool_failing": 0.3,
+    "tool_broken": 0.6,
+    "not_finite": 2.0,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rule_speaks_and_is_silenced(name: str) -> None:
+    changes, says = CASES[name]
+    history = lines(changes)
+    found = warnings_of(history)
+    assert [one.name for one in found[-1]] == [name]
+    (warning,) = found[-1]
+    assert says in warning.text
+    assert meaning(warning.key)
+    # What was written into a line is read back as the same warning.
+    assert recorded({**history[-1], warning.key: warning.value}) == [warning]
+    settings = HealthSettings(**{warning.rule.name: "off"})
+    assert warnings_of(history, settings)[-1] == []
+    # The limit itself decides: a wider one is not crossed.
+    if warning.rule.name in WIDER:
+        assert (
+            warnings_of(history, HealthSettings(**{warning.rule.name: WIDER[warning.rule.name]}))[
+                -1
+            ]
+            == []
+        )
+
+
+def test_the_gap_to_held_out_tasks_has_a_limit() -> None:
+    history = lines(at_end(rollout__accuracy=0.75, eval__accuracy=0.25))
+    assert warnings_of(history, HealthSettings(held_out_differs=0.6))[-1] == []
+    none = lines(at_end(rollout__accuracy=0.0, reward__mean=0.95, eval__accuracy_sampled=0.0))
+    assert names(warnings_of(none))[-1] == ["held_out_differs"]
+    # A high reward with some right held-out tasks is another measure, not a contradiction.
+    some = lines(at_end(rollout__accuracy=0.2, reward__mean=1.0, eval__accuracy=0.1))
+    assert warnings_of(some)[-1] == []
+
+
+def test_every_rule_has_a_case_and_a_setting() -> None:
+    rules = {rule.name for rule in RULES}
+    assert {
+        name for name in rules if any(case == name or case.startswith(f"{name}_") for case in CASES)
+    } == rules
+    assert rules | {"window", "symptoms_every"} == set(HealthSettings.model_fields)
+
+
+@pytest.mark.parametrize("kind", ["branch", "graft"])
+def test_no_branch_and_no_graft_at_all_is_told_after_the_first_update(kind: str) -> None:
+    shares = [1.0, 1.0, 0.5, 0.5, 1.0]
+    found = warnings_of(lines(lambda n: {f"{kind}/unused_frac": shares[n - 1]}, 5))
+    # Afterwards the mean of three counts: 0.83, 0.67, 0.67 are below 0.95.
+    assert names(found) == [[f"{kind}_unused"], [f"{kind}_unused"], [], [], []]
+    one_in_ten = warnings_of(lines({f"{kind}/unused_frac": 0.97}, 3))
+    assert names(one_in_ten) == [[], [], [f"{kind}_unused"]]
+
+
+def test_windows_are_waited_for() -> None:
+    """Three updates without a call, not two; a fourth with calls ends it."""
+    calls = [0.0, 0.0, 0.0, 3.0, 0.0]
+    found = warnings_of(lines(lambda n: {"rollout/tool_calls_mean": calls[n - 1]}, 5))
+    assert names(found) == [[], [], ["no_tool_calls"], [], []]
+    assert (
+        names(warnings_of(lines({"rollout/tool_calls_mean": 0.0}, 2), HealthSettings(window=1)))
+        == [["no_tool_calls"]] * 2
+    )
+    without = [
+        {key: value for key, value in line.items() if not key.startswith("tools/")}
+        for line in lines({}, 4)
+    ]
+    assert (
+        names(warnings_of([{**line, "rollout/tool_calls_mean": 0.0} for line in without]))
+        == [[]] * 4
+    )  # it has none to call
+
+
+def test_symptoms_stand_between_measurements() -> None:
+    """Measured in every second update: three falls in a row by update 6, one rise by 8."""
+    rare: dict[int, float] = {2: -0.02, 4: -0.02, 6: -0.02, 8: 0.05}
+    key = "learn/success_logprob_change"
+    history = [
+        {name: value for name, value in line.items() if name != key or line["update"] in rare}
+        for line in lines(lambda n: {key: rare.get(n)})
+    ]
+    falling = ["success_falling"]
+    assert names(warnings_of(history)) == [[], [], [], [], [], falling, falling, []]
+    # First steps that never showed the question have nothing to lose.
+    same = lines(lambda n: {"learn/question_information": 0.04 / n})
+    assert names(warnings_of(same)) == [[]] * LONG
+
+
+def test_a_policy_with_nothing_to_learn_from_does_not_count_as_still() -> None:
+    found = warnings_of(lines({"learn/grad_norm": 0.0, "learn/skipped_groups_frac": 1.0}))
+    assert {name for some in names(found) for name in some} == {"no_variance"}
+    # KL(old || new) is 0 by construction where an update is one optimiser step, and that is no
+    # sign.
+    assert (
+        names(warnings_of(lines({"learn/approx_kl": 0.0, "learn/num_optimiser_steps": 1.0})))
+        == [[]] * LONG
+    )
+
+
+def test_a_few_unlucky_calls_are_no_failing_tool() -> None:
+    """Usual 5 %; one failure of three calls is 33 %, but a single standard error is 13 points."""
+    few = lines(
+        lambda n: (
+            {"tools/search_calls": 3.0, "tools/search_failure_frac": 1 / 3} if n == LONG else {}
+        )
+    )
+    assert names(warnings_of(few)) == [[]] * LONG
+    # A tool that never failed before and fails in half of forty calls.
+    new = lines(
+        lambda n: {
+            "tools/search_calls": 40.0,
+            "tools/search_failure_frac": 0.4 if n == LONG else 0.0,
+        }
+    )
+    assert names(warnings_of(new))[-1] == ["tool_failing_search"]
+
+
+# ---------------------------------------------------------------------- what is said, and when
+
+
+def test_a_warning_is_said_once_and_its_end_too() -> None:
+    """Truncation stands in updates 2, 3 and 5: one beginning, and an end after three updates
+    without it."""
+    shares = {2: 0.4, 3: 0.5, 5: 0.3}
+    monitor = Monitor(HealthSettings())
+    said = []
+    for line in lines(lambda n: {"rollout/truncated_frac": shares.get(n, 0.0)}, 10):
+        _, began, over = monitor.take(line)
+        said += [(line["update"], one.name) for one in began] + [
+            (line["update"], text) for text in over
+        ]
+    end = "truncated is over: last seen in update 5"
+    assert said == [(2, "truncated"), (8, end)] and monitor.standing == []
+
+
+def test_what_begins_is_explained() -> None:
+    (warning,) = warnings_of(lines(at_end(rollout__truncated_frac=0.5)))[-1]
+    told = explained(warning, 8).splitlines()
+    assert told[0] == "truncated at update 8: trajectories out of tokens, steps or calls: 50%"
+    assert told[1].startswith("  meaning: Many trajectories end before they answer")
+    assert "rollout.max_completion_tokens" in told[2] and "health.truncated=off" in told[3]
+
+
+def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened() -> None:
+    history = lines(
+        lambda n: {
+            "rollout/truncated_frac": 0.5 if n in (2, 3) else 0.0,
+            "tools/search_failure_frac": 0.1 * (n == 7),
+        },
+        9,
+    )
+    whole = Monitor(HealthSettings())
+    everything = [whole.take(line) for line in history]
+    for cut in range(1, 9):
+        resumed = Monitor(HealthSettings(), history[:cut])
+        assert [resumed.take(line) for line in history[cut:]] == everything[cut:]
+
+
+def test_the_page_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
+    assert written == builder().warnings_page(), "run: python docs/build.py --warnings"
+    assert all(f"## {rule.name}" in written and rule.advice in written for rule in RULES)
+
+
+def test_settings_are_checked() -> None:
+    assert load_config({"health": {"truncated": "off", "window": 5}}).health.truncated == "off"
+    config = load_config({}, ["health.truncated=off", "health.one_sign=0.9"])
+    assert (config.health.truncated, config.health.one_sign) == ("off", 0.9)
+    for wrong in ({"truncated": 1.5}, {"truncated": "never"}, {"window": 0}):
+        with pytest.raises(ValidationError):
+            HealthSettings(**wrong)
+    with raises_code("invalid-setting"):
+        load_config({}, ["health.truncated=never"])
+    with raises_code("override-idle"):
+        load_config({}, ["health.graft_unused=0.5"])
+
+
+# ---------------------------------------------------------------------- the metrics behind them
+
+
+def grafted_path(
+    answer: str,
+    *,
+    before: str = "",
+    graft: StepContent | None = None,
+    own: str = "",
+    question: str = "?",
+) -> Trajectory:
+    """A search, a graft, perhaps another search, and an answer."""
+    cause = GraftCause(source="expert", task_id="t/9", reward=1.0, similarity=0.9)
+    tree = build_tree(Part.of("p", Part.of("s", Part.of("r", Part.of("s", Part("s", reward=1.0))))))
+    contents = [
+        StepContent(thought=question),
+        StepContent(
+            thought=before,
+            calls=(ToolCall("search", "x"),),
+            observations=(Observation(text=before),),
+        ),
+        graft or StepContent(),
+        StepContent(calls=(ToolCall("search", "y"),), observations=(Observation(text=own),)),
+        StepContent(answer=answer),
+    ]
+    steps = [
+        replace(step, content=content) for step, content in zip(tree.steps, contents, strict=True)
+    ]
+    steps[2] = replace(steps[2], cause=cause)
+    leaf = replace(tree.leaves[0], answer=answer)
+    task = Task(id="t/1", question=question, reference=(answer,))
+    return replace(tree, task=task, steps=tuple(steps), leaves=(leaf,)).trajectories()[0]
+
+
+SAID = StepContent(thought="so it is 42")
+SEEN = StepContent(calls=(ToolCall("search", "z"),), observations=(Observation(text="z is 42"),))
+
+
+@pytest.mark.parametrize(
+    ("parts", "source"),
+    [
+        ({"graft": SAID}, "words"),
+        ({"graft": StepContent(answer="42")}, "words"),
+        ({"graft": SEEN}, "result"),
+        ({"graft": SAID, "own": "the answer: 42"}, "own"),
+        ({"graft": SAID, "before": "42 ?"}, "own"),
+        ({"graft": SAID, "question": "is it 42 ?"}, "own"),
+        ({"graft": StepContent(thought="421 or 142")}, "own"),
+        ({"graft": StepContent()}, "own"),
+    ],
+)
+def test_where_an_answer_comes_from(parts: dict[str, Any], source: str) -> None:
+    assert answer_source(grafted_path("42", **parts)) == source
+
+
+def test_answers_are_found_across_case_and_spaces() -> None:
+    assert (
+        answer_source(grafted_path("New York", graft=StepContent(thought="it is NEW  york.")))
+        == "words"
+    )
+    assert (
+        answer_source(grafted_path("a+b (c)", graft=StepContent(thought="so a+b (c)"))) == "words"
+    )
+    assert answer_source(grafted_path("  ", graft=SAID)) is None
+    paths = [
+        grafted_path("42", graft=SAID),
+        grafted_path("42", graft=SEEN),
+        grafted_path("42"),
+        grafted_path("42"),
+    ]
+    assert copied_metrics(paths) == {"graft/answer_frac": 0.5, "graft/copied_frac": 0.25}
+    assert copied_metrics([build_tree(Part.of("p", Part("s", reward=1.0))).trajectories()[0]]) == {}
+
+
+def test_unused_budgets() -> None:
+    """Two starts of four leaves: a tree with two branches uses all, one with four starts nothing;
+    one start of two may retrieve."""
+    used = build_tree(
+        Part.of(
+            "p",
+            Part.of("s", Part("s"), Part("s"), Part("s")),
+            Part.of("s", Part.of("r", Part("s"))),
+        )
+    )
+    unused = build_tree(Part.of("p", *(Part("s") for _ in range(4))))
+    both = Composed(
+        [
+            EntropyBranching(EntropySettings(num_starts=2, normaliser="none"), vocab_size=100),
+            HybridRollout(GraftSettings(num_hybrid=2), num_leaves=4, num_starts=2),
+        ]
+    )
+    found = unused_metrics([used, unused], both, 4)
+    # Starts 1 and 3 may retrieve: of three such trajectories one holds a graft.
+    assert found == {"branch/unused_frac": 0.5, "graft/unused_frac": pytest.approx(2 / 3)}
+    nothing = {"branch/unused_frac": 1.0, "graft/unused_frac": 1.0, "graft/num_grafts": 0.0}
+    assert unused_metrics([unused], both, 4) == nothing
+    assert unused_metrics([unused], Independent(), 4) == {}
+    assert unused_metrics([], both, 4) == {}
+
+
+# ---------------------------------------------------------------------- real runs
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Untrained weights with no room to answer, a learning rate of 0: truncated or broken, no
+    variance, nobody calls a tool."""
+    tables: dict[str, Any] = {
+        "warmup": {"num_steps": 0},
+        "rollout": {"max_completion_tokens": 2},
+        "learn": {"lr": 0.0},
+        "eval": {"every": 0, "at_start": False, "at_end": False},
+        "health": {"window": 2},
+        "checkpoint": {"every": 1},
+    }
+
+    def start(name: str, **run: Any) -> Path:
+        settings = tiny(**tables, run={"name": name, "dir": str(tmp_path), **run})
+        return train(settings, display=PlainDisplay()).run_dir
+
+    whole = start("whole", num_updates=3)
+    said = capsys.readouterr().out
+    stood = [[one.name for one in recorded(line)] for line in read_metrics(whole)]
+    found = [set(some) for some in stood]
+    assert (
+        found[0] == set()
+        and {"no_variance", "no_tool_calls"} <= found[2]
+        and found[2] & {"truncated", "violated"}
+    )
+    assert len(found[2]) >= 3
+    for name in found[2]:
+        assert said.count(f"warning: {name} at update") == 1 and f"health.{name}=off" in said
+    assert f"  ! {', '.join(stood[2])}\n" in said
+    # Stopped after two updates and gone on: the same lines, and nothing said twice.
+    cut = start("cut", num_updates=2)
+    capsys.readouterr()
+    train(
+        tiny(**tables, run={"name": "cut", "dir": str(tmp_path), "num_updates": 3}),
+        resume=cut,
+        display=PlainDisplay(),
+    )
+    told = capsys.readouterr().out
+    assert (
+        "note: warnings that stood when the run stopped: " in told
+        and "warning: no_variance" not in told
+    )
+
+    def without_times(folder: Path) -> list[dict[str, float]]:
+        return [
+            {key: value for key, value in line.items() if not is_timing(key)}
+            for line in read_metrics(folder)
+        ]
+
+    assert without_times(cut) == without_times(whole)
+    # Limits of warnings may change with a resume, nothing of the learning.
+    train(
+        tiny(
+            **{**tables, "health": {"truncated": "off"}},
+            run={"name": "cut", "dir": str(tmp_path), "num_updates": 3},
+        ),
+        resume=cut,
+    )
+    with raises_code("resumed-other-settings"):
+        train(
+            tiny(
+                **{**tables, "learn": {"lr": 1.0}},
+                run={"name": "cut", "dir": str(tmp_path), "num_updates": 4},
+            ),
+            resume=cut,
+        )

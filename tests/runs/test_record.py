@@ -1,0 +1,506 @@
+"""Records: trees to lines and back, damaged files, atomic writing, cutting a run back to a
+checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import datetime, tzinfo
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from tests.support.error_codes import raises_code
+from tests.support.examples import at_most
+from tests.support.tiny import tiny
+from tests.support.trees import Part, build_tree, recorded_trees
+
+from treegraft.core.errors import CheckpointError, DataError, SettingError
+from treegraft.core.files import write_atomically
+from treegraft.core.steps import observation_from
+from treegraft.core.types import (
+    BranchCause,
+    BranchDecision,
+    Observation,
+    StepContent,
+    Task,
+    ToolCall,
+    Trace,
+    Tree,
+)
+from treegraft.runs import record, start, tree_files
+from treegraft.runs.record import RunFolder, read_metrics, read_trees
+from treegraft.runs.start import find_checkpoint, new_start
+from treegraft.runs.tree_files import TreePart, drop_parts, parts_in, parts_of, write_trees
+from treegraft.runs.tree_json import tree_from_json, tree_to_json
+from treegraft.settings.load import load_config
+from treegraft.train import train
+from treegraft.view.runs import RunReader
+
+TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
+
+
+@given(recorded_trees())
+@at_most(60)
+def test_a_tree_comes_back_equal(tree: Tree) -> None:
+    line = tree_to_json(tree)
+    assert "\n" not in line
+    assert tree_from_json(line) == tree
+    assert tree_to_json(tree_from_json(line)) == line
+
+
+def test_what_steps_and_leaves_have_in_common_is_one_object() -> None:
+    """Memory: ids, names and numbers that are written alike. A negative zero stays one."""
+    leaves = tuple(
+        replace(leaf, answer="e1", weight=0.37, retrieval_reward=-0.0) for leaf in TREE.leaves
+    )
+    tree = tree_from_json(tree_to_json(replace(TREE, leaves=leaves)))
+    ids = {step.id: step.id for step in tree.steps}
+    assert len(tree.leaves) > 1
+    assert all(step.parent is ids[step.parent] for step in tree.steps if step.parent)
+    assert all(leaf.step_id is ids[leaf.step_id] for leaf in tree.leaves)
+    for name in ("answer", "weight", "retrieval_reward"):
+        assert len({id(getattr(leaf, name)) for leaf in tree.leaves}) == 1
+    assert str(tree.leaves[0].retrieval_reward) == "-0.0"
+
+
+def test_records_from_before_decisions_and_factors_are_read() -> None:
+    decided = replace(
+        TREE.steps[2],
+        decision=BranchDecision(
+            seen=BranchCause(entropy_change=0.1, probability=0.5, rule="x"), num_wanted=1
+        ),
+    )
+    tree = replace(TREE, steps=(*TREE.steps[:2], decided, *TREE.steps[3:]))
+    tree = replace(tree, leaves=tuple(replace(leaf, shaping_factor=1.02) for leaf in tree.leaves))
+    assert tree_from_json(tree_to_json(tree)) == tree
+    data = json.loads(tree_to_json(tree))
+    for step in data["steps"]:
+        del step["decision"]
+    for leaf in data["leaves"]:
+        del leaf["shaping_factor"]
+    assert tree_from_json(json.dumps(data)) == TREE
+
+
+def test_columns_are_written_for_sampled_tokens_only() -> None:
+    step = json.loads(tree_to_json(TREE))["steps"][1]
+    assert len(step["sampling_logprobs"]) == 2
+    assert step["origins"] == [[1, 2], [2, 1]] and step["loss_mask"] == [[1, 2], [0, 1]]
+
+
+def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
+    trees = [build_tree(Part.of("p", Part("s")), task_id=f"t/{n}") for n in range(4)]
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    write_trees(folder.trees_path(10), trees[2:])
+    write_trees(folder.trees_path(9), trees[:2])
+    write_trees(folder.trees_path(10, "greedy"), trees[:1])
+    assert read_trees(folder.trees_path(9)) == trees[:2]
+    # A run folder or its trees/ gives the training trees, evaluations apart.
+    assert read_trees(folder.path) == read_trees(str(folder.trees_dir)) == trees
+
+
+def test_text_that_is_no_unicode_is_still_recorded(tmp_path: Path) -> None:
+    """A lone surrogate, as JSON data sets can hold, must not cost a run its record."""
+    task = Task(id="t", question="\ud800 \u2028 é", reference=("\udfff",))
+    tree = Tree(task=task, group_id="0/t", steps=TREE.steps, leaves=TREE.leaves)
+    write_trees(tmp_path / "trees.jsonl", [tree])
+    assert read_trees(tmp_path / "trees.jsonl") == [tree]
+
+
+def damaged(**changes: object) -> str:
+    data = json.loads(tree_to_json(TREE))
+    step = data["steps"][1]
+    step.update(changes)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "nonsense",
+        "[]",
+        "3",
+        "null",
+        '{"group_id": "x"}',
+        tree_to_json(TREE)[:-20],
+        damaged(sampling_logprobs=[-0.5]),
+        damaged(sampling_logprobs=[-0.5, -0.5, -0.5]),
+        damaged(origins=[[1, 2]]),
+        damaged(origins=[[9, 3]]),
+        damaged(cause="start"),
+        damaged(cause={"kind": "whim"}),
+        damaged(content=None),
+        damaged(loss_mask=[[1, 3]]),
+        damaged(surprise=1),
+        damaged(stop_reason="boredom"),
+        damaged(token_ids=None),
+    ],
+)
+def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trees.jsonl"
+    path.write_text(tree_to_json(TREE) + "\n" + line + "\n")
+    with raises_code("tree-unreadable", match="line 2: not a recorded tree"):
+        read_trees(path)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trees.jsonl"
+    path.write_bytes(tree_to_json(TREE).encode() + b"\n\xff\xfe\x00\n")
+    with raises_code("tree-unreadable"):
+        read_trees(path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with raises_code("trees-missing"):
+        read_trees(tmp_path / "none.jsonl")
+    with raises_code("metrics-missing"):
+        read_metrics(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with raises_code("no-metrics-yet"):
+        read_metrics(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "deep" / "file.txt"
+    write_atomically(path, "old")
+
+    def fail(_: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("treegraft.runs.record.os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    monkeypatch.undo()
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert [file.name for file in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_a_run_is_cut_to_its_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    sizes = []
+    for update in (1, 2, 3):
+        folder.append_metrics(update, {"reward/mean": update / 4, "a": 1.0})
+        sizes.append(folder.metrics_size())
+        write_trees(folder.trees_path(update), [TREE])
+        write_trees(folder.trees_path(update, "greedy"), [TREE])
+    write_trees(folder.trees_path(1_000_000), [TREE])
+    folder.cut_to(2, sizes[1])
+    assert read_metrics(folder.path) == [
+        {"update": n, "a": 1.0, "reward/mean": n / 4} for n in (1, 2)
+    ]
+    assert sorted(file.name for file in folder.trees_dir.iterdir()) == [
+        "evals-000000.jsonl.zst",
+        "updates-000000.jsonl.zst",
+    ]
+    assert [part.name for part in parts_in(folder.trees_dir)] == [
+        "update-000001",
+        "eval-000001-greedy",
+        "update-000002",
+        "eval-000002-greedy",
+    ]
+    # A checkpoint that was written before its evaluation: the evaluation comes again.
+    folder.cut_to(2, sizes[1], is_closed=False)
+    assert [part.name for part in parts_in(folder.trees_dir)] == [
+        "update-000001",
+        "eval-000001-greedy",
+        "update-000002",
+    ]
+    folder.cut_to(-1, 0)
+    assert not [*folder.trees_dir.iterdir()]
+
+
+def test_a_folder_in_the_way_is_refused_and_a_foreign_one_too(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", '{"a": 1}')
+    assert RunFolder.open(tmp_path / "run").metrics_size() == 0
+    with raises_code("run-exists"):
+        RunFolder.create(tmp_path / "run", "{}")
+    assert (tmp_path / "run" / "config.json").read_text() == '{"a": 1}'
+    with raises_code("not-a-run"):
+        RunFolder.open(tmp_path)
+
+
+def test_of_starts_of_one_name_exactly_one_makes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None goes on before all have found the name free and have filled their folders.
+    together = threading.Barrier(4, timeout=10)
+    monkeypatch.setattr(record, "mark", lambda *_: together.wait())
+    place = tmp_path / "runs" / "run"
+
+    def start(number: int) -> str:
+        try:
+            RunFolder.create(place, f'{{"a": {number}}}')
+        except CheckpointError as error:
+            return error.code
+        return str(number)
+
+    with ThreadPoolExecutor(4) as threads:
+        ends = sorted(threads.map(start, range(4)))
+    assert ends[1:] == ["run-exists"] * 3
+    assert (place / "config.json").read_text() == f'{{"a": {ends[0]}}}'
+    assert {one.name for one in place.iterdir() if one.is_dir()} == {"trees", "checkpoints"}
+    assert [*place.parent.iterdir()] == [place]
+
+
+def test_starts_without_a_name_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Still(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Still:
+            return cls(2026, 11, 27, 7, 57, 39, tzinfo=tz)
+
+    monkeypatch.setattr(start, "datetime", Still)
+    # The second begins while the first one loads: its folder is not there yet.
+    starts = [new_start(tiny(run={"dir": str(tmp_path), "seed": 3}), "demo") for _ in range(3)]
+    names = []
+    for one in starts:
+        folder = one.open_folder()
+        names.append(folder.path.name)
+        folder.release()
+    assert names == [f"demo-seed3-20261127-075739{end}" for end in ("", "-2", "-3")]
+    assert all((tmp_path / name / "config.json").is_file() for name in names)
+
+
+def test_a_removed_folder_is_told_and_not_made_again(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    folder.append_metrics(1, {"a": 1.0})
+    shutil.rmtree(folder.path)
+    with raises_code("run-removed"):
+        folder.append_metrics(2, {"a": 1.0})
+    assert not folder.path.exists()
+
+
+def test_observations_of_0_6_are_read_and_hashes_stay() -> None:
+    """The hash was computed by 0.6.0, whose observations had a field `is_cached`."""
+    seen = Observation(text="r2 of e9 is e41", is_error=False, is_truncated=False)
+    assert observation_from({**asdict(seen), "is_cached": False}) == seen
+    step = StepContent(calls=(ToolCall("search", "e9 r2"),), observations=(seen,))
+    trace = Trace("r5 of r2 of e9 ?", step, 1.0, "expert", "t", 0, False)
+    assert trace.content_hash == "486483c8d6affe7c3139eedd6ac1cd03"
+
+
+def test_a_missing_run_leads_to_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with raises_code("not-a-run"):
+        RunFolder.open(Path("runs/first"))
+    for name in ("first", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").touch()
+    for place in ("runs/frist", "frist"):
+        with raises_code("not-a-run"):
+            RunFolder.open(Path(place))
+        with raises_code("run-missing"):
+            find_checkpoint(place)
+    with raises_code("not-a-run"):
+        RunFolder.open(Path("zzzzzzzzzzzz"))
+    for recipe in ("recipes/demo.toml", "demo"):
+        with raises_code("recipe-not-run"):
+            find_checkpoint(recipe)
+
+
+def test_old_trees_are_dropped_and_evaluations_stay(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    for number in (1, 2, 10, 11, 100):
+        write_trees(folder.trees_path(number), [TREE])
+    write_trees(folder.trees_path(1, "greedy"), [TREE])
+    before = folder.trees_dir / "updates-000000.jsonl.zst"
+    kept = before.read_bytes()[before.stat().st_size // 2 :]
+    drop_parts(folder.trees_dir, 9)
+    assert before.read_bytes() == kept
+    left = ["eval-000001-greedy", "update-000010", "update-000011", "update-000100"]
+    assert [part.name for part in parts_in(folder.trees_dir)] == left
+    assert folder.damaged_trees(11, has_all=False) == []
+    assert folder.damaged_trees(2, has_all=True) == ["trees/update-000001", "trees/update-000002"]
+    drop_parts(folder.trees_dir, 99)
+    assert not before.exists() and len(parts_in(folder.trees_dir, "update")) == 1
+
+
+def test_trees_whose_names_exceed_a_head_are_found_and_kept(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    tasks = [replace(TREE.task, id=f"{n}{'x' * 40_000}") for n in range(30)]
+    trees = [replace(TREE, task=task) for task in tasks]
+    write_trees(folder.trees_path(1, "greedy"), trees)
+    assert read_trees(folder.trees_dir / "eval-000001-greedy") == trees
+    folder.cut_to(1, 0)
+    (pack,) = folder.trees_dir.iterdir()
+    whole = pack.read_bytes()
+    # A resume removes what a crash cut off, and leaves alone what was damaged later.
+    for data, stays in ((whole[:50], False), (whole[:-1], False), (b"?" + whole[1:], True)):
+        pack.write_bytes(data)
+        folder.cut_to(1, 0)
+        assert pack.exists() == stays
+
+
+def packed(folder: Path) -> tuple[bytes, list[TreePart]]:
+    """The bytes of a file with updates 1 to 3 of one tree each, and its parts."""
+    run = RunFolder.create(folder / "run", "{}")
+    for number in (1, 2, 3):
+        write_trees(run.trees_path(number), [TREE])
+    path = run.trees_dir / "updates-000000.jsonl.zst"
+    return path.read_bytes(), parts_of(path)
+
+
+def test_zstd_reads_a_file_as_lines_of_trees(tmp_path: Path) -> None:
+    data, _ = packed(tmp_path)
+    text = tree_files.zstd.decompress(data).decode()  # type: ignore[attr-defined]
+    assert text == 3 * f"{tree_to_json(TREE)}\n"
+
+
+def test_a_write_that_was_killed_costs_nothing_that_was_whole(tmp_path: Path) -> None:
+    """Whatever length a crash leaves: earlier updates are read, the resume cuts the rest away, and
+    what then follows gives the bytes of an undisturbed run."""
+    data, parts = packed(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    (path,) = folder.trees_dir.iterdir()
+    for size in range(parts[1].begin, len(data) + 1, 7):
+        path.write_bytes(data[:size])
+        whole = [one for one in parts if one.end <= size]
+        assert [part.name for part in parts_of(path)] == [part.name for part in whole]
+        assert read_trees(folder.path) == [TREE] * len(whole)
+        folder.cut_to(1, 0)
+        for number in (2, 3):
+            write_trees(folder.trees_path(number), [TREE])
+        assert path.read_bytes() == data
+
+
+def test_damage_in_the_middle_costs_one_update(tmp_path: Path) -> None:
+    data, parts = packed(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    (path,) = folder.trees_dir.iterdir()
+    for place in range(parts[1].begin, parts[1].end, 5):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
+        assert read_trees(folder.trees_path(1)) == read_trees(folder.trees_path(3)) == [TREE]
+        assert folder.damaged_trees(3, has_all=True) == ["trees/update-000002"], place
+        try:
+            assert read_trees(folder.trees_path(2)) == [TREE]  # in its checksum alone
+        except DataError as error:
+            assert error.code in ("tree-unreadable", "trees-missing")
+
+
+def test_a_small_frame_of_a_huge_line_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path)
+    monkeypatch.setattr(tree_files, "_MOST_LINE", 100)
+    with raises_code("tree-unreadable"):
+        read_trees(tmp_path / "run")
+
+
+def test_a_frame_unpacks_to_so_many_times_its_size_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path)
+    place = tmp_path / "run" / "trees" / "update-000004"
+    # Sixty-four equal trajectories of 8,000 tokens, as a policy that is sure of itself samples.
+    draw = random.Random(0)
+    same = ",".join(f"{draw.random():.8f}" for _ in range(8_000))
+    held = f'{{"rows":[{",".join([f"[{same}]"] * 64)}]}}'
+    for text, is_read in ((held, True), (f"[{'0,' * (1 << 25)}0]", False)):
+        monkeypatch.setattr(tree_files, "tree_to_json", lambda _, text=text: text)
+        write_trees(place, [TREE])
+        part = tree_files.find_part(place)
+        assert part is not None and part.size < len(text) / 100
+        if is_read:
+            assert [line for _, line in part.lines()] == [f"{text}\n".encode()]
+        else:
+            with raises_code("tree-unreadable"):
+                list(part.lines())
+
+
+def test_a_full_disk_leaves_no_half_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, _ = packed(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("treegraft.core.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_trees(folder.trees_path(4), [TREE])
+    assert (folder.trees_dir / "updates-000000.jsonl.zst").read_bytes() == data
+
+
+def test_a_reader_beside_the_writer_sees_whole_updates(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    reader = RunReader(folder.path)
+    for number in range(1, 4):
+        write_trees(folder.trees_path(number), [TREE])
+        assert [file.update for file in reader.files()] == [*range(1, number + 1)]
+        assert reader.tree(f"update-{number:06d}", 0) == TREE
+    # The beginning of the next one, as a write that is under way leaves it.
+    (path,) = folder.trees_dir.iterdir()
+    with path.open("ab") as file:
+        file.write(path.read_bytes()[:90])
+    assert len(reader.files()) == 3 and reader.tree("update-000003", 0) == TREE
+
+
+def test_trees_are_read_through_links_of_the_user_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of its own folder, and a folder of trees that lies on another disk."""
+    packed(tmp_path)
+    run = tmp_path / "run"
+    (run / "trees").rename(tmp_path / "elsewhere")
+    (run / "trees").symlink_to(tmp_path / "elsewhere")
+    assert read_trees(run) == [TREE] * 3
+    assert RunFolder(run).damaged_trees(3, has_all=True) == []
+    monkeypatch.chdir(tmp_path)
+    write_trees(Path("mine.jsonl"), [TREE])
+    Path("link.jsonl").symlink_to("mine.jsonl")
+    assert read_trees("mine.jsonl") == read_trees("link.jsonl") == [TREE]
+
+
+def test_going_on_refuses_links_out_of_the_run_folder(tmp_path: Path) -> None:
+    packed(tmp_path)
+    run, elsewhere = RunFolder(tmp_path / "run"), tmp_path / "elsewhere"
+    run.trees_dir.rename(elsewhere)
+    run.trees_dir.symlink_to(elsewhere)
+    (file,) = elsewhere.iterdir()
+    before = file.read_bytes()
+    for going_on in (run.refuse_foreign, lambda: run.cut_before(1)):
+        with raises_code("run-entry-foreign") as told:
+            going_on()
+        assert f"trees is a link to '{elsewhere}'" in str(told.value)
+    assert file.read_bytes() == before
+    run.trees_dir.unlink()
+    elsewhere.rename(run.path / "moved")
+    # A link to a place inside loses nothing of anybody else.
+    run.trees_dir.symlink_to("moved")
+    run.refuse_foreign()
+
+
+def test_trees_of_0_7_are_read_and_cut(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    for number in (1, 2):
+        (folder.trees_dir / f"update-{number:06d}.jsonl").write_text(f"{tree_to_json(TREE)}\n")
+    write_trees(folder.trees_path(3), [TREE])
+    for name in ("update-000001", "update-000001.jsonl", "update-000003.jsonl"):
+        assert read_trees(folder.trees_dir / name) == [TREE]
+    assert read_trees(folder.path) == [TREE] * 3
+    assert folder.damaged_trees(3, has_all=True) == []
+    folder.cut_to(1, 0)
+    assert [path.name for path in folder.trees_dir.iterdir()] == ["update-000001.jsonl"]
+    drop_parts(folder.trees_dir, 1)
+    assert not [*folder.trees_dir.iterdir()]
+
+
+def test_a_run_keeps_the_trees_of_its_latest_updates(tmp_path: Path) -> None:
+    run = {"name": "a", "dir": str(tmp_path), "num_updates": 3}
+    done = train(tiny(run=run, track={"keep_trees": 2}))
+    kinds = {(part.update, part.kind) for part in parts_in(done.run_dir / "trees")}
+    assert {(0, "greedy"), (2, "update"), (3, "update")} <= kinds and (1, "update") not in kinds
+    replaying = {"track": {"keep_trees": 2}, "replay": {"fresh_frac": 0.5}}
+    with pytest.raises(SettingError, match=r"track\.keep_trees: got 2, but groups of any earlier"):
+        load_config(replaying)

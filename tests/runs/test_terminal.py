@@ -1,0 +1,487 @@
+"""Displays and transcripts, rendered to recorded consoles."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.support.tiny import tiny
+from tests.support.viewed import write_run
+from typer.testing import CliRunner
+
+from treegraft.cli.main import app
+from treegraft.core.interfaces import Display
+from treegraft.core.text import plain
+from treegraft.core.types import (
+    ContinuationCause,
+    Leaf,
+    Observation,
+    Origin,
+    StartCause,
+    Status,
+    Step,
+    StepContent,
+    Task,
+    ToolCall,
+    Tree,
+)
+from treegraft.runs.display import (
+    NoDisplay,
+    PlainDisplay,
+    RichDisplay,
+    evaluation_line,
+    make_display,
+    show_texts,
+    shown,
+)
+from treegraft.runs.reporter import LastingDisplay
+from treegraft.runs.transcript import pick_sample, transcript
+
+METRICS = {
+    "reward/mean": 0.5,
+    "rollout/accuracy": 0.25,
+    "rollout/tool_calls_mean": 1.5,
+    "learn/entropy": 0.123,
+    "time/update_s": 2.0,
+}
+
+
+def policy_step(name: str, content: StepContent, violation: str | None = None) -> Step:
+    return Step(
+        id=name,
+        parent=name.rpartition(".")[0],
+        depth=name.count("."),
+        token_ids=(7, 8),
+        origins=(Origin.POLICY, Origin.POLICY),
+        loss_mask=(True, True),
+        sampling_logprobs=(-0.5, -0.5),
+        entropies=(0.1, 0.1),
+        content=content,
+        violation=violation,
+        cause=StartCause() if name.count(".") == 1 else ContinuationCause(),
+    )
+
+
+def example_tree(thought: str = "look it up", result: str = "r2 of e9 is e41") -> Tree:
+    """A search and an answer (leaf 0), and a step that broke the format (leaf 1)."""
+    search = StepContent(
+        thought=thought,
+        calls=(ToolCall("search", "r2 of e9"),),
+        observations=(Observation(text=result, is_truncated=True),),
+    )
+    root = Step(
+        id="0",
+        parent=None,
+        depth=0,
+        token_ids=(1,),
+        origins=(Origin.PROMPT,),
+        loss_mask=(False,),
+        sampling_logprobs=(0.0,),
+        entropies=(0.0,),
+    )
+    return Tree(
+        task=Task(id="t", question="r2 of e9 ?", reference=("e41",)),
+        group_id="1/t",
+        steps=(
+            root,
+            policy_step("0.0", search),
+            policy_step("0.0.0", StepContent(answer="e41")),
+            policy_step("0.1", StepContent(), violation="no thought"),
+        ),
+        leaves=(
+            Leaf(
+                step_id="0.0.0", status=Status.COMPLETED, reward=1.0, is_correct=True, advantage=0.7
+            ),
+            Leaf(step_id="0.1", status=Status.FORMAT_VIOLATION, reward=-1.0, is_correct=False),
+        ),
+    )
+
+
+def rendered(renderable: object, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+class Words:
+    chat_template = None
+    eos_token_id = None
+
+    def decode(self, token_ids: object, **kwargs: object) -> str:
+        return f"<think> {token_ids}"
+
+
+def test_transcript_tells_each_step() -> None:
+    text = rendered(transcript(example_tree().trajectories()[0]))
+    for part in (
+        "r2 of e9 ?",
+        "step 1",
+        "look it up",
+        "search",
+        "r2 of e9 is e41",
+        "[cut]",
+        "step 2",
+        "e41",
+    ):
+        assert part in text
+    assert "completed, reward 1, correct, advantage +0.70" in text
+    assert "expected" not in text
+
+
+def test_transcript_of_a_violation_shows_what_was_written() -> None:
+    trajectory = example_tree().trajectories()[1]
+    assert "2 tokens" not in rendered(transcript(trajectory))
+    text = rendered(transcript(trajectory, Words()))  # type: ignore[arg-type]
+    assert (
+        "no thought" in text
+        and "<think> [7, 8]" in text
+        and "format violation, reward -1, wrong, expected e41" in text
+    )
+
+
+def test_foreign_text_is_neither_markup_nor_control() -> None:
+    nasty = (
+        "[bold red]hi[/bold red] [/] [link=x] \x1b[31mred\x1b[0m \x07\r\u202egnorw \x9b2J"
+        " :smile: ${}"
+    )
+    text = rendered(
+        transcript(example_tree(thought=nasty, result=nasty).trajectories()[0]), width=200
+    )
+    assert text.count("[bold red]hi[/bold red] [/] [link=x]") == 2 and ":smile:" in text
+    assert not set("\x1b\x07\r\u202e\x9b") & set(text)
+    assert plain("a\x1b\tb\n") == "a\u241b\tb\n"
+    assert plain("abcdef", 4) == "abcd … (2 more characters)"
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_everything_fits_the_width(width: int) -> None:
+    tree = example_tree(thought="x" * 500 + " word" * 50, result="長い" * 100)
+    display = RichDisplay(Console(file=io.StringIO(), width=width, force_terminal=True))
+    display.update(3, 10, METRICS)
+    display.evaluated("update 3", {"eval/accuracy": 0.5})
+    display.phase("rollout", 5, 192, "waiting for the search tool of task t " * 5)
+    display.sample(tree)
+    text = rendered(display.render(), width=width)
+    display.close()
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_rich_display_shows_the_numbers_and_gives_the_terminal_back() -> None:
+    console = Console(file=io.StringIO(), record=True, width=80, force_terminal=True)
+    display: Display = RichDisplay(console, clock=lambda: 0.0)
+    display.started(Path("runs/demo"), "tiny on search_world", 20)
+    display.phase("rollout", 1, 0, "[red]waiting[/red]")
+    for update in range(1, 12):
+        display.update(update, 20, METRICS | {"reward/mean": update / 100})
+    display.evaluated("start [x]", {"eval/accuracy": 0.415, "eval/pass_at_4": 0.72})
+    display.warn("careful [bold]now")
+    display.sample(example_tree())
+    display.finished(Path("runs/demo"), Path("runs/demo/checkpoints/last"), {"eval/accuracy": 1.0})
+    display.close()
+    text = console.export_text()
+    for part in (
+        "0.110",
+        "25%",
+        "start [x]: accuracy 41.5% greedy, pass@4 72.0%",
+        "careful [bold]now",
+    ):
+        assert part in text
+    assert (
+        "finished runs/demo: accuracy 100.0%" in text
+        and "checkpoint runs/demo/checkpoints/last" in text
+    )
+    assert "treegraft run runs/demo/checkpoints/last 'r2 of e9 ?'" in text
+    assert "0.030" not in text.rpartition("a trajectory")[0].rpartition("update")[2]
+
+
+def test_long_commands_are_not_wrapped() -> None:
+    console = Console(file=io.StringIO(), record=True, width=40, force_terminal=True)
+    command = (
+        "treegraft train recipes/some_rather_long_name.toml --resume runs/some_rather_long_name"
+    )
+    RichDisplay(console).interrupted(command)
+    assert command in console.export_text()
+
+
+def test_plain_display_writes_one_line_each() -> None:
+    now = [0.0]
+    file = io.StringIO()
+    display: Display = PlainDisplay(file, every_s=30.0, clock=lambda: now[0])
+    display.started(Path("runs/demo"), "tiny on search_world", 20)
+    display.phase("rollout", 1, 10)
+    now[0] = 31.0
+    display.phase("rollout", 2, 10, "task t waits for search")
+    display.phase("rollout", 3, 10)
+    display.sample(example_tree())
+    display.update(1, 20, METRICS)
+    display.update(2, 20, METRICS)
+    display.evaluated("update 1", {"eval/accuracy": 0.5, "learn/loss": 2.0})
+    display.warn("two\x1b[2J")
+    display.interrupted("treegraft train r.toml --resume runs/demo")
+    display.finished(Path("runs/demo"), Path("c"), {})
+    display.close()
+    assert file.getvalue().splitlines() == [
+        "run runs/demo: tiny on search_world, 20 updates",
+        "  rollout 2/10: task t waits for search",
+        "update 1/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
+        "  a trajectory: r2 of e9 ?",
+        "    <think> look it up </think>  <search> r2 of e9 </search>  -> r2 of e9 is e41",
+        "    <answer> e41 </answer>",
+        "    completed, reward 1, correct, advantage +0.70",
+        "update 2/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
+        "evaluated update 1: accuracy 50.0% greedy",
+        "warning: two\u241b[2J",
+        "interrupted and saved; go on with: treegraft train r.toml --resume runs/demo",
+        "finished runs/demo",
+        "  metrics    runs/demo/metrics.jsonl",
+        "  trees      runs/demo/trees",
+        "  checkpoint c",
+        "  ask it     treegraft run c 'r2 of e9 ?'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("question", "asked"),
+    [
+        ("Who said\n\n'no'?", "'Who said '\"'\"'no'\"'\"'?'"),
+        # What an environment shows first stands behind the question.
+        ("Win the game.\nBe quick.\n\n" + "A room. " * 40, "'Win the game. Be quick.'"),
+        ("word " * 60, "'" + "word " * 31 + "...'"),
+    ],
+)
+def test_the_command_to_ask_holds_a_question_of_the_tasks(question: str, asked: str) -> None:
+    file, tree = io.StringIO(), example_tree()
+    display = PlainDisplay(file)
+    display.sample(replace(tree, task=replace(tree.task, question=question)))
+    display.finished(Path("runs/demo"), Path("c"), {})
+    assert file.getvalue().splitlines()[-1] == f"  ask it     treegraft run c {asked}"
+    assert shlex.split(asked)
+
+
+def test_without_a_task_no_question_is_made_up() -> None:
+    file = io.StringIO()
+    PlainDisplay(file).finished(Path("runs/demo"), Path("c"), {})
+    assert file.getvalue().splitlines()[-1] == "  checkpoint c"
+
+
+def test_the_sample_shows_prose_that_was_cut_off() -> None:
+    """A turn in chat that ran out of tokens has neither a thought nor an answer yet."""
+
+    class Prose:
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return f"She has\n{len(token_ids)} pens, so"
+
+    tree = example_tree()
+    cut = policy_step("0.0", StepContent())
+    leaf = replace(tree.leaves[0], step_id="0.0", status=Status.TRUNCATED, answer=None)
+    tree = replace(tree, steps=(tree.steps[0], cut), leaves=(leaf,))
+    file = io.StringIO()
+    display = PlainDisplay(file)
+    for expected in ("    wrote: 2 tokens that", "    wrote: She has 2 pens, so"):
+        display.sample(tree)
+        display._last_sample_s = float("-inf")
+        display.update(1, 20, METRICS)
+        assert expected in file.getvalue()
+        show_texts(display, Prose())
+
+
+def test_the_kind_of_display_follows_the_stream() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert isinstance(make_display(io.StringIO()), PlainDisplay)
+    assert isinstance(make_display(Terminal()), RichDisplay)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_terminal", "lines"),
+    [(True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)],
+)
+def test_progress_is_shown_where_it_is_asked_for_or_seen(
+    asked: bool | None, is_terminal: bool, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", stream)
+    with shown(asked) as display:
+        display.started(Path("runs/a"), "tiny on search_world", 2)
+    assert stream.getvalue().count("run runs/a: tiny on search_world") == lines
+
+
+def test_a_display_of_the_callers_own_is_handed_over_and_left_open() -> None:
+    told: list[str] = []
+
+    class Mine(NoDisplay):
+        def warn(self, text: str) -> None:
+            told.append(text)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    with shown(Mine()) as display:
+        display.warn("slow")
+        display.update(1, 2, METRICS)
+    assert told == ["slow"]
+
+
+def test_branches_and_grafts_are_shown_where_the_recipe_asks_for_them() -> None:
+    asked = {"branch/unused_frac": 0.5, "branch/num_branches": 12.0}
+    asked |= {"graft/unused_frac": 1.0, "graft/num_grafts": 0.0}
+    lines = []
+    for metrics in ({**METRICS, **asked}, {**METRICS, "branch/num_branches": 0.0}):
+        file = io.StringIO()
+        PlainDisplay(file).update(1, 2, metrics)
+        lines.append(file.getvalue())
+    assert "branches 12  grafts 0  time 2.0s" in lines[0]
+    assert "branches" not in lines[1] and "grafts" not in lines[1]
+    live = RichDisplay(Console(file=io.StringIO()))
+    live.update(1, 2, METRICS)
+    assert "grafts" not in rendered(live.render(), 120)
+    live.update(2, 2, {**METRICS, **asked})
+    table = rendered(live.render(), 120)
+    live.close()
+    assert "branches" in table and "grafts" in table and " 12 " in table
+
+
+class Letters:
+    """Token 7 is "a", 8 is "b"."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join("ab"[token - 7] for token in token_ids)
+
+
+def test_what_a_cut_turn_wrote_is_shown_by_the_display_of_a_run() -> None:
+    tree = example_tree()
+    (start, cut) = (tree.steps[0], policy_step("0.0", StepContent()))
+    leaf = Leaf(step_id="0.0", status=Status.TRUNCATED, reward=0.0)
+    file = io.StringIO()
+    display: Display = LastingDisplay(PlainDisplay(file))
+    show_texts(display, Letters())
+    display.sample(replace(tree, steps=(start, cut), leaves=(leaf,)))
+    display.update(1, 2, METRICS)
+    assert "wrote: ab" in file.getvalue()
+    assert "that the format cannot read" not in file.getvalue()
+
+
+def test_a_program_without_standard_output_is_shown_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    make_display().note("nothing")
+    with shown(None) as display:
+        display.note("nothing")
+
+
+@pytest.mark.parametrize("closed", ["0<&- >&-", ">&- 2>&-", "2>&-", "0<&-"])
+def test_streams_closed_before_the_start_are_stood_in_for(closed: str, tmp_path: Path) -> None:
+    code = (
+        "import os; from treegraft.__main__ import stand_in_for_closed as s; s();"
+        " file = open('opened', 'w'); print('told'); os.write(2, b'told');"
+        " file.write(str(file.fileno())); file.close()"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {closed}"
+    subprocess.run(["sh", "-c", command], check=True, cwd=tmp_path, timeout=60)
+    # No file of ours takes the number of a standard stream, so that nothing is printed into it.
+    assert int((tmp_path / "opened").read_text()) > 2
+
+
+@pytest.mark.smoke
+def test_training_goes_on_without_standard_output(tmp_path: Path) -> None:
+    own = {"name": "a", "dir": str(tmp_path), "num_updates": 1}
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(tiny(run=own)))
+    command = f"{shlex.quote(sys.executable)} -m treegraft train {recipe} >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '"update": 1,' in (tmp_path / "a" / "metrics.jsonl").read_text()
+
+
+def test_the_best_trajectory_is_the_sample() -> None:
+    tree = example_tree()
+    best = pick_sample(tree)
+    assert best is not None and best.leaf.step_id == "0.0.0"
+    assert pick_sample(Tree(task=tree.task, group_id="g", steps=tree.steps[:1], leaves=())) is None
+    assert evaluation_line({"learn/loss": 1.0}) == ""
+
+
+def test_an_evaluation_on_one_line() -> None:
+    metrics = {
+        "eval/accuracy": 0.415,
+        "eval/accuracy_1_hop": 0.6,
+        "eval/accuracy_2_hops": 0.23,
+        "eval/accuracy_sampled": 0.38,
+        "eval/accuracy_sampled_1_hop": 0.5,
+        "eval/pass_at_4": 0.72,
+        "eval/pass_at_2": 0.5,
+        "eval/completed_frac": 0.9,
+        "eval/tool_calls_mean": 1.3,
+        "eval/failed_frac": 0.0,
+        "time/eval_s": 3.0,
+        "eval/gain": 0.52,
+        "eval/gain_low": 0.47,
+        "eval/gain_high": 0.57,
+    }
+    assert (
+        evaluation_line(metrics)
+        == "accuracy 41.5% greedy (1_hop 60%, 2_hops 23%), 38.0% sampled, pass@2 50.0%,"
+        " pass@4 72.0%, gain +0.52 greedy (95 %: +0.47 to +0.57)"
+    )
+    assert evaluation_line(dict(reversed(metrics.items()))).startswith(
+        "accuracy 41.5% greedy (2_hops 23%, 1_hop 60%), 38.0% sampled"
+    )
+    assert (
+        evaluation_line(metrics, is_brief=True)
+        == "accuracy 41.5% greedy, 38.0% sampled, gain +0.52 greedy (95 %: +0.47 to +0.57)"
+    )
+    fallen = {"eval/gain": -0.004, "eval/gain_low": -0.03, "eval/gain_high": 0.02}
+    assert evaluation_line(fallen) == "gain +0.00 greedy (95 %: -0.03 to +0.02)"
+    sampled = {
+        "eval/accuracy_sampled": 0.25,
+        "eval/accuracy_sampled_math": 0.5,
+        "eval/failed_frac": 0.1,
+    }
+    assert evaluation_line(sampled) == "accuracy 25.0% sampled (math 50%), failed 10.0%"
+    many = {"eval/accuracy": 0.5} | {f"eval/accuracy_{name}": 0.5 for name in "abcdefgh"}
+    assert evaluation_line(many).endswith("f 50%, 2 more)")
+
+
+@pytest.mark.parametrize("display", ["plain", "rich"])
+def test_a_name_of_a_run_cannot_steer_the_terminal(display: str) -> None:
+    file, run = io.StringIO(), Path("runs/\x1b[31mred\x07")
+    console = Console(file=file, force_terminal=False)
+    shown = PlainDisplay(file) if display == "plain" else RichDisplay(console)
+    shown.started(run, "tiny", 2)
+    shown.finished(run, run / "checkpoints" / "update-000002", METRICS)
+    shown.interrupted(f"treegraft train --resume {run}")
+    text = file.getvalue()
+    assert text.count("runs/␛[31mred␇") >= 5 and not {"\x1b", "\x07"} & {*text}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["view", "RUN", "--text"],
+        ["view", "RUN", "--bundle", "bundle"],
+        ["compare", "RUN", "RUN"],
+        ["buffer", "stats", "RUN"],
+        ["export", "RUN", "--to", "inspect"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_commands_print_the_name_of_a_run_without_escapes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path / "\x1b[31mred\x07").name
+    done = CliRunner().invoke(app, [run if word == "RUN" else word for word in words])
+    assert done.exit_code == 0 and "␛[31mred␇" in done.output
+    assert not {"\x1b", "\x07"} & {*done.output}

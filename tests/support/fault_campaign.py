@@ -1,0 +1,325 @@
+"""A fault campaign: runs with grafts and a growing buffer meet faults at random moments and are
+resumed until they end; what they leave is compared with an undisturbed run byte by byte.
+
+    python -m tests.support.fault_campaign FOLDER --num 100 --seed 0
+
+Faults: SIGKILL; signals that ask for an end, one or several; a full disk (RLIMIT_FSIZE, which
+needs no root); a read-only folder (a mount where root may, else the folders' modes); killed
+workers. Every end has to be one that the documentation names, with its sentence and without a
+traceback. The counts go to standard output; the exit code is 1 where something differs, with FOLDER
+kept. A line for each run goes to FOLDER/results.jsonl, and a campaign that was stopped goes on
+behind the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.killed_runs import work
+from tests.support.tiny import differing, tiny
+from tests.support.tiny_parts import PooledSearch
+from tests.test_grafted_runs import BOTH
+
+from treegraft.core.files import LineFile
+from treegraft.core.interrupt import OTHERS
+
+SETTINGS: Mapping[str, Any] = tiny(
+    **{
+        **BOTH,
+        "run": {"num_updates": 3},
+        "loss": {**BOTH["loss"], "kl_coef": 0.01},
+        # Its tool has a child process.
+        "tasks": {"kind": "tests.support.tiny_parts:PooledWorld", "search_world": {}},
+        "eval": {"num_samples": 1},
+    }
+)
+MAX_FAULTS = 3
+"""Of one run; then it is resumed to its end."""
+DEADLINE_S = 300.0
+"""Longest time of one process, on a busy machine."""
+ENDINGS = ("kill", "ask", "ask twice")
+STORAGE = ("full", "read-only")
+FAULTS = (*ENDINGS, *STORAGE, "workers")
+
+
+@dataclass
+class Ended:
+    """The end of one process."""
+
+    code: int
+    printed: str
+
+
+@dataclass
+class Campaign:
+    """What has happened so far."""
+
+    folder: Path
+    draw: random.Random
+    whole_s: float = 0.0
+    """Duration of the undisturbed run."""
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    """What was wrong, one sentence each."""
+
+    # ------------------------------------------------------------------ processes
+
+    def begin(self, name: str, *, resumes: bool) -> tuple[int, Callable[[], Ended]]:
+        """Forks a child that is `treegraft train`; returns its id and a function that waits for
+        its end."""
+        run, (reading, writing) = self.folder / name, os.pipe()
+        arguments = ["--resume", str(run)]
+        if not resumes:
+            recipe = str(self.folder / "settings.json")
+            arguments = [recipe, f"run.name={name}", f"run.dir={self.folder}"]
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            # `nohup` before the campaign would have it ignored.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            _be_the_command(["treegraft", "train", *arguments], writing)
+        os.close(writing)
+        parts: list[bytes] = []
+
+        def read() -> None:
+            with os.fdopen(reading, "rb") as pipe:
+                parts.append(pipe.read())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+
+        def wait() -> Ended:
+            end = time.monotonic() + DEADLINE_S
+            while True:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    break
+                if time.monotonic() > end:
+                    os.kill(pid, signal.SIGKILL)
+                    self.faults.append(f"{name}: a process was not at its end after {DEADLINE_S} s")
+                    end += DEADLINE_S
+                time.sleep(0.02)
+            reader.join(10)
+            return Ended(os.waitstatus_to_exitcode(status), b"".join(parts).decode())
+
+        return pid, wait
+
+    # ------------------------------------------------------------------ one fault
+
+    def disturb(self, name: str, fault: str) -> None:
+        """Lets one process of the run meet a fault, and checks its end."""
+        run = self.folder / name
+        pid, wait = self.begin(name, resumes=run.exists())
+        time.sleep(self.draw.random() * 0.7 * self.whole_s)
+        if fault == "kill":
+            os.kill(pid, signal.SIGKILL)
+        elif fault.startswith("ask"):
+            first = number = self.draw.choice((signal.SIGINT, *OTHERS))
+            for _ in range(1 if fault == "ask" else 3):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                time.sleep(self.draw.random() * 0.2)
+                number = self.draw.choice(OTHERS)
+            self.judge(name, fault, wait(), 128 + first)
+            return
+        elif fault == "full":
+            with suppress(ProcessLookupError):
+                size = self.draw.choice((0, 4096, 65536))
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        elif fault == "read-only":
+            with read_only(run if run.exists() else self.folder):
+                self.judge(name, fault, wait(), None)
+            return
+        else:
+            for _ in range(8):
+                for child in _children(pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                        self.ends["workers killed"] += 1
+                time.sleep(self.draw.random() * 0.1 * self.whole_s)
+        self.judge(name, fault, wait(), -signal.SIGKILL if fault == "kill" else None)
+
+    def judge(self, name: str, fault: str, end: Ended, wanted: int | None) -> None:
+        """Counts the end of a process, and notes what is wrong with it."""
+        errors = [line for line in end.printed.splitlines() if line.startswith("error: ")]
+        what = f"{name}, {fault}: exit code {end.code}"
+        if "Traceback" in end.printed:
+            self.faults.append(f"{what}, a traceback: {end.printed[-1500:]}")
+        if end.code == 0:
+            self.ends[f"{fault}: finished all the same"] += 1
+        elif fault in ENDINGS:
+            self.ends[f"{fault}: {_name_of(end.code)}"] += 1
+            is_told = "go on with: treegraft train --resume" in end.printed
+            is_loading = "\nrun " not in f"\n{end.printed}"
+            if end.code != wanted and not (is_loading and -end.code == (wanted or 0) - 128):
+                self.faults.append(f"{what}, expected {wanted}: {end.printed[-800:]}")
+            elif fault != "kill" and not is_told and not is_loading:
+                self.faults.append(f"{what}, and no sentence: {end.printed[-800:]}")
+        elif fault in STORAGE:
+            self.ends[f"{fault}: exit code {end.code}"] += 1
+            if end.code not in (1, 2, 3) or len(errors) != 1:
+                self.faults.append(f"{what}, {len(errors)} errors: {end.printed[-800:]}")
+        else:
+            self.faults.append(f"{what}: {end.printed[-800:]}")
+        for partial in self.folder.glob(".*.partial"):
+            shutil.rmtree(partial)
+            if fault != "kill":
+                self.faults.append(f"{what}: '{partial}' was left behind")
+
+    # ------------------------------------------------------------------ whole runs
+
+    def undisturbed(self) -> None:
+        """Makes the run that the others are compared with. It loads, before the forks, what all of
+        them need."""
+        settings = self.folder / "settings.json"
+        settings.write_text(json.dumps(SETTINGS), encoding="utf-8")
+        for name in ("undisturbed", "again"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        job = {"name": "undisturbed", "kill": None, "resume": False}
+        work(self.folder, SETTINGS, job)
+        PooledSearch.pool.close()
+        _, wait = self.begin("again", resumes=False)
+        began = time.monotonic()
+        end = wait()
+        self.whole_s = time.monotonic() - began
+        if end.code or differing(self.folder / "undisturbed", self.folder / "again"):
+            self.faults.append(f"two undisturbed runs differ: {end}")
+
+    def run(self, number: int, chosen: list[str]) -> None:
+        """Takes one run through its faults to its end."""
+        name = f"run-{number:03d}"
+        for fault in chosen:
+            self.disturb(name, fault)
+        _, wait = self.begin(name, resumes=(self.folder / name).exists())
+        end = wait()
+        if end.code:
+            self.faults.append(f"{name}, {chosen}: the last resume failed: {end}")
+            return
+        unlike = differing(self.folder / "undisturbed", self.folder / name)
+        if unlike:
+            self.faults.append(f"{name}, {chosen}: other bytes in {unlike}")
+        else:
+            self.ends["runs with equal bytes"] += 1
+        left = [one.name for one in self.folder.glob(f"{name}/**/.*.partial")]
+        if left:
+            self.faults.append(f"{name}, {chosen}: left behind {left}")
+
+
+def _be_the_command(arguments: list[str], writing: int) -> None:
+    """Becomes the command in a forked child."""
+    code = 70
+    try:
+        from treegraft.__main__ import main as run
+
+        with os.fdopen(writing, "w", buffering=1) as pipe:
+            sys.stdout = sys.stderr = pipe
+            sys.argv = arguments
+            try:
+                run()
+                code = 0
+            except SystemExit as error:
+                code = error.code if isinstance(error.code, int) else 0
+            except BaseException:
+                traceback.print_exc(file=pipe)
+    finally:
+        os._exit(code)
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # "pid (name) state parent ...", the name with any characters.
+            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
+            found += [int(stat.parent.name)] if int(parent) == pid else []
+    return found
+
+
+def _name_of(code: int) -> str:
+    number = -code if code < 0 else code - 128
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"exit code {code}"
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Makes a folder read-only for the time of the block."""
+    if os.geteuid() == 0:
+        # Modes do not bind root.
+        mount = ["mount", "--bind", str(folder), str(folder)]
+        subprocess.run(mount, check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        return
+    folders = [folder, *(one for one in folder.rglob("*") if one.is_dir())]
+    for one in folders:
+        one.chmod(0o555)
+    try:
+        yield
+    finally:
+        for one in folders:
+            one.chmod(0o755)
+
+
+def main() -> int:
+    """Runs the campaign; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--num", type=int, default=100, help="faults in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", choices=FAULTS, help="kinds of faults; default: all")
+    chosen = parser.parse_args()
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    campaign, began = Campaign(chosen.folder.resolve(), random.Random(chosen.seed)), time.time()
+    campaign.undisturbed()
+    kinds = chosen.only or FAULTS
+    # Every kind as often as the others.
+    left = [kinds[number % len(kinds)] for number in range(chosen.num)]
+    campaign.draw.shuffle(left)
+    taken = [left[first : first + MAX_FAULTS] for first in range(0, len(left), MAX_FAULTS)]
+    results = LineFile(campaign.folder / "results.jsonl")
+    done = [json.loads(line) for _, line in results.lines()]
+    for number, faults in enumerate(taken[len(done) :], start=len(done)):
+        ends, wrong = campaign.ends.copy(), len(campaign.faults)
+        campaign.draw = random.Random(f"{chosen.seed}/{number}")
+        shutil.rmtree(campaign.folder / f"run-{number:03d}", ignore_errors=True)
+        campaign.run(number, faults)
+        line = {"run": number, "faults": faults, "wrong": campaign.faults[wrong:]}
+        results.append(json.dumps({**line, "ends": campaign.ends - ends}))
+        print(f"run {number}: {faults}, {len(campaign.faults)} wrong", file=sys.stderr)
+    for line in done:
+        campaign.faults += line["wrong"]
+        campaign.ends.update(line["ends"])
+    for fault in campaign.faults:
+        print(f"wrong: {fault}")
+    for what, count in sorted(campaign.ends.items()):
+        print(f"{count:4} {what}")
+    minutes = (time.time() - began) / 60
+    told = f"{chosen.num} faults in {len(taken)} runs, {len(campaign.faults)} wrong"
+    print(f"{told}, {minutes:.1f} min since it was started")
+    return 1 if campaign.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

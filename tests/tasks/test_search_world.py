@@ -1,0 +1,459 @@
+"""The search world: questions that their own facts answer, worlds that never meet, experts right
+and wrong, plain English."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tests.support.error_codes import raises_code
+
+from treegraft.core.errors import ToolError
+from treegraft.core.types import StepContent, Task
+from treegraft.settings.tasks import SearchWorldSettings, TasksSettings
+from treegraft.tasks.build import build_tasks
+from treegraft.tasks.scoring import exact_match, is_mathematical
+from treegraft.tasks.search_words import NAMES, RELATIONS, English, Symbols
+from treegraft.tasks.search_world import SearchWorld, World
+
+
+def make_source(
+    seed: int = 0, num_train: int = 60, num_eval: int = 20, **options: object
+) -> SearchWorld:
+    world = SearchWorldSettings.model_validate(options)
+    return SearchWorld(world, seed=seed, num_train=num_train, num_eval=num_eval)
+
+
+def all_tasks(source: SearchWorld) -> list[Task]:
+    return [*source.train_tasks(), *source.eval_tasks(), *source.warmup_tasks(30, 0)]
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True))
+@settings(max_examples=15, deadline=None)
+def test_the_expert_finds_the_reference_through_the_tool(seed: int, hops: list[int]) -> None:
+    source = make_source(seed, 6, 6, hops=hops)
+    (tool,) = source.tools()
+    for task in [*source.train_tasks(), *source.eval_tasks()]:
+        *searches, last = source.expert(task, 0)
+        assert len(searches) == task.columns["hops"]
+        for step in searches:
+            assert asyncio.run(tool(step.calls[0].body, task)) == step.observations[0].text
+        assert (last.answer,) == task.reference
+        assert source.early_answer(task, searches) == last.answer
+
+
+def test_a_question_reads_outermost_relation_first() -> None:
+    source = make_source(hops=[2])
+    task = source.train_tasks()[0]
+    outer, of, inner, of_too, entity, mark = task.question.split()
+    assert (of, of_too, mark) == ("of", "of", "?")
+    world = World(task.columns["world"], 64, 8)
+    assert world.look_up(world.look_up(entity, inner), outer) == task.reference[0]
+    assert world.fact(entity, inner).split() == [
+        inner,
+        "of",
+        entity,
+        "is",
+        world.look_up(entity, inner),
+    ]
+
+
+def test_paths_have_different_entities_and_relations() -> None:
+    for task in all_tasks(make_source(hops=[5])):
+        path = task.columns["path"]
+        assert len(set(path)) == len(path) == 6
+        relations = [word for word in task.question.split() if word.startswith("r")]
+        assert len(set(relations)) == 5
+
+
+def test_worlds_of_different_purposes_are_different() -> None:
+    source = make_source()
+    train = {task.columns["world"] for task in source.train_tasks()}
+    held_out = [task.columns["world"] for task in source.eval_tasks()]
+    warmup = [
+        task.columns["world"] for task in (*source.warmup_tasks(30, 0), *source.warmup_tasks(30, 1))
+    ]
+    assert len(train) == 1
+    assert len({*train, *held_out, *warmup}) == 1 + 20 + 60
+
+
+def test_lengths_have_equal_shares_and_questions_differ() -> None:
+    tasks = make_source(num_train=90).train_tasks()
+    assert Counter(task.category for task in tasks) == {"1 hop": 30, "2 hops": 30, "3 hops": 30}
+    assert len({task.question for task in tasks}) == len({task.id for task in tasks}) == 90
+    assert {task.columns["hops"] for task in make_source().warmup_tasks(6, 0, hops=[4])} == {4}
+
+
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_others() -> None:
+    assert all_tasks(make_source(7)) == all_tasks(make_source(7))
+    assert not {task.columns["world"] for task in all_tasks(make_source(7))} & {
+        task.columns["world"] for task in all_tasks(make_source(8))
+    }
+
+
+def test_a_fact_is_a_keyed_hash() -> None:
+    # Written out, because recorded runs stay readable only as long as a world's number keeps its
+    # facts.
+    digest = hashlib.blake2b(b"str:fact\x1fint:4\x1fstr:e9\x1fstr:r2", digest_size=8).digest()
+    assert World(4, 64, 8).fact("e9", "r2") == f"r2 of e9 is e{int.from_bytes(digest, 'big') % 64}"
+
+
+def test_a_small_world_repeats_questions_and_says_so() -> None:
+    # 8 entities and 5 relations make at most 40 questions of one hop.
+    source = make_source(num_train=60, hops=[1], num_entities=8, num_relations=5)
+    assert len(source.train_tasks()) == 60
+    (sentence,) = source.report()
+    assert "60 training questions" in sentence
+    assert make_source().report() == ()
+
+
+@pytest.mark.parametrize(
+    "body", ["", "e9", "r2 e9", "e9 r2 r3", "e64 r2", "e9 r8", "paris capital", "e9\x00 r2"]
+)
+def test_what_the_tool_does_not_know_is_an_error_in_its_own_words(body: str) -> None:
+    source = make_source()
+    (tool,) = source.tools()
+    with pytest.raises(ToolError) as caught:
+        asyncio.run(tool(body, source.train_tasks()[0]))
+    assert set(str(caught.value).split()) <= set(source.vocabulary())
+
+
+def test_the_vocabulary_has_every_word() -> None:
+    source = make_source()
+    words = {word for task in all_tasks(source) for word in task.question.split()}
+    for task in all_tasks(source):
+        for step in source.expert(task, 0):
+            texts = (
+                [call.body for call in step.calls]
+                + [seen.text for seen in step.observations]
+                + [step.answer or ""]
+            )
+            words |= {word for text in texts for word in text.split()}
+    assert words <= set(source.vocabulary())
+    assert len(source.vocabulary()) == len(set(source.vocabulary())) == 64 + 8 + 4
+
+
+def test_early_answers_are_the_last_entity_found() -> None:
+    source = make_source(hops=[3])
+    task = source.train_tasks()[0]
+    steps = source.expert(task, 0)
+    assert source.early_answer(task, []) is None
+    assert [source.early_answer(task, steps[: n + 1]) for n in range(3)] == task.columns["path"][1:]
+
+
+@pytest.mark.parametrize("hops", [[], [0], [1, 6]])
+def test_lengths_out_of_range_are_refused(hops: list[int]) -> None:
+    with pytest.raises(ValidationError, match="hops"):
+        make_source(hops=hops)
+
+
+def test_sources_by_name() -> None:
+    source = build_tasks(TasksSettings(num_train=3, num_eval=2), seed=0)
+    assert isinstance(source, SearchWorld)
+    assert len(source.train_tasks()) == 3
+    with raises_code("unknown-name"):
+        build_tasks(TasksSettings(kind="serch_world"), seed=0)
+
+
+class EmptySource:
+    def __init__(self, *, seed: int, num_train: int, num_eval: int) -> None:
+        pass
+
+
+def test_a_source_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "treegraft.core.plugin.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get
+    )
+    with raises_code("members-missing"):
+        build_tasks(TasksSettings(kind="mine:Empty"), seed=0)
+    with raises_code("own-code-call"):
+        build_tasks(TasksSettings(kind="mine:Empty", options={"colour": 1}), seed=0)
+    source = build_tasks(
+        TasksSettings(kind="mine:World", num_eval=1, options={"hops": [4]}), seed=0
+    )
+    assert source.eval_tasks()[0].category == "4 hops"
+
+
+def _world(*, seed: int, num_train: int, num_eval: int, hops: list[int]) -> SearchWorld:
+    return make_source(seed, num_train, num_eval, hops=hops)
+
+
+# --- an imperfect expert --------------------------------------------------------------------------
+
+
+def searches_of(steps: tuple[StepContent, ...]) -> list[tuple[str, ...]]:
+    """Returns (entity, relation) of each search of a symbolic trace."""
+    return [tuple(step.calls[0].body.split()) for step in steps[:-1]]
+
+
+def split_off_detours(
+    done: list[tuple[str, ...]], way: list[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...] | None, int]]:
+    """Yields for each search of the way the useless one before it, or None, and its place; fails
+    for another shape."""
+    left = list(done)
+    for place, right in enumerate(way):
+        first = left.pop(0)
+        if first == right:
+            yield None, place
+            continue
+        assert left.pop(0) == right
+        yield first, place
+    assert not left
+
+
+def within(count: int, num: int, share: float) -> bool:
+    """Whether a count lies within four standard deviations of a binomial's mean."""
+    return abs(count - num * share) <= 4 * math.sqrt(num * share * (1 - share))
+
+
+def test_shares_of_detours_and_errors() -> None:
+    perfect = make_source(hops=[1, 3, 5])
+    source = make_source(hops=[1, 3, 5], detour_prob=0.4, error_prob=0.3)
+    decisions: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
+    for task in source.train_tasks()[:12]:
+        way, right = searches_of(perfect.expert(task, 0)), task.reference[0]
+        for seed in range(120):
+            steps = source.expert(task, seed)
+            done = searches_of(steps)
+            for detour, place in split_off_detours(done, way):
+                kind = (
+                    "none"
+                    if detour is None
+                    else "wrong relation"
+                    if detour[0] == way[place][0]
+                    else "elsewhere"
+                )
+                decisions[kind] += 1
+                assert kind != "wrong relation" or detour[1] != way[place][1]  # type: ignore[index]
+            seen = [step.observations[0].text.split()[-1] for step in steps[:-1]]
+            met = {entity for entity, _ in done} | set(seen)
+            answers[
+                "right"
+                if steps[-1].answer == right
+                else "met"
+                if steps[-1].answer in met
+                else "any"
+            ] += 1
+    num = decisions.total()
+    assert num == 120 * 4 * (1 + 3 + 5)
+    assert within(decisions["none"], num, 0.6)
+    assert within(decisions["wrong relation"], num, 0.2)
+    assert within(decisions["elsewhere"], num, 0.2)
+    assert within(answers["right"], 1440, 0.7)
+    # Half of the wrong answers are any of 63 entities, and at most 15 of those were met: 5 on the
+    # way, 10 on detours.
+    assert 0.15 * 48 / 63 - 0.04 < answers["any"] / 1440 < 0.15 + 0.04
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_every_trace_of_an_imperfect_expert_replays_through_the_tool(words: bool) -> None:
+    source = make_source(hops=[2, 4], words=words, detour_prob=0.7, error_prob=0.5)
+    (tool,) = source.tools()
+    for task in source.train_tasks()[:10]:
+        for seed in range(5):
+            for step in source.expert(task, seed)[:-1]:
+                assert asyncio.run(tool(step.calls[0].body, task)) == step.observations[0].text
+
+
+def test_an_imperfect_trace_is_a_function_of_task_and_seed() -> None:
+    source, again = (make_source(hops=[5], detour_prob=0.5, error_prob=0.5) for _ in range(2))
+    tasks = source.train_tasks()[:4]
+    assert [source.expert(task, 3) for task in tasks] == [again.expert(task, 3) for task in tasks]
+    # 16 samples of a task differ, but for a rare pair without any fault.
+    assert all(len({source.expert(task, seed) for seed in range(16)}) >= 14 for task in tasks)
+
+
+def test_only_training_questions_are_solved_with_faults() -> None:
+    perfect, source = make_source(), make_source(detour_prob=0.9, error_prob=1.0)
+    for task in (*source.eval_tasks(), *source.warmup_tasks(20, 0)):
+        assert source.expert(task, 1) == perfect.expert(task, 1)
+    for task in source.train_tasks():
+        assert source.expert(task, 1)[-1].answer not in {*task.reference, None}
+
+
+def test_an_expert_of_short_questions_stops_too_early_at_longer_ones() -> None:
+    perfect, source = make_source(hops=[1, 3]), make_source(hops=[1, 3], expert_hops=1)
+    short, long = source.train_tasks()[:2]
+    assert source.expert(short, 0) == perfect.expert(short, 0)
+    search, answer = source.expert(long, 0)
+    assert search.calls == perfect.expert(long, 0)[0].calls
+    assert answer.answer == search.observations[0].text.split()[-1] != long.reference[0]
+    held_out = source.eval_tasks()[1]
+    assert len(source.expert(held_out, 0)) == 4
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_without_faults_the_seed_changes_nothing(words: bool) -> None:
+    source = make_source(words=words)
+    for task in source.train_tasks()[:9]:
+        steps = source.expert(task, 0)
+        assert all(source.expert(task, seed) == steps for seed in range(1, 5))
+        assert [step.answer for step in steps] == [None] * task.columns["hops"] + [
+            task.reference[0]
+        ]
+
+
+def test_an_early_answer_after_a_detour_is_what_the_detour_found() -> None:
+    source = make_source(hops=[3], detour_prob=0.9)
+    for task in source.train_tasks()[:5]:
+        steps = source.expert(task, 0)
+        assert source.early_answer(task, steps[:1]) == steps[0].observations[0].text.split()[-1]
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def to_words(text: str) -> str:
+    """Returns the symbols of a text replaced by their English names."""
+    named = re.sub(r"\be(\d+)\b", lambda found: NAMES[int(found[1])], text)
+    return re.sub(r"\br(\d+)\b", lambda found: RELATIONS[int(found[1])], named)
+
+
+def test_words_say_the_same_world() -> None:
+    symbols, words = make_source(3, hops=[1, 3, 5]), make_source(3, hops=[1, 3, 5], words=True)
+    for plain, spoken in zip(all_tasks(symbols), all_tasks(words), strict=True):
+        assert spoken.reference == tuple(map(to_words, plain.reference))
+        assert spoken.columns["path"] == [to_words(entity) for entity in plain.columns["path"]]
+        assert {k: spoken.columns[k] for k in ("world", "hops")} == {
+            k: plain.columns[k] for k in ("world", "hops")
+        }
+        assert (spoken.id, spoken.category) == (plain.id, plain.category)
+        parts = to_words(plain.question).removesuffix(" ?").split(" of ")
+        assert spoken.question == "Who is the " + " of the ".join(parts[:-1]) + f" of {parts[-1]}?"
+
+
+def test_an_expert_in_words() -> None:
+    source = make_source(hops=[2], words=True)
+    task = Task(id="mine", question="Who is the teacher of the neighbour of Mira?", reference=())
+    first, second, last = source.expert(task, 0)
+    friend = first.observations[0].text.removeprefix("The neighbour of Mira is ").removesuffix(".")
+    assert friend in NAMES
+    assert (first.thought, first.calls[0].body) == (
+        "I need the neighbour of Mira first.",
+        "neighbour of Mira",
+    )
+    assert (second.thought, second.calls[0].body) == (
+        f"I need the teacher of {friend} now.",
+        f"teacher of {friend}",
+    )
+    assert second.observations[0].text == f"The teacher of {friend} is {last.answer}."
+    assert last == StepContent(thought="That answers the question.", answer=last.answer)
+    assert last.answer in NAMES
+    assert source.early_answer(task, (first,)) == friend
+    assert source.early_answer(task, (first, second)) == last.answer
+    assert source.vocabulary() == ()
+    silent = make_source(hops=[2], words=True, thoughts=False).expert(task, 0)
+    assert silent == tuple(replace(step, thought="") for step in (first, second, last))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5))
+@settings(max_examples=15, deadline=None)
+def test_the_expert_in_words_finds_the_reference_through_the_tool(seed: int, hops: int) -> None:
+    source = make_source(seed, 4, 4, hops=[hops], words=True)
+    (tool,) = source.tools()
+    for task in [*source.train_tasks(), *source.eval_tasks(), *source.warmup_tasks(2, seed)]:
+        *searches, last = source.expert(task, 0)
+        assert len(searches) == hops
+        for step in searches:
+            assert asyncio.run(tool(step.calls[0].body, task)) == step.observations[0].text
+        assert (last.answer,) == task.reference
+        assert source.early_answer(task, searches) == last.answer
+
+
+@given(
+    st.sampled_from(NAMES),
+    st.lists(st.sampled_from(RELATIONS), min_size=1, max_size=5),
+    st.sampled_from([str.lower, str.upper, str.title, str]),
+    st.sampled_from(["", " ", "\n", ' "', "\u201c"]),
+    st.sampled_from(["", " ", "?", ".", ' ?" ', "\n"]),
+)
+def test_questions_and_queries_are_read_back(
+    name: str, relations: list[str], case: type[str], before: str, after: str
+) -> None:
+    english = English(NAMES, RELATIONS)
+    question = english.question(relations, name)
+    assert english.read_question(question) == (relations, name)
+    assert english.read_question(before + case(question).replace(" ", "  ") + after) == (
+        relations,
+        name,
+    )
+    query = english.query(name, relations[0])
+    for said in (query, f"the {query}", f"Who is the {query}?", f"What is the {query}"):
+        assert english.read_query(before + case(said).replace(" of ", "\n of  ") + after) == (
+            name,
+            relations[0],
+        )
+    assert english.read_fact(english.fact(name, relations[0], NAMES[7])) == NAMES[7]
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_query_or_a_tool_error(text: str) -> None:
+    for spoken in (English(NAMES, RELATIONS), Symbols(("e0", "e1"), ("r0", "r1"))):
+        assert spoken.read_question(text) is None or " of " in " ".join(text.split()).casefold()
+        assert spoken.read_fact(text) is None or " is " in text
+        try:
+            entity, relation = spoken.read_query(text)
+        except ToolError as error:
+            assert 0 < len(str(error)) < 400
+        else:
+            assert entity in spoken.entities and relation in spoken.relations
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ("", ["Write one relation and one name", '"teacher of Mira"']),
+        ("Mira", ["Write one relation and one name"]),
+        ("teacher Mira", ["Write one relation and one name"]),
+        ("uncle of Mira", ['no relation "uncle"', "teacher, neighbour, best friend"]),
+        ("teacher of Zaphod", ['no person "zaphod"', '"teacher of Mira"']),
+        ("teacher of Wanda", ['no person "wanda"']),  # a name, but the 96th in a world of 64
+        ("tutor of Mira", ['no relation "tutor"']),
+        ("teacher of the neighbour of Mira", ["One relation at a time", '"neighbour of Mira"']),
+        ("the " + "x" * 500 + " of Mira", ['no relation "' + "x" * 40 + '..."']),
+    ],
+)
+def test_what_the_tool_does_not_know_it_explains(body: str, parts: list[str]) -> None:
+    source = make_source(words=True)
+    (tool,) = source.tools()
+    assert '"teacher of Mira"' in tool.description
+    with pytest.raises(ToolError) as caught:
+        asyncio.run(tool(body, source.train_tasks()[0]))
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_the_words_are_told_apart() -> None:
+    words = [*NAMES, *RELATIONS]
+    assert len({word.casefold() for word in words}) == len(words)
+    assert len(NAMES) >= 64 and len(RELATIONS) >= 8
+    assert all(name.isalpha() and name.isascii() and not is_mathematical(name) for name in NAMES)
+    for name in NAMES:
+        assert [other for other in NAMES if exact_match(other, name)] == [name]
+
+
+@pytest.mark.parametrize(("name", "num"), [("num_entities", 97), ("num_relations", 17)])
+def test_worlds_with_more_things_than_words_are_refused(name: str, num: int) -> None:
+    make_source(words=True, **{name: num - 1})
+    make_source(words=False, **{name: num})
+    with raises_code("words-too-few"):
+        make_source(words=True, **{name: num})
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["What is 2 + 3?", "Who is Mira?", "Who is the uncle of Mira?", "r5 of r2 of e9 ?", ""],
+)
+def test_questions_of_others_are_refused_with_an_example(question: str) -> None:
+    with raises_code("foreign-question", match="Who is the neighbour of the teacher of Mira"):
+        make_source(words=True).expert(Task(id="x", question=question, reference=()), 0)

@@ -1,0 +1,831 @@
+"""The Step-Trace Buffer: what goes in comes out, after whatever happened in between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.error_codes import raises_code
+from tests.support.examples import at_most
+from tests.support.fault_campaign import read_only
+from tests.support.killed_adds import CHUNK, endless
+from tests.support.tiny import tiny
+
+from treegraft.core.types import Observation, StepContent, Task, ToolCall, Trace
+from treegraft.settings.config import Config
+from treegraft.settings.explore import BufferSettings
+from treegraft.settings.load import load_config
+from treegraft.traces import buffer as buffer_module
+from treegraft.traces.buffer import SourceStats, TraceBuffer
+from treegraft.traces.retrieve import BufferRetriever, too_short
+
+CONTENT = StepContent(
+    thought="two hops left",
+    calls=(ToolCall("search", "e9 r2"), ToolCall("python", 'print("\\n")')),
+    observations=(
+        Observation(text="r2 of e9 is e41"),
+        Observation(text="E", is_error=True, is_truncated=True),
+    ),
+)
+
+
+def trace(number: int = 0, **changes: object) -> Trace:
+    """Returns step 1 of a trajectory of its own; its key shares no word with that of another
+    number."""
+    fields = {
+        "key": f"question {number} ?\nword{number}",
+        "value": f"value {number}",
+        "reward": 1.0,
+        "source": "expert",
+        "task_id": f"task {number}",
+        "position": 1,
+        "terminal": False,
+        "trajectory": f"t{number}",
+    }
+    return Trace(**{**fields, **changes})
+
+
+def opened(path: Path) -> TraceBuffer:
+    return TraceBuffer(path, "hashing")
+
+
+class Planted:
+    """An encoder whose vectors the test wrote down."""
+
+    name = "planted"
+
+    def __init__(self, vectors: dict[str, Sequence[float]]) -> None:
+        self.vectors, self.dim = vectors, 4
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        return np.array([self.vectors.get(text, (0, 0, 0, 1)) for text in texts], np.float32)
+
+
+# ---------------------------------------------------------------------- in and out
+
+
+def test_traces_come_back_as_they_went_in(tmp_path: Path) -> None:
+    traces = [
+        trace(0, value=CONTENT, reward=-1.0, policy_version=7),
+        trace(1, value=StepContent(thought="so", answer="e7"), terminal=True),
+        trace(
+            2,
+            key='line\n"quotes" \\ \t ünïcode 日本 \ud800 \x00',
+            value="tab\tand \udfff lone surrogate",
+        ),
+    ]
+    with opened(tmp_path / "b") as buffer:
+        assert buffer.add(traces) == 3
+        assert list(buffer) == traces
+    with opened(tmp_path / "b") as buffer:
+        assert list(buffer) == traces and len(buffer) == 3
+        assert [
+            found[0][0] for found in buffer.search([one.key for one in traces], allow_terminal=True)
+        ] == traces
+
+
+def test_closing_leaves_one_file(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([trace()])
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_equal_content_is_stored_once(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        assert buffer.add([trace(0), trace(1), trace(0)]) == 2
+        assert buffer.add([trace(1, reward=0.5, trajectory="another"), trace(2)]) == 1
+        assert len(buffer) == 3
+        # Another agent's or another task's is another trace.
+        assert buffer.add([trace(0, source="other"), trace(0, task_id="other")]) == 2
+
+
+def test_duplicates_are_not_embedded(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Counting(Planted):
+        def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+            seen.extend(texts)
+            return super().encode(texts)
+
+    with TraceBuffer(tmp_path / "b", Counting({})) as buffer:
+        buffer.add([trace(0), trace(1)])
+        del seen[:]
+        buffer.add([trace(0), trace(1), trace(2)])
+        assert seen == [trace(2).key]
+
+
+def test_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_module, "CHUNK", 4)
+    traces = [trace(number) for number in range(11)]
+    with opened(tmp_path / "b") as buffer:
+        assert buffer.add(iter([*traces, traces[0]])) == 11
+        assert list(buffer) == traces
+
+
+# ---------------------------------------------------------------------- search
+
+
+def planted(tmp_path: Path) -> TraceBuffer:
+    """Cosines of the query "q" on paper: a 1, b .8, c .6, d 0; b and c are terminal and of task B,
+    d is of another agent."""
+    vectors = {
+        "q": (1, 0, 0, 0),
+        "a": (1, 0, 0, 0),
+        "b": (0.8, 0.6, 0, 0),
+        "c": (0.6, 0.8, 0, 0),
+        "d": (0, 1, 0, 0),
+    }
+    buffer = TraceBuffer(tmp_path / "planted", Planted(vectors))
+    buffer.add(
+        [
+            trace(3, key="d", source="other", task_id="D"),
+            trace(2, key="c", terminal=True, task_id="B"),
+            trace(1, key="b", terminal=True, task_id="B"),
+            trace(0, key="a", task_id="A"),
+        ]
+    )
+    return buffer
+
+
+def keys(found: list[list[tuple[Trace, float]]]) -> list[str]:
+    return ["".join(one.key for one, _ in each) for each in found]
+
+
+def test_the_nearest_come_first(tmp_path: Path) -> None:
+    with planted(tmp_path) as buffer:
+        found = buffer.search(["q"], 9, allow_terminal=True)
+        assert keys(found) == ["abcd"]
+        assert [similarity for _, similarity in found[0]] == pytest.approx(
+            [1.0, 0.8, 0.6, 0.0], abs=1e-6
+        )
+        assert keys(buffer.search(["d", "q"], 1, allow_terminal=True)) == ["d", "a"]
+
+
+def test_filters(tmp_path: Path) -> None:
+    with planted(tmp_path) as buffer:
+        assert keys(buffer.search(["q"], 9)) == ["ad"]
+        assert keys(buffer.search(["q"], 9, min_similarity=0.5)) == ["a"]
+        assert keys(buffer.search(["q"], 9, sources=["other"])) == ["d"]
+        assert keys(buffer.search(["q"], 9, sources=["other", "expert"])) == ["ad"]
+        assert keys(buffer.search(["q"], 9, sources=["nobody"])) == [""]
+        per_key = buffer.search(
+            ["q", "q", "q", "q"], 9, allow_terminal=True, exclude_tasks=["B", None, "A", ""]
+        )
+        assert keys(per_key) == ["ad", "abcd", "bcd", "abcd"]
+        assert keys(
+            buffer.search(["q"], 2, allow_terminal=True, exclude_tasks=["A"], sources=["expert"])
+        ) == ["bc"]
+
+
+def test_a_trace_without_a_task_id_is_of_the_task_of_its_question() -> None:
+    task = Task(id="t/0", question="r1 of  e1 ?", reference=())
+    rows = (("r1 of e1 ?", ""), ("r1 of e1 ?", "w/7"), ("r2 of e5 ?", ""))
+    traces = [trace(key=f"{key}\nsearch x", task_id=task_id) for key, task_id in rows]
+
+    def retrieved(**settings: Any) -> list[tuple[str, str]]:
+        retriever = BufferRetriever(buffer, BufferSettings(**settings))
+        asked = (retriever.retrieve(task, [], whole=False, noise_key=(n,)) for n in range(20))
+        found = [asyncio.run(one) for one in asked]
+        retriever.close()
+        return sorted({(one.traces[0].key[:10], one.task_id) for one in found if one})
+
+    with TraceBuffer(":memory:", "hashing") as buffer:
+        buffer.add(traces)
+        assert retrieved() == [("r1 of e1 ?", "t/0")]
+        # Of another task by its id, whose question is the same: one of another world.
+        assert retrieved(allow_same_task=False) == [("r1 of e1 ?", "w/7")]
+        others = [("r1 of e1 ?", "w/7"), ("r2 of e5 ?", "")]
+        assert retrieved(allow_same_task=False, random_prob=1.0) == others
+        assert retrieved(random_prob=1.0) == [("r1 of e1 ?", "t/0"), *others]
+
+
+def test_equally_near_ones_come_in_the_order_they_were_added(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([trace(number, key="the same key") for number in range(40)])
+        found = buffer.search(["the same key"], 5)[0]
+        assert [one.task_id for one, _ in found] == [f"task {number}" for number in range(5)]
+        assert {similarity for _, similarity in found} == {1.0}
+
+
+def test_an_empty_buffer_finds_nothing_and_needs_no_encoder(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        assert buffer.search(["a", "b"]) == [[], []] and buffer.search([]) == []
+        assert buffer.draw([1, 2]) == [None, None] and len(buffer) == 0 and list(buffer) == []
+
+
+def test_a_buffer_on_a_read_only_disk_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "disk" / "b"
+    with opened(path) as buffer:
+        buffer.add([trace()])
+    with read_only(path.parent):
+        for encoder in (None, "hashing"):
+            with TraceBuffer(path, encoder) as buffer:
+                assert [one for one, _ in buffer.search(["word0"])[0]] == [trace()]
+                buffer.copy_to(tmp_path / "copy")
+                with raises_code("buffer-busy"):
+                    buffer.add([trace(1)])
+    with opened(tmp_path / "copy") as buffer:
+        assert buffer.add([trace(0), trace(1)]) == 1
+
+
+def test_what_is_wrong_with_a_search_is_said(tmp_path: Path) -> None:
+    with planted(tmp_path) as buffer:
+        with raises_code("keys-one-text"):
+            buffer.search("q")
+        with raises_code("k-too-small"):
+            buffer.search(["q"], 0)
+        with raises_code("exclude-tasks-unequal"):
+            buffer.search(["q", "d"], exclude_tasks=["A"])
+
+
+def test_draws_are_even_and_functions_of_their_seed(tmp_path: Path) -> None:
+    with planted(tmp_path) as buffer:
+        first = buffer.draw(range(300))
+        assert first == buffer.draw(range(300))
+        counts = [sum(one is not None and one.key == key for one in first) for key in "ad"]
+        # Fair coin, 300 tosses: more than four standard deviations (8.7) off once in 16,000.
+        assert sum(counts) == 300 and abs(counts[0] - 150) < 36
+        assert buffer.draw([5, 5], exclude_tasks=["A", "D"]) == [
+            trace(3, key="d", source="other", task_id="D"),
+            trace(0, key="a", task_id="A"),
+        ]
+        assert buffer.draw([5], sources=["nobody"]) == [None]
+        assert {one.key for one in buffer.draw(range(100), allow_terminal=True) if one} == set(
+            "abcd"
+        )
+
+
+# ---------------------------------------------------------------------- trajectories
+
+
+def steps(num: int, trajectory: str = "t", **changes: object) -> list[Trace]:
+    return [
+        trace(
+            place,
+            position=place,
+            task_id="A",
+            trajectory=trajectory,
+            terminal=place == num - 1,
+            **changes,
+        )
+        for place in range(num)
+    ]
+
+
+def test_the_rest_of_a_trajectory(tmp_path: Path) -> None:
+    mine = steps(4)
+    others = [*steps(4, source="other"), *[replace(one, task_id="B") for one in steps(4)]]
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([*others, *reversed(mine)])
+        assert [buffer.rest(one) for one in mine] == [tuple(mine[place:]) for place in range(4)]
+
+
+def test_trajectories_without_a_step_to_graft_are_said_before_training(tmp_path: Path) -> None:
+    def config(**changes: object) -> Config:
+        own = {"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", **changes}}
+        return load_config(tiny(**own))
+
+    with opened(tmp_path / "b") as buffer:
+        buffer.add(steps(2, source="short"))
+        assert "buffer.terminal = 'exclude'" in too_short(buffer, config())
+        alone = load_config(tiny(buffer={"path": "b"}))
+        for other in (config(terminal="exclude"), config(terminal="allow"), config(path="self")):
+            assert too_short(buffer, other) == ""
+        assert too_short(buffer, alone) == too_short(None, config()) == ""
+        # The third of four steps can be grafted; the second is that of "short".
+        buffer.add(steps(4, source="long"))
+        assert buffer.sources_between() == {"long"} and too_short(buffer, config()) == ""
+        assert too_short(buffer, config(sources=["short"]))
+
+
+def test_a_step_that_two_trajectories_share_belongs_to_both(tmp_path: Path) -> None:
+    one = steps(3, "one")
+    two = [
+        trace(9, position=0, task_id="A", trajectory="two"),
+        replace(one[1], trajectory="two"),
+        replace(one[2], trajectory="two", value="x"),
+    ]
+    with opened(tmp_path / "b") as buffer:
+        assert buffer.add([*one, *two]) == 5
+        # Stored once, under the first trajectory's name; the second still goes on over it.
+        assert buffer.rest(two[0]) == (two[0], one[1], two[2])
+        assert buffer.rest(one[0]) == tuple(one)
+        stats = buffer.stats()
+        assert (stats.num_trajectories, stats.steps_per_trajectory) == (2, 3.0)
+
+
+def test_the_rest_ends_where_a_step_is_missing(tmp_path: Path) -> None:
+    mine = steps(5)
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([*mine[:3], mine[4]])
+        assert buffer.rest(mine[1]) == (mine[1], mine[2])
+
+
+# ---------------------------------------------------------------------- growing and going back
+
+
+def test_the_oldest_policy_leaves_first_then_the_least_rewarded(tmp_path: Path) -> None:
+    own = {"source": "policy"}
+    traces = [
+        trace(0, policy_version=2, reward=0.0, **own),
+        trace(1, policy_version=1, reward=1.0, **own),
+        trace(2, policy_version=1, reward=0.5, **own),
+        trace(3, policy_version=1, reward=0.5, **own),
+        trace(4, policy_version=None, reward=9.0, **own),
+        trace(5, policy_version=0, reward=0.0),
+    ]
+    with opened(tmp_path / "b") as buffer:
+        buffer.add(traces)
+        order = []
+        for capacity in (4, 3, 2, 1, 0):
+            before = list(buffer)
+            assert buffer.evict(capacity, source="policy", update=1) == 1
+            order += [one.task_id for one in before if one not in list(buffer)]
+        assert order == ["task 4", "task 2", "task 3", "task 1", "task 0"]
+        assert list(buffer) == [traces[5]] and buffer.evict(0, source="policy", update=1) == 0
+        assert buffer.stats().num_evicted == 5
+        # None of them is found, drawn or continued any more.
+        assert buffer.search([traces[0].key], 9)[0] == [(traces[5], pytest.approx(0, abs=1))]
+        assert set(buffer.draw(range(20))) == {traces[5]}
+
+
+def test_an_evicted_trace_may_come_back(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([trace(0, policy_version=1)], update=1)
+        buffer.evict(0, source="expert", update=2)
+        assert buffer.add([trace(0, policy_version=3)], update=3) == 1
+        assert [one.policy_version for one in buffer] == [3]
+        buffer.roll_back(2)
+        assert list(buffer) == []
+        buffer.roll_back(1)
+        assert [one.policy_version for one in buffer] == [1]
+
+
+def test_rolling_back_undoes_additions_evictions_and_memberships(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        buffer.add(steps(3))
+        buffer.add([trace(7, source="policy")], update=1)
+        before = (list(buffer), buffer.fingerprint(), buffer.stats())
+        buffer.add([trace(8, source="policy"), replace(steps(3)[1], trajectory="later")], update=2)
+        buffer.evict(0, source="policy", update=2)
+        buffer.evict(1, source="expert", update=3)
+        assert len(buffer) == 1
+        buffer.roll_back(1)
+        after = (
+            list(buffer),
+            buffer.fingerprint(),
+            replace(buffer.stats(), num_bytes=before[2].num_bytes),
+        )
+        assert after == before
+        assert buffer.search([trace(7).key])[0][0][0] == trace(7, source="policy")
+    with opened(tmp_path / "b") as buffer:
+        assert list(buffer) == before[0]
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(st.integers(0, 9), min_size=1, max_size=4)),
+        st.tuples(st.just("evict"), st.integers(0, 4)),
+    ),
+    max_size=8,
+)
+
+
+@at_most(25)
+@given(OPERATIONS, st.integers(0, 8))
+def test_a_cut_buffer_equals_one_that_never_went_further(
+    operations: list[tuple[str, object]], cut: int
+) -> None:
+    def play(buffer: TraceBuffer, some: Sequence[tuple[int, tuple[str, object]]]) -> None:
+        for update, (what, value) in some:
+            if what == "add":
+                buffer.add(
+                    [trace(number, policy_version=update) for number in value], update=update
+                )
+            else:
+                buffer.evict(value, source="expert", update=update)
+
+    numbered = list(enumerate(operations, start=1))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opened(Path(folder) / "a") as cut_back,
+        opened(Path(folder) / "b") as plain,
+    ):
+        play(cut_back, numbered)
+        cut_back.roll_back(cut)
+        play(plain, numbered[:cut])
+        for _ in range(2):
+            assert list(cut_back) == list(plain) and cut_back.fingerprint() == plain.fingerprint()
+            assert cut_back.draw(range(5)) == plain.draw(range(5))
+            # And they go on alike.
+            play(cut_back, numbered[cut:])
+            play(plain, numbered[cut:])
+
+
+# ---------------------------------------------------------------------- numbers and copies
+
+
+def test_stats(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([*steps(4), *steps(2, source="policy", policy_version=3, reward=0.5)])
+        buffer.add([trace(9, source="policy", policy_version=5, reward=0.0)])
+        stats = buffer.stats()
+        assert stats.sources == {
+            "expert": SourceStats(4, 1, 1.0),
+            "policy": SourceStats(3, 2, pytest.approx(1 / 3)),
+        }
+        assert (stats.num_traces, stats.num_trajectories, stats.num_terminal, stats.num_tasks) == (
+            7,
+            3,
+            2,
+            2,
+        )
+        assert stats.steps_per_trajectory == pytest.approx(7 / 3) and stats.policy_versions == (
+            3,
+            5,
+        )
+        assert (stats.encoder, stats.dim, stats.index) == (
+            "hashing",
+            512,
+            "flat",
+        ) and stats.num_bytes > 7 * 512 * 4
+
+
+def test_the_fingerprint_is_of_what_is_in_it(tmp_path: Path) -> None:
+    with (
+        opened(tmp_path / "a") as a,
+        opened(tmp_path / "b") as b,
+        TraceBuffer(tmp_path / "c", Planted({})) as c,
+    ):
+        empty = a.fingerprint()
+        a.add([trace(0), trace(1)])
+        b.add([trace(1), trace(0)])
+        c.add([trace(0), trace(1)])
+        assert a.fingerprint() == b.fingerprint() not in (empty, c.fingerprint())
+        b.evict(1, source="expert", update=1)
+        assert a.fingerprint() != b.fingerprint()
+
+
+def test_a_copy_is_a_buffer_of_its_own(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([trace(0)])
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "copy").write_text("what was there")
+        buffer.copy_to(tmp_path / "folder" / "copy")
+        buffer.add([trace(1)])
+        with TraceBuffer.open_as_built(tmp_path / "folder" / "copy") as copy:
+            assert list(copy) == [trace(0)] and copy.encoder_name == "hashing"
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["copy"]
+
+
+def test_a_copy_that_fails_leaves_nothing_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(partial: Path) -> None:
+        partial.with_name(f"{partial.name}-journal").touch()
+        raise OSError("disk full")
+
+    with opened(tmp_path / "b") as buffer:
+        (tmp_path / "folder").mkdir()
+        monkeypatch.setattr(buffer._file, "back_up", fails)
+        for name in ("copy", "[copy]*"):
+            with pytest.raises(OSError, match="disk full"):
+                buffer.copy_to(tmp_path / "folder" / name)
+    assert not [*(tmp_path / "folder").iterdir()]
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"value": ""}, "value is empty"),
+        ({"value": " \n"}, "value is empty"),
+        ({"value": StepContent()}, "value is empty"),
+        ({"key": "\n"}, "key is empty"),
+        ({"reward": float("nan")}, "reward is nan"),
+        ({"position": -1}, "position is -1"),
+    ],
+)
+def test_a_useless_trace_is_refused_and_nothing_added(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    with opened(tmp_path / "b") as buffer:
+        with raises_code("trace-invalid"):
+            buffer.add([trace(0), trace(5, **changes)])
+        assert len(buffer) == 0
+
+
+def test_an_answer_alone_is_a_value(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        assert buffer.add([trace(0, value=StepContent(answer="e7"), terminal=True)]) == 1
+
+
+def test_another_encoder_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([trace(0)])
+    with raises_code(
+        "buffer-other-encoder", match=r"'hashing' \(512 dimensions\).*'minilm'.*take \"hashing\""
+    ):
+        TraceBuffer(tmp_path / "b")
+    with raises_code(
+        "buffer-other-encoder", match=r"'hashing' \(512 dimensions\).*'planted' \(4 dimensions\)"
+    ):
+        TraceBuffer(tmp_path / "b", Planted({}))
+
+
+def test_an_encoder_that_changed_under_its_name_is_found_out(tmp_path: Path) -> None:
+    with TraceBuffer(tmp_path / "b", Planted({})) as buffer:
+        buffer.add([trace(0)])
+    changed = Planted({buffer_module._PROBE: (1, 0, 0, 0)})
+    with (
+        TraceBuffer(tmp_path / "b", changed) as buffer,
+        raises_code("encoder-changed"),
+    ):
+        buffer.search(["q"])
+
+
+def test_vectors_that_are_none_are_refused(tmp_path: Path) -> None:
+    for number, vector in enumerate([(np.nan, 0, 0, 0), (2, 0, 0, 0)]):
+        with (
+            TraceBuffer(tmp_path / str(number), Planted({"bad": vector})) as buffer,
+            raises_code("vectors-invalid"),
+        ):
+            buffer.add([trace(0, key="bad")])
+
+
+def test_a_misspelt_encoder_leaves_no_file(tmp_path: Path) -> None:
+    with raises_code("unknown-encoder"):
+        TraceBuffer(tmp_path / "b", "hashin")
+    assert list(tmp_path.iterdir()) == []
+
+
+def foreign(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE notes (text)")
+    connection.close()
+
+
+def newer(path: Path) -> None:
+    opened(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE meta SET value = 99 WHERE name = 'format'")
+    connection.commit()
+    connection.close()
+
+
+def filled(path: Path) -> None:
+    with opened(path) as buffer:
+        buffer.add([trace(number) for number in range(300)])
+
+
+def cut_off(path: Path) -> None:
+    filled(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def overwritten(path: Path) -> None:
+    filled(path)
+    data = bytearray(path.read_bytes())
+    data[4096:] = random.Random(0).randbytes(len(data) - 4096)
+    path.write_bytes(data)
+
+
+def without_vectors(path: Path) -> None:
+    filled(path)
+    connection = sqlite3.connect(path)
+    connection.execute("DELETE FROM vectors WHERE id > 200")
+    connection.commit()
+    connection.close()
+
+
+def with_a_vector_that_is_none(path: Path) -> None:
+    """As a flipped byte in the row's head leaves it: SQLite looks at NOT NULL when it writes."""
+    filled(path)
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE other (id INTEGER PRIMARY KEY, vector)")
+    connection.execute("INSERT INTO other SELECT id, nullif(id, 9) FROM vectors")
+    connection.execute(
+        "UPDATE other SET vector = (SELECT vector FROM vectors v WHERE v.id = other.id)"
+        " WHERE vector IS NOT NULL"
+    )
+    connection.execute("DROP TABLE vectors")
+    connection.execute("ALTER TABLE other RENAME TO vectors")
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (
+            lambda path: path.write_text("no database, but long enough for a header " * 9),
+            "buffer-foreign",
+        ),
+        (foreign, "buffer-foreign"),
+        (newer, "buffer-version"),
+        (cut_off, "buffer-damaged"),
+        (overwritten, "buffer-damaged"),
+        (without_vectors, "buffer-damaged"),
+        (with_a_vector_that_is_none, "buffer-damaged"),
+        (lambda path: path.mkdir(), "buffer-is-folder"),
+        (lambda path: path.write_bytes(b""), "buffer-file-empty"),
+        (lambda path: None, "buffer-missing"),
+    ],
+)
+def test_what_is_no_buffer_is_refused_with_a_reason(
+    tmp_path: Path, make: Callable[[Path], object], code: str
+) -> None:
+    make(tmp_path / "b")
+    with raises_code(code):
+        TraceBuffer.open_as_built(tmp_path / "b")
+
+
+def test_a_path_below_a_file_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with raises_code("buffer-not-opened"):
+        opened(tmp_path / "file" / "b")
+
+
+def test_a_closed_buffer_says_so(tmp_path: Path) -> None:
+    buffer = opened(tmp_path / "b")
+    buffer.add([trace(0)])
+    buffer.close()
+    buffer.close()
+    with raises_code("buffer-closed"):
+        buffer.search(["q"])
+
+
+def test_an_empty_file_becomes_a_buffer(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"")
+    with opened(tmp_path / "b") as buffer:
+        assert buffer.add([trace(0)]) == 1
+
+
+# ---------------------------------------------------------------------- threads and kills
+
+
+def test_one_thread_may_add_while_others_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_module, "CHUNK", 8)
+    traces, problems = [trace(number) for number in range(400)], []
+    with opened(tmp_path / "b") as buffer:
+        buffer.add(traces[:8])
+
+        def search() -> None:
+            try:
+                while len(buffer) < len(traces):
+                    assert buffer.search([traces[3].key, traces[5].key])[1][0][0] == traces[5]
+                    assert buffer.draw([1])[0] in traces
+            except Exception as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=search) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        buffer.add(traces)
+        for thread in threads:
+            thread.join()
+    assert problems == []
+
+
+def together(num: int, work: Callable[[int], object]) -> None:
+    """Runs work(0), work(1), ... at once, each in a thread; what one raises is raised."""
+    barrier, errors = threading.Barrier(num), list[BaseException]()
+
+    def one(number: int) -> None:
+        barrier.wait()
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+def test_several_may_make_one_file_at_the_same_moment(tmp_path: Path) -> None:
+    for attempt in range(5):
+        together(4, lambda number, attempt=attempt: opened(tmp_path / f"b{attempt}").close())  # type: ignore[misc]
+        with opened(tmp_path / f"b{attempt}") as buffer:
+            assert len(buffer) == 0
+
+
+def test_several_writers_add_each_trace_once_and_see_what_others_added(tmp_path: Path) -> None:
+    """Each with a connection of its own, as in processes of their own."""
+    traces = [trace(number) for number in range(400)]
+    counts = [0, 0, 0]
+    with (
+        opened(tmp_path / "b") as first,
+        opened(tmp_path / "b") as second,
+        opened(tmp_path / "b") as third,
+    ):
+        buffers = [first, second, third]
+
+        def add(number: int) -> None:
+            counts[number] = buffers[number].add(traces)
+
+        together(3, add)
+        assert sum(counts) == 400
+        for buffer in buffers:
+            assert buffer.add(traces) == 0 and len(buffer) == 400
+            assert buffer.search([traces[7].key])[0][0][0] == traces[7]
+    with opened(tmp_path / "b") as buffer:
+        assert len(buffer) == 400 and buffer.stats().num_trajectories == 400
+
+
+def test_evicting_what_another_writer_added(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as first, opened(tmp_path / "b") as second:
+        first.add([trace(0)])
+        second.add([trace(1)])
+        first.add([trace(2)])
+        assert second.evict(1, source="expert", update=1) == 2
+        assert [one.task_id for one in second] == ["task 2"] and len(second) == 1
+
+
+def test_a_step_that_the_policy_writes_again_is_young_again(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        for update, number in ((1, 0), (2, 1), (3, 0)):
+            again = trace(
+                number,
+                policy_version=update,
+                reward=update / 10,
+                trajectory=f"{update}",
+                source="self",
+            )
+            buffer.add([again], update=update)
+        buffer.evict(1, source="self", update=3)
+        assert [one.task_id for one in buffer] == ["task 0"]
+        buffer.roll_back(2)  # the third update is undone, and with it what made it young
+        buffer.evict(1, source="self", update=3)
+        assert [one.task_id for one in buffer] == ["task 1"]
+
+
+def check_after_a_kill(path: Path, committed: int) -> int:
+    """Returns how many traces are in the file: all that were acknowledged, in whole chunks, in
+    order, and each findable."""
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    connection.close()
+    with opened(path) as buffer:
+        found = list(buffer)
+        source = endless()
+        assert found == [next(source) for _ in found]
+        assert len(found) >= committed and len(found) % CHUNK == 0
+        if found:
+            assert buffer.search([found[-1].key])[0][0] == (found[-1], 1.0)
+    return len(found)
+
+
+def kill_while_adding(path: Path, after_s: float) -> int:
+    """Returns how many traces the killed process had said were committed."""
+    command = [sys.executable, "-m", "tests.support.killed_adds", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    time.sleep(after_s)
+    process.kill()
+    rest = process.stdout.read()
+    process.stdout.close()
+    process.wait()
+    # The kill may have cut the last line.
+    return int((first + rest).split("\n")[-2])
+
+
+def kill_often(path: Path, num_kills: int) -> None:
+    delays, stored = random.Random(0), 0
+    for _ in range(num_kills):
+        committed = kill_while_adding(path, delays.uniform(0, 0.2))
+        before, stored = stored, check_after_a_kill(path, committed)
+        assert stored > before
+
+
+def test_a_kill_while_adding_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+    kill_often(tmp_path / "b", 3)
+
+
+@pytest.mark.slow
+def test_thirty_kills_while_adding(tmp_path: Path) -> None:
+    kill_often(tmp_path / "b", 30)

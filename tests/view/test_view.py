@@ -1,0 +1,743 @@
+"""The viewer without a browser: what it reads of run folders, what it answers, and whom it
+refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from tests.support.error_codes import raises_code
+from tests.support.examples import at_most
+from tests.support.trees import recorded_trees
+from tests.support.viewed import (
+    as_lines,
+    copy_without_checkpoints,
+    expert_hash,
+    grown_tree,
+    metrics_of,
+    plain_tree,
+    write_run,
+    write_update,
+)
+from typer.testing import CliRunner
+
+from treegraft.cli.main import app as command_line
+from treegraft.core.errors import DataError
+from treegraft.core.listener import is_own_name
+from treegraft.core.types import Observation, Step, Tree
+from treegraft.runs.health import recorded
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_files import find_part, parts_of, write_trees
+from treegraft.runs.tree_json import parse_tree, tree_from_json, tree_to_json
+from treegraft.view.pages import draw, page_warnings, path_tokens, summarise
+from treegraft.view.query import grafts_of
+from treegraft.view.runs import RunReader, open_runs
+from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+@pytest.fixture(scope="module")
+def client(run_dir: Path) -> TestClient:
+    return TestClient(build_app(open_runs([run_dir])), base_url="http://127.0.0.1:8000")
+
+
+def ask(client: TestClient, path: str, **query: Any) -> Any:
+    answer = client.get(f"/api/runs/first{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def test_a_group_is_summed_up() -> None:
+    group = summarise(grown_tree(1, "t/1"))
+    assert (
+        group["num_leaves"],
+        group["num_grafts"],
+        group["num_branches"],
+        group["num_errors"],
+    ) == (4, 1, 1, 1)
+    assert (group["reward_mean"], group["reward_min"], group["reward_max"], group["best"]) == (
+        0.25,
+        0.0,
+        1.0,
+        0,
+    )
+    # pppp + ssstt + rrrr + ss; the graft's own call is another agent's.
+    assert [leaf["num_tokens"] for leaf in group["leaves"]] == [15, 12, 14, 12]
+    assert [leaf["num_calls"] for leaf in group["leaves"]] == [1, 1, 2, 0]
+    assert group["statuses"] == {"completed": 3, "truncated": 1}
+
+
+def test_a_tree_is_drawn_with_its_reasons() -> None:
+    drawn = draw(grown_tree(1, "t/1"))
+    steps = {step["id"]: step for step in drawn["steps"]}
+    assert steps["0.0.1"]["cause"] == {
+        "kind": "branch",
+        "entropy_change": 0.25,
+        "probability": 0.625,
+        "rule": "threshold",
+        "bar": None,
+    }
+    assert steps["0.0.0"]["origin"] == "retrieved" and steps["0.0.0"]["origins"] == {"retrieved": 4}
+    assert steps["0.0"]["origins"] == {"policy": 3, "tool": 2}
+    # 0.0 lies on two leaves of equal weight: (1.5 - 0.5) / 2.
+    assert steps["0.0"]["advantage"] == pytest.approx(0.5)
+    # The policy's step before the graft has entropies .1 .2 .3, the one after it .1 .2.
+    assert drawn["leaves"][0]["effects"]["0.0.0"] == pytest.approx([0.2, 0.15])
+    assert drawn["grafted"] == {
+        "with": {"num": 1, "reward": 1.0},
+        "without": {"num": 3, "reward": 0.0},
+    }
+
+
+def test_tokens_carry_what_was_recorded() -> None:
+    steps = path_tokens(grown_tree(1, "t/1").trajectories()[0])
+    assert [step["id"] for step in steps] == ["0", "0.0", "0.0.0", "0.0.0.0"]
+    assert steps[1]["origins"] == [[1, 3], [2, 2]] and steps[1]["loss_mask"] == [[1, 3], [0, 2]]
+    assert steps[1]["ratios"] == pytest.approx([1.1, 1.2, 1.3]) and steps[1]["advantage"] == 1.5
+
+
+def test_metrics_are_followed_and_a_cut_is_noticed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", num_updates=2, with_buffer=False)
+    run = RunReader(path)
+    era, lines = run.metrics()
+    assert (era, [line["update"] for line in lines]) == (0, [0, 1, 2])
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"update": 3, "reward/mean": NaN}\n{"update": 4, "rew')
+    assert [(line["update"], line.get("reward/mean")) for line in run.metrics()[1][3:]] == [
+        (3, "nan")
+    ]
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('ard/mean": 0.5}\n')
+    assert run.metrics()[1][-1] == {"update": 4, "reward/mean": 0.5}
+    RunFolder(path).cut_to(
+        1, len((path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0])
+    )
+    assert run.metrics() == (1, [lines[0]])
+
+
+def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
+    run = RunReader(path)
+    assert len(run.groups("update-000001")) == 2
+    file = as_lines(path)
+    file.write_text(file.read_text().splitlines()[0] + "\n")
+    assert len(run.groups("update-000001")) == 1 and run.num_trees("update-000001") == 1
+    write_update(path, 2)
+    assert [f.name for f in run.files()] == ["update-000001", "update-000002", "eval-000002-greedy"]
+
+
+def test_warnings_say_what_is_wrong() -> None:
+    lines = [{"update": n, **metrics_of(n)} for n in range(5)]
+    known = [recorded(line) for line in lines]
+    found = page_warnings(known, [[], *known[:-1]])
+    assert [bool(some) for some in found] == [False, False, False, True, False]
+    assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
+        ("failed", "trajectories lost to failures of ours: 25.0%", True)
+    ]
+    held = [{"update": n, "health/tool_failing_search": 0.75} for n in range(5)]
+    known = [recorded(line) for line in held]
+    told = page_warnings(known, [[], *known[:-1]])
+    assert [one["text"] for one in told[0]] == [
+        "the tool search fails more than usual: 75% of its calls"
+    ]
+    assert [some[0]["is_new"] for some in told] == [True, False, False, False, False]
+
+
+def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
+    other = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
+    assert list(open_runs([run_dir, other, run_dir])) == ["first", "first-2"]
+    (tmp_path / "empty").mkdir()
+    with raises_code("not-a-run"):
+        open_runs([tmp_path / "empty"])
+    with raises_code("not-a-run"):
+        open_runs([tmp_path / "nowhere"])
+
+
+def test_a_folder_of_runs_is_read_and_read_again(tmp_path: Path) -> None:
+    home = tmp_path / "runs"
+    first = write_run(home / "sweep" / "first", num_updates=2, with_buffer=False)
+    write_run(home / "second", num_updates=1, with_buffer=False)
+    (home / "model").mkdir()
+    (home / "model" / "config.json").write_text('{"hidden_size": 8}')
+    (first / "checkpoints" / "best" / "config.json").write_text('{"hidden_size": 8}')
+    runs = open_runs([home])
+    assert list(runs) == ["second", "first"]
+    assert [runs.folder_of(name) for name in runs] == ["", "sweep"]
+    write_run(home / "sweep" / "deeper" / "second", num_updates=0, with_buffer=False)
+    runs.refresh()
+    assert "second-2" not in runs  # it was looked for a moment ago
+    runs._looked = 0.0
+    runs.refresh()
+    assert list(runs) == ["second", "first", "second-2"]
+    assert runs.folder_of("second-2") == "sweep/deeper"
+
+
+def test_sums_so_far_are_the_axes_of_charts(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", num_updates=0, with_buffer=False)
+    lines = [
+        {"update": 0, "time/eval_s": 2.0, "time/warmup_s": 10.0},
+        {"update": 1, "time/update_s": 3.0, "time/eval_s": 1.0, "rollout/num_tool_calls": 5},
+        {
+            "update": 2,
+            "time/update_s": float("nan"),
+            "rollout/num_tool_calls": 7,
+            "environment/num_replayed_calls": 4,
+        },
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # The first line has no update: its seconds are those of the warm-up and of the evaluation.
+    expected = {"wall_s": [12.0, 15.0, 15.0], "calls": [0.0, 5.0, 16.0]}
+    assert open_runs([path])["run"].table()[0].axes([0, 1, 2]) == expected
+    assert open_runs([path])["run"].state()["sums"] == {"wall_s": 15.0, "calls": 16.0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls", "is_over"),
+    [({}, 400, False), ({"max_calls": 401}, 400, False), ({"max_calls": 400}, 400, True)],
+)
+def test_a_run_is_over_once_a_limit_is_spent(
+    tmp_path: Path, limits: dict[str, int], calls: int, is_over: bool
+) -> None:
+    path = write_run(tmp_path / "run", num_updates=0, with_buffer=False)
+    settings = json.loads((path / "config.json").read_text())
+    settings["run"] |= {"num_updates": 100_000, "max_calls": None, "max_tokens": None, **limits}
+    (path / "config.json").write_text(json.dumps(settings))
+    line = {"update": 1, "rollout/num_tool_calls": 100, "environment/num_replayed_calls": 300}
+    (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    state = open_runs([path])["run"].state()
+    assert (state["is_over"], state["is_live"]) == (is_over, not is_over)
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def test_every_page_has_what_it_asks_for(client: TestClient) -> None:
+    (run,) = client.get("/api/runs").json()
+    assert (run["name"], run["update"], run["num_updates"], run["is_live"]) == (
+        "first",
+        4,
+        10,
+        True,
+    )
+    assert [f["name"] for f in ask(client, "")["files"]][:3] == [
+        "update-000001",
+        "update-000002",
+        "eval-000002-greedy",
+    ]
+    assert [bool(line["warnings"]) for line in ask(client, "/metrics")["lines"]] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert [line["update"] for line in ask(client, "/metrics", first=4, era=0)["lines"]] == [4]
+    assert len(ask(client, "/metrics", first=4, era=7)["lines"]) == 5
+    assert [row["file"] for row in ask(client, "/task", id="t/1")] == [
+        f"update-00000{n}" for n in (1, 2, 3, 4)
+    ]
+    assert ask(client, "/trees/update-000001/0")["best"] == 0
+    tokens = ask(client, "/tokens/update-000001/0", leaf=0)
+    assert tokens["steps"][0]["texts"] == ["? ", "search ", "e1 ", "e2 "]
+
+
+@pytest.mark.parametrize(
+    ("query", "leaves"),
+    [
+        ({"graft": 1}, [0]),
+        ({"graft": 0, "status": "completed"}, [1, 2]),
+        ({"branch": 1}, [1]),
+        ({"error": 1}, [2]),
+        ({"status": "truncated"}, [3]),
+        ({"min_reward": 0.5}, [0]),
+        ({"max_reward": 0.5, "branch": 0}, [2, 3]),
+        ({"min_tokens": 14}, [0, 2]),
+        ({"mixed": 1, "max_tokens": 12}, [1, 3]),
+        ({"q": "NONSENSE"}, [0, 1, 2, 3]),
+        ({"q": "r2 of e2 is e3", "graft": 1}, [0]),
+        ({"graft": 1, "error": 1}, None),
+        ({"q": "nowhere"}, None),
+        ({"mixed": 0, "status": "completed"}, None),
+    ],
+)
+def test_filters(client: TestClient, query: dict[str, Any], leaves: list[int] | None) -> None:
+    found = ask(client, "/groups", file="update-000001", **query)["groups"]
+    assert [group["matches"] for group in found] == ([] if leaves is None else [leaves])
+    everywhere = ask(client, "/groups", **query)
+    assert everywhere["cursor"] is None and [g["file"] for g in everywhere["groups"]] == (
+        [] if leaves is None else [f"update-00000{n}" for n in (4, 3, 2, 1)]
+    )
+
+
+def test_a_search_goes_on_where_it_stopped(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treegraft.view.query.MAX_FOUND", 1)
+    seen, cursor = [], ""
+    while cursor is not None:
+        part = ask(client, "/groups", q="nonsense", cursor=cursor)
+        seen += [group["file"] for group in part["groups"]]
+        cursor = part["cursor"]
+    assert seen == [f"update-00000{n}" for n in (4, 3, 2, 1)]
+
+
+def test_text_beyond_ascii_and_lone_surrogates_are_found(tmp_path: Path) -> None:
+    path = write_run(
+        tmp_path / "first", num_updates=1, with_buffer=False, note="Ünïcode \ud800 İ \u202e end"
+    )
+    client = TestClient(build_app(open_runs([path])), base_url="http://localhost")
+    assert len(ask(client, "/groups", q="ünïcode")["groups"]) == 1
+    assert ask(client, "/trees/update-000001/0")["steps"][1]["content"]["thought"].endswith(
+        "\u202e end"
+    )
+
+
+def test_from_a_graft_to_its_trace_and_back(client: TestClient, run_dir: Path) -> None:
+    before = {p.name: p.stat().st_mtime_ns for p in (run_dir / "buffer").iterdir()}
+    trace = ask(client, f"/buffer/{expert_hash()}")
+    assert trace["key"] == "r2 of e2 ?" and [step["position"] for step in trace["steps"]] == [0, 1]
+    back = ask(client, f"/grafts/{expert_hash()}")["grafts"]
+    assert [(one["file"], one["step"], one["rewards"]) for one in back][:2] == [
+        ("update-000004", "0.0.0", [1.0]),
+        ("update-000003", "0.0.0", [1.0]),
+    ]
+    nearest = ask(client, "/buffer", q="r2 of e2 ?", near=1)["rows"][0]
+    assert nearest["hash"] == expert_hash() and nearest["similarity"] == pytest.approx(1.0)
+    assert (
+        ask(client, "/buffer", q="100%_'")["total"] == 0
+        and ask(client, "/buffer", q="E3")["total"] == 2
+    )
+    assert {p.name: p.stat().st_mtime_ns for p in (run_dir / "buffer").iterdir()} == before
+
+
+def test_a_search_of_grafts_stops_in_time_and_always_comes_further(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = open_runs([run_dir]).values()
+    monkeypatch.setattr("treegraft.view.query.BUDGET_S", 0.0)
+    cursor, num_answers, found = "", 0, []
+    while cursor is not None:
+        answer = grafts_of(run, "nowhere", cursor=cursor)
+        cursor, num_answers = answer["cursor"], num_answers + 1
+        found += answer["grafts"]
+    # With no time at all each answer looks at one file, though it has found nothing.
+    assert (num_answers, found) == (len(run.files()), [])
+
+
+def test_a_task_is_found_in_files_of_lines_too(run_dir: Path, tmp_path: Path) -> None:
+    copy = copy_without_checkpoints(run_dir, tmp_path / "run")
+    run = open_runs([copy])["run"]
+    task = run.tree("update-000001", 0).task.id
+    found = [(file.name, number) for file, number in run.with_task(task)]
+    assert found and run.with_task("nowhere") == []
+    drawn = run.drawn(*found[0])
+    as_lines(copy)
+    for again in (run, open_runs([copy])["run"]):
+        assert [(file.name, number) for file, number in again.with_task(task)] == found
+        assert again.drawn(*found[0]) == drawn
+
+
+def test_large_answers_are_compressed(client: TestClient) -> None:
+    page = client.get("/api/settings", headers={"accept-encoding": "gzip"})
+    assert page.headers["content-encoding"] == "gzip" and len(page.json()) > 200
+    assert "content-encoding" not in client.get("/api/runs").headers
+
+
+def test_clients_that_hang_up_print_nothing(run_dir: Path) -> None:
+    words = [sys.executable, "-m", "treegraft", "view", str(run_dir), "--port", "0"]
+    with subprocess.Popen(
+        [*words, "--no-browser"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as viewer:
+        assert viewer.stdout is not None
+        port = int(re.findall(r":(\d+)", viewer.stdout.readline())[0])
+        for number in range(24):
+            with socket.create_connection(("127.0.0.1", port)) as gone:
+                length = "Content-Length: 9\r\n" if number % 2 else ""
+                end = "\r\n" if number % 3 else ""
+                head = f"GET /api/settings HTTP/1.1\r\nHost: localhost\r\n{length}{end}"
+                gone.sendall(head.encode())
+                if number % 4 == 0:
+                    time.sleep(0.05)
+                # Closed with a reset, as by a browser that is ended.
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with httpx.Client() as client:
+            client.get(f"http://127.0.0.1:{port}/")
+        viewer.terminate()
+        assert viewer.communicate(timeout=60)[1] == ""
+
+
+def test_a_copied_folder_without_checkpoints_and_buffer(run_dir: Path, tmp_path: Path) -> None:
+    copy = copy_without_checkpoints(run_dir, tmp_path / "first")
+    shutil.rmtree(copy / "buffer")
+    for folder in (copy / "trees", copy):
+        folder.chmod(0o555)
+    client = TestClient(build_app(open_runs([copy])), base_url="http://localhost")
+    assert ask(client, "/tokens/update-000001/0", leaf=0)["steps"][0]["texts"] is None
+    assert "lies outside" in ask(client, "/buffer")["stats"]["why"]
+    for folder in (copy, copy / "trees"):
+        folder.chmod(0o755)
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
+    with as_lines(path).open("a") as file:
+        file.write('{"group_id": "half')
+    answer = TestClient(build_app(open_runs([path])), base_url="http://localhost").get(
+        "/api/runs/first/groups?file=update-000001"
+    )
+    assert answer.status_code == 404 and "line 3" in answer.json()["error"]
+    assert answer.json()["code"] == "tree-unreadable"
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.0.0.1:80", "localhost:9", "LOCALHOST", "[::1]", "[::1]:80", "127.1.2.3"],
+)
+def test_own_names(host: str) -> None:
+    assert is_own_name(host, "127.0.0.1")
+
+
+FOREIGN = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "",
+    "10.0.0.1",
+    "[::1]x",
+    "a@localhost",
+]
+FOREIGN += ["localhost:80:80", "169.254.169.254", "localhost:x", "127.0.0.1, evil.example"]
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_foreign_names_are_refused(client: TestClient, host: str) -> None:
+    answer = client.get("/api/runs", headers={"host": host})
+    assert answer.status_code == 421 and "first" not in answer.text
+
+
+def test_an_open_server_still_refuses_names_of_others() -> None:
+    assert is_own_name("10.0.0.1:8000", "0.0.0.0") and is_own_name("box.lan", "box.lan")
+    assert not is_own_name("evil.example", "0.0.0.0") and not is_own_name("10.0.0.1", "127.0.0.1")
+
+
+PATHS = [
+    "/static/../server.py",
+    "/static/..%2fserver.py",
+    "/static/%2e%2e/server.py",
+    "/static//etc/passwd",
+    "/static/....//server.py",
+    "/../../etc/passwd",
+    "/api/runs/..",
+    "/api/runs/first/trees/..%2f..%2fconfig/0",
+    "/api/runs/first/trees/update-000001.jsonl/0",
+    "/api/runs/first/trees/update-000001%00/0",
+    "/api/runs/first/groups?file=../../secret",
+    "/api/runs/first/trees/update-000009/0",
+    "/api/runs/first/trees/update-000001/99",
+    "/api/runs/%2fetc/metrics",
+    "/api/runs/first/buffer/..%2f..%2fx",
+    "/static/vendor",
+    "/server.py",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_lead_nowhere(client: TestClient, path: str, run_dir: Path) -> None:
+    (run_dir.parent / "secret.jsonl").write_text('{"secret": 1}')
+    answer = client.get(path)
+    is_empty_list = answer.status_code == 200 and answer.json().get("groups") == []
+    assert is_empty_list or answer.status_code in (404, 405), answer.text
+    assert "secret" not in answer.text.replace("../../secret", "") and "root:" not in answer.text
+
+
+def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "first", num_updates=1)
+    outside = write_run(tmp_path / "other", num_updates=1)
+    for number, name in ((100, "updates-000100.jsonl.zst"), (7, "update-000007.jsonl")):
+        write_update(outside, number)
+        file = outside / "trees" / name
+        if number == 7:
+            file.write_text(tree_to_json(plain_tree(7, "t/1")) + "\n")
+        (path / "trees" / name).symlink_to(file)
+    (path / "buffer" / "traces.sqlite").unlink()
+    (path / "buffer" / "traces.sqlite").symlink_to(outside / "buffer" / "traces.sqlite")
+    run = RunReader(path)
+    assert [file.update for file in run.files()] == [1, 2]
+    for name in ("update-000007", "update-000100"):
+        with pytest.raises(DataError):
+            run.tree(name, 0)
+    client = TestClient(build_app(open_runs([path])), base_url="http://localhost")
+    assert ask(client, "/buffer")["stats"]["is_there"] is False
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_is_written(client: TestClient, method: str) -> None:
+    assert client.request(method, "/api/runs").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/static/app.js", "/nowhere"])
+def test_every_answer_carries_the_policy(client: TestClient, path: str) -> None:
+    headers = client.get(path).headers
+    assert (
+        headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+        and headers["x-content-type-options"] == "nosniff"
+    )
+    assert "unsafe" not in CONTENT_SECURITY_POLICY and "access-control-allow-origin" not in headers
+
+
+def test_pages_load_nothing_from_elsewhere_and_never_make_markup_of_text() -> None:
+    static = Path(__file__).resolve().parents[2] / "src" / "treegraft" / "view" / "static"
+    for file in [*static.glob("*.js"), *static.glob("*.html"), *static.glob("*.css")]:
+        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(
+            r"https?://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new"
+            r" Function|style=\"",
+            text,
+        ), file
+    assert "MIT License" in (static / "vendor" / "uplot.LICENSE.txt").read_text()
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
+    shown = CliRunner().invoke(
+        command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "200"}
+    )
+    assert (
+        shown.exit_code == 0
+        and "update-000004" in shown.output
+        and "r2 of r1 of e1 ?" in shown.output
+    )
+    narrow = (
+        CliRunner()
+        .invoke(command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "80"})
+        .output
+    )
+    assert (
+        "group reward min max correct leaves branches grafts errors longest question"
+        in " ".join(narrow.split())
+    )
+    shown = CliRunner().invoke(
+        command_line,
+        ["view", str(run_dir), "--text", "--update", "1", "--group", "0"],
+        env={"COLUMNS": "200"},
+    )
+    assert (
+        "branch: p 0.625" in shown.output
+        # Tokens of .1 and .2 nats beside a start of .1, .2 and .3.
+        and "branched at 0 of 1 places that were weighed; entropy +0 to +0 nats a token"
+        in shown.output
+        and "4 leaves, 1 correct, mean reward" in shown.output
+        and "no branch" not in shown.output
+        and "graft from expert, similarity 0.875" in shown.output
+    )
+    assert "leaf 0 (0 to 3), the best by reward" in shown.output
+    arguments = ["view", str(run_dir), "--text", "--eval", "2", "--group", "0", "--leaf", "2"]
+    shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"})
+    assert (
+        "no such entity" in shown.output
+        and "wrong" in shown.output
+        and "graft from" not in shown.output
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--text", "--update", "9"], "there are: 1 to 4"),
+        (["--text", "--leaf", "0"], "needs --group"),
+        (["--text", "--group", "7"], "holds 2 trees"),
+        (["--text", "--group", "0", "--leaf", "4"], "has 4 leaves"),
+        (["--text", "--update", "1", "--eval", "2"], "give one of them"),
+        (["--update", "1"], "no effect without --text"),
+        (["--buffer", "nowhere.sqlite"], "no such file"),
+    ],
+)
+def test_what_does_not_go_together_is_said(run_dir: Path, arguments: list[str], said: str) -> None:
+    error = CliRunner().invoke(command_line, ["view", str(run_dir), *arguments]).exception
+    assert error is not None and said in str(error)
+
+
+def test_the_command_serves_and_ends_with_ctrl_c(run_dir: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "treegraft",
+        "view",
+        str(run_dir),
+        "--port",
+        "0",
+        "--no-browser",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    ) as process:
+        try:
+            assert process.stdout is not None
+            # Its last part is the token: 128 bits.
+            address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{22}/", process.stdout.readline())
+            assert address is not None
+            assert httpx.get(f"{address[0]}api/runs", timeout=60).json()[0]["name"] == "first"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (0, "viewer ended\n", "")
+
+
+def test_the_viewer_starts_without_torch() -> None:
+    code = (
+        "import sys, treegraft.view.server, treegraft.view.command; sys.exit(bool({'torch',"
+        " 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------- trees that change
+
+
+@given(trees=st.lists(recorded_trees(), max_size=3))
+@at_most(40)
+def test_each_tree_is_found_by_its_place(trees: list[Tree]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trees" / "update-000001"
+        write_trees(path, trees[:1])
+        write_trees(path.with_name("update-000002"), trees)
+        part = find_part(path.with_name("update-000002"))
+        assert part is not None and [*part.trees()] == trees
+        assert [task for task, *_ in part.places()] == [tree.task.id for tree in trees]
+        for number, tree in enumerate(trees):
+            ((_, line),) = part.lines(number, 1)
+            assert tree_from_json(line) == tree
+
+
+def test_the_leaves_of_a_tree_are_read_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunReader(run_dir)
+    read: list[str] = []
+    monkeypatch.setattr(
+        "treegraft.view.runs.parse_tree",
+        lambda line, where: read.append(where) or parse_tree(line, where),
+    )
+    whole = run.tree("update-000001", 0).trajectories()
+    assert [run.path_of("update-000001", 0, leaf) for leaf in range(len(whole))] == whole
+    assert len(read) == 1
+    with raises_code("no-such-leaf"):
+        run.path_of("update-000001", 0, len(whole))
+
+
+def test_trees_written_anew_are_read_anew(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
+    run, file = RunReader(path), path / "trees" / "update-000001.jsonl"
+    assert len(run.path_of("update-000001", 0, 0).steps) == 4
+    write_trees(file, [plain_tree(1, "t/1")])
+    assert len(run.path_of("update-000001", 0, 0).steps) == 2
+    file = as_lines(path)
+    file.write_text(tree_to_json(grown_tree(1, "t/1")) + "\n" + "damaged\n")
+    assert len(run.path_of("update-000001", 0, 0).steps) == 4
+    assert [task for task, *_ in parts_of(file)[0].places()] == ["t/1", ""]
+
+
+def test_a_graft_stands_beside_what_the_policy_did_itself() -> None:
+    base = grown_tree(1, "t/1")
+    # Beside the graft below 0.0 stand the branch 0.0.1, an answer, and below the twin start 0.1 a
+    # failed search.
+    found = draw(base)["peers"]["0.0.0"]
+    assert (found["num"], found["num_same"], found["rewards"]) == (2, 0, [])
+    # Depths 1 and 3: the ungrafted path that comes so far is 0.1, 0.1.0, 0.1.0.0, from .1 .2 .3 to
+    # .1.
+    assert found["drift"] == pytest.approx({"num": 1, "before": 0.2, "after": 0.1})
+    steps = {step.id: step for step in base.steps}
+    twin = replace(steps["0.1.0"], content=steps["0.0.0"].content)
+    base = with_step(base, twin)
+    found = draw(base)["peers"]["0.0.0"]
+    assert (found["num"], found["num_same"], found["rewards"]) == (2, 1, [0.0])
+    # Another result above is another history.
+    seen = (Observation(text="nothing"),)
+    above = replace(steps["0.1"], content=replace(steps["0.1"].content, observations=seen))
+    found = draw(with_step(base, above))["peers"]["0.0.0"]
+    assert (found["num"], found["num_same"]) == (1, 0)
+
+
+def with_step(tree: Tree, changed: Step) -> Tree:
+    """Returns a tree with one step in place of that of its id."""
+    return replace(
+        tree, steps=tuple(changed if step.id == changed.id else step for step in tree.steps)
+    )
+
+
+def test_a_graft_of_the_same_question_is_named(client: TestClient, tmp_path: Path) -> None:
+    # The trace's question is "r2 of e2 ?", that of the group another.
+    assert ask(client, "/trees/update-000001/0")["peers"]["0.0.0"]["is_same_question"] is False
+    path = write_run(tmp_path / "same", num_updates=0)
+    write_trees(
+        RunFolder(path).trees_path(1),
+        [grown_tree(1, "t/1", question="r2  of e2 ?"), grown_tree(1, "t/9")],
+    )
+    same = TestClient(build_app(open_runs([path])), base_url="http://127.0.0.1:8000")
+    said = [
+        same.get(f"/api/runs/same/trees/update-000001/{n}").json()["peers"]["0.0.0"][
+            "is_same_question"
+        ]
+        for n in range(2)
+    ]
+    # The buffer's text counts, not the task's name; without the buffer there is only the name.
+    assert said == [True, False]
+    (path / "buffer" / "traces.sqlite").unlink()
+    assert (
+        same.get("/api/runs/same/trees/update-000001/1").json()["peers"]["0.0.0"][
+            "is_same_question"
+        ]
+        is True
+    )
+
+
+def test_many_metrics_are_read_in_the_background_and_thinned(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "long", num_updates=0, with_buffer=False)
+    # Line 0 was there; every 1,000th line has an evaluation, line 7,777 a warning.
+    with (path / "metrics.jsonl").open("a") as file:
+        for n in range(1, 50_000):
+            more = ', "eval/accuracy": 0.5' if n % 1000 == 0 else ""
+            more += ', "health/truncated": 0.9' if n in (7777, 7778) else ""
+            file.write(f'{{"update": {n}, "reward/mean": {n / 100}, "time/update_s": 1.5{more}}}\n')
+    client = TestClient(build_app(open_runs([path])), base_url="http://127.0.0.1:8000")
+    deadline = time.monotonic() + 60
+    while (got := client.get("/api/runs/long/metrics").json())["read_frac"] < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert got["stride"] == 50  # 50,000 / 1,000
+    by = {line["update"]: line for line in got["lines"]}
+    assert {*range(0, 50_000, 50), *range(1000, 50_000, 1000), 7777, 7778, 49_999} == set(by)
+    assert by[50]["reward/mean"] == 0.5 and by[3000]["eval/accuracy"] == 0.5
+    assert [by[n]["warnings"][0]["is_new"] for n in (7777, 7778)] == [True, False]
+    assert client.get("/api/runs").json()[0]["num_lines"] == 50_000
+    # The report reads all of them.
+    assert len(RunReader(path).metrics()[1]) == 50_000
