@@ -253,7 +253,7 @@ def check_hostile(settings: McpSettings, ways: Mapping[str, str], folder: Path) 
     own, whose memory is measured and whose standard error stays empty."""
     code = (
         "import asyncio, resource, sys, time\n"
-        "from test_mcp import *\n"
+        "from tests.extras.test_mcp import *\n"
         "settings = McpSettings.model_validate_json(sys.argv[1])\n"
         "tools = build_tools(with_servers([settings]), ())\n"
         "toolbox = toolbox_of(tools)\n"
@@ -272,7 +272,7 @@ def check_hostile(settings: McpSettings, ways: Mapping[str, str], folder: Path) 
         "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
         "print('end', len(pids), grown < 64 * 1024, sorted(pids))\n"
     )
-    path = os.pathsep.join([str(SUPPORT), *sys.path])
+    path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", code, settings.model_dump_json()],
         capture_output=True,
