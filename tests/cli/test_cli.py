@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from tests.runs.test_terminal import example_tree
 from tests.support.error_codes import raises_code
 from tests.support.pages import ROOT
 
 from treegraft import trust
 from treegraft.cli import main as cli
-from treegraft.cli.plugged import loaded_command
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
-from treegraft.core.plugin import offered
 from treegraft.settings.config import known_settings
 from treegraft.settings.load import config_json, load_config
 
@@ -119,17 +116,6 @@ def test_module_runs_as_a_command() -> None:
     )
     # Settings are for those who train; the list of commands does not wait for them.
     assert "pydantic" not in found.stdout
-
-
-def test_there_are_few_options() -> None:
-    """What is a setting is no option besides."""
-
-    def count(command: Any) -> int:
-        own = sum(one.param_type_name == "option" for one in command.params)
-        return own + sum(map(count, getattr(command, "commands", {}).values()))
-
-    brought = [loaded_command(name, one.path) for name, one in offered("commands").items()]
-    assert count(typer.main.get_command(cli.app)) + sum(map(count, brought)) <= 100
 
 
 def test_version(treegraft: Run, capsys: pytest.CaptureFixture[str]) -> None:

