@@ -106,7 +106,7 @@ def farthest(ours: Sequence[Tree], theirs: Sequence[Tree]) -> float:
     return max(gaps)
 
 
-def law_1(
+def law_13(
     ranks: Ranks,
     config: Config,
     family: str = "llama",
@@ -303,34 +303,34 @@ def loads_like(place: Path, state: Weights) -> bool:
 
 
 CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
-    "llama": lambda ranks: law_1(ranks, settings()),
-    "tied": lambda ranks: law_1(ranks, settings(), "llama-tied"),
-    "qwen3": lambda ranks: law_1(ranks, settings(), "qwen3"),
-    "minibatches": lambda ranks: law_1(
+    "llama": lambda ranks: law_13(ranks, settings()),
+    "tied": lambda ranks: law_13(ranks, settings(), "llama-tied"),
+    "qwen3": lambda ranks: law_13(ranks, settings(), "qwen3"),
+    "minibatches": lambda ranks: law_13(
         ranks,
         settings(
             learn={"num_minibatches": 2, "num_epochs": 2, "lr": 5e-3},
             loss={"aggregation": "token-mean", "engine_ratio_cap": 2.0},
         ),
     ),
-    "kl": lambda ranks: law_1(ranks, settings(loss={"kl_coef": 0.1})),
+    "kl": lambda ranks: law_13(ranks, settings(loss={"kl_coef": 0.1})),
     "halved": lambda ranks: halved(ranks, settings(model={"dtype": "bfloat16"})),
-    "lora": lambda ranks: law_1(ranks, settings(model={"lora": {"rank": 4}})),
+    "lora": lambda ranks: law_13(ranks, settings(model={"lora": {"rank": 4}})),
     "adapter kept": lambda ranks: adapter_kept(ranks, settings(model={"lora": {"rank": 4}})),
-    "checkpointing": lambda ranks: law_1(ranks, settings(model={"gradient_checkpointing": True})),
-    "stored": lambda ranks: law_1(
+    "checkpointing": lambda ranks: law_13(ranks, settings(model={"gradient_checkpointing": True})),
+    "stored": lambda ranks: law_13(
         ranks,
         settings(loss={"lesson_coef": 2.0}, buffer={"path": "expert"}),
         lessons=stored_lessons(),
     ),
-    "lessons": lambda ranks: law_1(
+    "lessons": lambda ranks: law_13(
         ranks, settings(loss={"graft_coef": 0.5}), trees=grafted_trees()
     ),
-    "idle": lambda ranks: law_1(
+    "idle": lambda ranks: law_13(
         ranks, settings(learn={"max_pack_tokens": 8192, "max_grad_norm": 1e9})
     ),
-    "offload": lambda ranks: law_1(ranks, settings(learn={"offload": True})),
-    "replicate": lambda ranks: law_1(ranks, settings(learn={"replicate": 2})),
+    "offload": lambda ranks: law_13(ranks, settings(learn={"offload": True})),
+    "replicate": lambda ranks: law_13(ranks, settings(learn={"replicate": 2})),
     "twice": lambda ranks: twice(ranks, settings()),
     "skipped": lambda ranks: skipped(ranks, settings()),
     "files": lambda ranks: own_files(ranks, settings(), "llama"),

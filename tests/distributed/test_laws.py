@@ -1,4 +1,4 @@
-"""Several ranks learn what one learns (laws D1 to D3 and D6): real processes, gloo, tiny models."""
+"""Several ranks learn what one learns (law 13): real processes, gloo, tiny models."""
 
 from __future__ import annotations
 

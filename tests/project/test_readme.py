@@ -367,3 +367,21 @@ def test_links_lead_somewhere_in_a_clone() -> None:
     for name in (README, ROOT / "CONTRIBUTING.md", *DOCS):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", name.read_text(encoding="utf-8")):
             assert "://" in target or (name.parent / target).exists(), f"{name.name}: {target}"
+
+
+def test_cited_laws_stand_in_contributing() -> None:
+    """In "law 3", "laws 7, 9 and 11" and `test_law_8_and_9_...`, each number is one of the list."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.split("## What must always hold")[1].split("\n## ")[0]
+    laws = re.split(r"^(\d+)\. ", section, flags=re.M)[1:]
+    assert all("`tests/" in text for text in laws[1::2])
+    citation = re.compile(r"(?<![a-z])laws?[ _](\d+(?:(?:,|[ _]and)[ _]\d+)*)", re.I)
+    for folder in ("src", "tests", "benchmarks", "docs", "examples"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix not in (".py", ".md"):
+                continue
+            text = path.read_text(encoding="utf-8")
+            for cited in re.findall(
+                r"(?<![a-z])laws?[ _](\d+(?:(?:,|[ _]and)[ _]\d+)*)", text, re.I
+            ):
+                assert set(re.findall(r"\d+", cited)) <= set(laws[::2]), f"{path}: law {cited}"
