@@ -1,10 +1,11 @@
 """The size of the house: lines of core and extensions, what hangs below `train.py`, and arrows.
 
-    python -m benchmarks.house [--before COMMIT]
+    python -m benchmarks.house [--before COMMIT] [--story]
 
 Prints one table for this working tree and, with --before, the same for a commit, which is read from
 git without a checkout. An import counts wherever it stands. Settings are counted in a process that
-imports the tree's own code.
+imports the tree's own code. With --story the table says how a training is orchestrated, by the
+definitions in `benchmarks/story.py`; it trains the demo in miniature.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import tomllib
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
+
+from benchmarks.story import story
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNT_SETTINGS = """
@@ -162,20 +165,32 @@ def measured(tree: Path) -> dict[str, str]:
     }
 
 
+def told(tree: Path) -> dict[str, str]:
+    """Returns the rows of the table about orchestration for one tree of files."""
+    return story(tree, modules_of(tree / "src" / "treegraft"))
+
+
+def extract(commit: str, folder: Path) -> None:
+    """Writes the files of a commit that are measured into a folder."""
+    files = ["src", "docs", "recipes", "pyproject.toml"]
+    packed = subprocess.run(
+        ["git", "archive", commit, *files], cwd=ROOT, check=True, capture_output=True
+    )
+    with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", metavar="COMMIT", help="also measure this commit")
-    before = parser.parse_args().before
-    columns = {"now": measured(ROOT)}
-    if before:
-        files = ["src", "docs", "pyproject.toml"]
-        packed = subprocess.run(
-            ["git", "archive", before, *files], cwd=ROOT, check=True, capture_output=True
-        )
+    parser.add_argument("--story", action="store_true", help="how a training is orchestrated")
+    asked = parser.parse_args()
+    measure = told if asked.story else measured
+    columns = {"now": measure(ROOT)}
+    if asked.before:
         with tempfile.TemporaryDirectory() as folder:
-            with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
-                archive.extractall(folder, filter="data")
-            columns = {before: measured(Path(folder)), **columns}
+            extract(asked.before, Path(folder))
+            columns = {asked.before: measure(Path(folder)), **columns}
     print(f"| what | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for what in columns["now"]:
         print(f"| {what} | {' | '.join(rows[what] for rows in columns.values())} |")
