@@ -3,11 +3,12 @@ number.
 
     python -m benchmarks.same_runs --before 61c8e94 [--work-dir FOLDER] [--after SETTING]
 
-Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO, both together, commit branching and
-Tree-GRPO, once with the code of this working tree and once with that of a commit, which is checked
-out into a worktree of its own. Both sides run in the same environment and each reads its own
-recipe. `time/*` is left out of the comparison; everything else has to be equal. Ends with exit code
-1 where something differs.
+Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO, both together, commit branching,
+Tree-GRPO and with own lessons (imitation from a buffer that the run itself fills), once with the
+code of this working tree and once with that of a commit, which is checked out into a worktree of
+its own; --only NAME takes one of these methods. Both sides run in the same environment and each
+reads its own recipe. `time/*` is left out of the comparison; everything else has to be equal. Ends
+with exit code 1 where something differs.
 With --timed ROUNDS both sides run so many times more, in turn, and the ratio of the medians of the
 seconds of sampling and of learning is printed: above 1, this tree is slower.
 """
@@ -29,21 +30,29 @@ from treegraft.runs.tree_files import parts_in
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = {
-    "grpo": '["independent"]',
-    "rapo": '["graft"]',
-    "arpo": '["entropy"]',
-    "both": '["entropy", "graft"]',
-    "commit": '["commit"]',
-    "tree_search": '["tree_search"]',
+    "grpo": ['explorers=["independent"]'],
+    "rapo": ['explorers=["graft"]'],
+    "arpo": ['explorers=["entropy"]'],
+    "both": ['explorers=["entropy", "graft"]'],
+    "commit": ['explorers=["commit"]'],
+    "tree_search": ['explorers=["tree_search"]'],
+    "own_lessons": [
+        'explorers=["independent"]',
+        "buffer.path=self",
+        "buffer.grow.num_best=1",
+        "loss.lesson_coef=2",
+        "learn.num_lessons=12",
+    ],
 }
+"""The settings of each method."""
 
 
-def run_method(code: Path, explorers: str, folder: Path, options: list[str]) -> None:
+def run_method(code: Path, method: str, folder: Path, options: list[str]) -> None:
     """Trains with the code in `code` unless the folder holds a finished run."""
     if (folder / "finished").exists():
         return
     command = [sys.executable, "-m", "treegraft", "train", str(code / "recipes" / "demo.toml")]
-    settings = [f"explorers={explorers}", f"run.dir={folder.parent}", f"run.name={folder.name}"]
+    settings = [*METHODS[method], f"run.dir={folder.parent}", f"run.name={folder.name}"]
     environment = {**os.environ, "PYTHONPATH": str(code / "src")}
     subprocess.run([*command, *settings, *options], env=environment, cwd=code, check=True)
     (folder / "finished").touch()
@@ -107,14 +116,14 @@ def seconds_of(run: Path, part: str) -> float:
 
 
 def speed(
-    sides: Sequence[tuple[Path, str]], explorers: str, options: list[str], rounds: int, work: Path
+    sides: Sequence[tuple[Path, str]], method: str, options: list[str], rounds: int, work: Path
 ) -> Iterator[str]:
     """Yields the ratio of seconds, after to before, of sampling and of learning."""
     found: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds):
         for code, side in sides if number % 2 else reversed(sides):
             run = Path(tempfile.mkdtemp(prefix="timed-", dir=work)).resolve() / "run"
-            run_method(code, explorers, run, options)
+            run_method(code, method, run, options)
             for part in ("rollout", "learn"):
                 found.setdefault((part, side), []).append(seconds_of(run, part))
     for part in ("rollout", "learn"):
@@ -158,8 +167,8 @@ def main() -> int:
     num_different = 0
     for method in asked.only or METHODS:
         old, new = work.resolve() / f"runs-{asked.before}" / method, after / method
-        run_method(code, METHODS[method], old, options)
-        run_method(ROOT, METHODS[method], new, options + asked.after)
+        run_method(code, method, old, options)
+        run_method(ROOT, method, new, options + asked.after)
         found = list(differences(old, new))
         num_files = len(list((new / "trees").iterdir()))
         print(
@@ -169,7 +178,7 @@ def main() -> int:
         num_different += bool(found)
         if asked.timed:
             sides = ((code, "before"), (ROOT, "after"))
-            for line in speed(sides, METHODS[method], options, asked.timed, after):
+            for line in speed(sides, method, options, asked.timed, after):
                 print(f"  {line}", flush=True)
     return min(num_different, 1)
 
