@@ -14,6 +14,7 @@ import pytest
 from tests.support.error_codes import raises_code
 from tests.support.tiny import differing, tiny
 from tests.support.tiny_parts import SlowSearch
+from treegraft.runs.start import Start, new_start
 
 from treegraft.core.errors import (
     DataError,
@@ -26,10 +27,9 @@ from treegraft.launch import training
 from treegraft.runs.display import PlainDisplay
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
-from treegraft.runs.start import Start, new_start
 from treegraft.runs.tree_files import parts_in
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.run_buffer import OWN_FILE
+from treegraft.traces.rollout_buffer import OWN_FILE
 from treegraft.train import RunResult, train
 
 BOTH: dict[str, Any] = {

@@ -64,7 +64,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     # Trees of two evaluations, the first update, two evaluations, the second update.
     "half of an evaluation written": ("treegraft.runs.tree_files:append_whole", 5, "half"),
     "half of the trees written": ("treegraft.runs.tree_files:append_whole", 6, "half"),
-    "in an evaluation between": ("treegraft.runs.reporter:write_trees", 5, "before"),
+    "in an evaluation between": ("treegraft.runs.recorder:write_trees", 5, "before"),
     "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
     "a checkpoint renamed, old ones not removed": (
         "treegraft.runs.checkpoints:prune_checkpoints",

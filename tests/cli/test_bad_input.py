@@ -316,7 +316,7 @@ def test_all_turns_of_a_conversation_are_measured(
 
 
 def test_prompts_are_measured_fast(good: RunResult) -> None:
-    from treegraft.assemble import assemble
+    from treegraft.assemble import Parts
     from treegraft.core.interrupt import run_to_end
     from treegraft.core.types import Task
     from treegraft.settings.load import load_config
@@ -328,7 +328,7 @@ def test_prompts_are_measured_fast(good: RunResult) -> None:
     ]
 
     async def measure() -> float:
-        async with assemble(load_config(good.run_dir / "config.json")) as parts:
+        async with Parts.build(load_config(good.run_dir / "config.json")) as parts:
             began = time.perf_counter()
             parts.check_prompts(tasks)
             return time.perf_counter() - began

@@ -13,7 +13,7 @@ import pytest
 from tests.support.families import byte_model
 from tests.support.tiny import tiny
 
-from treegraft.assemble import assemble_setup
+from treegraft.assemble import Parts
 from treegraft.core.finding import Finding
 from treegraft.evals.preflight import Preflight, Sample
 from treegraft.settings.load import load_config
@@ -78,7 +78,7 @@ def recipe(model: str, tmp_path: Path) -> dict[str, Any]:
 
 def checked(recipe: dict[str, Any], *overrides: str) -> tuple[list[Finding], Sample]:
     async def check() -> tuple[list[Finding], Sample]:
-        async with assemble_setup(load_config(recipe, overrides)) as setup:
+        async with Parts.build(load_config(recipe, overrides), needs="prompts") as setup:
             preflight = Preflight(setup)
             sample = preflight.sample()
             assert sample is not None
@@ -202,7 +202,7 @@ def test_an_environment_with_the_questions_of_the_demo_is_pointed_at() -> None:
 
     async def findings(**tables: Any) -> list[Finding]:
         settings = tiny(reward={"funcs": ["environment"]}, **tables)
-        async with assemble_setup(load_config(settings)) as setup:
+        async with Parts.build(load_config(settings), needs="prompts") as setup:
             return await Preflight(setup).findings()
 
     (found,) = [one for one in asyncio.run(findings(environment=world)) if one.name == "tasks.kind"]

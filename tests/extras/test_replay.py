@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.tiny import tiny
 
-from treegraft.assemble import assemble_setup
+from treegraft.assemble import Parts
 from treegraft.core.finding import Finding
 from treegraft.core.types import StepContent
 from treegraft.extras.data.replay import NUM_TRACES, replayed
@@ -24,7 +24,7 @@ from treegraft.traces.keys import split_steps
 
 def findings(config: Config) -> dict[str, Finding]:
     async def found() -> Sequence[Finding]:
-        async with assemble_setup(config) as setup:
+        async with Parts.build(config, needs="prompts") as setup:
             return await replayed(setup)
 
     return {one.name: one for one in asyncio.run(found())}

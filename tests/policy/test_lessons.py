@@ -27,8 +27,7 @@ from treegraft.settings.policy import LearnSettings, LossSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
-from treegraft.traces.rollout_buffer import own_traces
-from treegraft.traces.run_buffer import RunBuffer
+from treegraft.traces.rollout_buffer import RolloutBuffer, own_traces
 from treegraft.train import train
 
 
@@ -233,7 +232,7 @@ def test_lessons_need_no_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     stored = {"path": str(path), "encoder": "hashing"}
     own = load_config(settings(tmp_path, "r", buffer=stored))
     source = build_tasks(own.tasks, own.run.seed)
-    assert RunBuffer(own, source, tmp_path / "r").is_due
+    assert RolloutBuffer(own, source, tmp_path / "r").is_due
     grafts = tiny(explore={"explorers": ["graft"]}, buffer=stored)
     with pytest.raises(pytest.fail.Exception, match="loaded"):
-        RunBuffer(load_config(grafts), source, tmp_path / "r")
+        RolloutBuffer(load_config(grafts), source, tmp_path / "r")

@@ -12,7 +12,7 @@ from tests.support.tiny import tiny
 from treegraft import train
 from treegraft.runs import reporter as runs
 from treegraft.runs.record import read_metrics, read_trees
-from treegraft.runs.reporter import BackgroundWriter
+from treegraft.runs.recorder import BackgroundWriter
 from treegraft.runs.tree_files import write_trees
 
 

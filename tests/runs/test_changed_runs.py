@@ -35,7 +35,7 @@ from treegraft.runs.checkpoint import (
 from treegraft.runs.display import PlainDisplay
 from treegraft.runs.record import read_metrics
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.run_buffer import OWN_FILE
+from treegraft.traces.rollout_buffer import OWN_FILE
 from treegraft.train import train
 
 pytestmark = pytest.mark.smoke

@@ -18,6 +18,7 @@ from tests.support.error_codes import raises_code
 from tests.support.examples import at_most
 from tests.support.tiny import tiny
 from tests.support.trees import Part, build_tree, recorded_trees
+from treegraft.runs.start import find_checkpoint, new_start
 
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.files import write_atomically
@@ -34,7 +35,6 @@ from treegraft.core.types import (
 )
 from treegraft.runs import record, start, tree_files
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
-from treegraft.runs.start import find_checkpoint, new_start
 from treegraft.runs.tree_files import TreePart, drop_parts, parts_in, parts_of, write_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.load import load_config

@@ -42,7 +42,7 @@ from treegraft.runs.display import (
     show_texts,
     shown,
 )
-from treegraft.runs.reporter import LastingDisplay
+from treegraft.runs.recorder import LastingDisplay
 from treegraft.runs.transcript import pick_sample, transcript
 
 METRICS = {

@@ -20,13 +20,6 @@ from typing import Any, Literal
 import pytest
 from tests.support.error_codes import raises_code
 from tests.support.tiny import tiny
-from typer.testing import CliRunner
-
-import treegraft
-from treegraft.cli.main import app
-from treegraft.core.errors import CheckpointError
-from treegraft.runs import trust
-from treegraft.runs.checkpoint import TrainState, checksums_of, read_state, state_json
 from treegraft.runs.start import (
     find_checkpoint,
     new_start,
@@ -34,6 +27,13 @@ from treegraft.runs.start import (
     own_config,
     resumed_start,
 )
+from typer.testing import CliRunner
+
+import treegraft
+from treegraft.cli.main import app
+from treegraft.core.errors import CheckpointError
+from treegraft.runs import trust
+from treegraft.runs.checkpoint import TrainState, checksums_of, read_state, state_json
 from treegraft.runs.trust import CHECKPOINT, RUN, is_trusted, what_acts
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -200,7 +200,7 @@ def test_processes_that_are_started_inherit_trust(run: Path) -> None:
 
 def opening(run: Path) -> str:
     """Returns a program that opens a run as a resume does."""
-    names = "from pathlib import Path; from treegraft.runs.start import own_config"
+    names = "from pathlib import Path; from treegraft.runs.open import own_config"
     return f"{names}; own_config(Path({str(run)!r}))"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.support.error_codes import raises_code
 
-from treegraft.assemble import assemble_setup
+from treegraft.assemble import Parts
 from treegraft.settings.load import load_config
 from treegraft.settings.tasks import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
@@ -412,7 +412,7 @@ def test_a_tiny_model_knows_the_words_of_its_demonstrations(tmp_path: Path) -> N
             "tools": {"use": ["python"]},
             "warmup": {"num_steps": num_steps, "traces": traces},
         }
-        async with assemble_setup(load_config(tables)) as setup:
+        async with Parts.build(load_config(tables), needs="prompts") as setup:
             return set(setup.tokenizer.get_vocab())
 
     assert {"six", "print(6", "7)", "now", "<python>"} <= asyncio.run(known(1))

@@ -14,7 +14,7 @@ from tests.support.error_codes import raises_code
 from tests.support.tiny import differing, tiny
 from tests.support.worlds import KeyDoor
 
-from treegraft.assemble import assemble
+from treegraft.assemble import Parts
 from treegraft.core.interfaces import Engine
 from treegraft.core.types import Status
 from treegraft.evals.agent import answer_question
@@ -314,7 +314,7 @@ def test_an_engine_of_your_own_gets_settings_and_a_path_but_no_model() -> None:
     config = load_config(tiny(engine={"kind": "tests.tools.test_environment_runs:handed_over"}))
 
     async def engine() -> Engine:
-        async with assemble(config) as parts:
+        async with Parts.build(config) as parts:
             return parts.engine
 
     assert type(asyncio.run(engine())) is ScriptedEngine

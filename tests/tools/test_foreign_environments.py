@@ -15,7 +15,7 @@ import pytest
 from tests.support.error_codes import raises_code
 from tests.support.tiny import tiny
 
-from treegraft.assemble import assemble
+from treegraft.assemble import Parts
 from treegraft.cli.doctor import examine
 from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import ToolError
@@ -435,7 +435,7 @@ def test_demonstrations_hold_what_rollouts_hold(tmp_path: Path) -> None:
     config = load_config(folder / "config.json")
 
     async def work() -> list[Tree]:
-        async with assemble(config) as parts:
+        async with Parts.build(config) as parts:
             shown = Demonstrations(parts.source, parts.format, config.warmup, 3, parts.show)
             await shown.prepare(0)
             return shown.batch(0)

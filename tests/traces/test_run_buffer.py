@@ -11,8 +11,7 @@ from tests.support.tiny import tiny
 
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
-from treegraft.traces.rollout_buffer import buffer_use
-from treegraft.traces.run_buffer import RunBuffer
+from treegraft.traces.rollout_buffer import RolloutBuffer, buffer_use
 
 GRAFT = {"explore": {"explorers": ["graft"]}}
 OWN = {"explore": {"explorers": ["my_package:Mine"]}}
@@ -61,9 +60,9 @@ def test_origin_and_readers(
     source = build_tasks(config.tasks, config.run.seed)
     if is_due and origin in ("file", "import"):
         with raises_code("buffer-missing"):
-            RunBuffer(config, source, tmp_path / "r")
+            RolloutBuffer(config, source, tmp_path / "r")
         return
-    found = RunBuffer(config, source, tmp_path / "r")
+    found = RolloutBuffer(config, source, tmp_path / "r")
     assert (found.origin, found.readers, found.is_due) == (origin, readers, is_due)
     # What the run makes lies in its folder, also before it is there.
     is_made = origin in ("expert", "self", "import")
