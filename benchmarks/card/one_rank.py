@@ -48,4 +48,4 @@ def one_rank(
         try:
             yield lambda model: ShardedLearner(ranks, model_shape(model), config, source=model)
         finally:
-            ranks.leave()
+            ranks.close()

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack, cast
 
 from treegraft.core.errors import SettingError, first_cause, nearest
 from treegraft.core.given import GIVEN, GivenObjects, giving
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import others_as_ctrl_c
 from treegraft.core.plugin import PlacementKind, load_object, offered
+from treegraft.core.team import Team
 from treegraft.policy.learn.torchrun import is_started, joined
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.open import own_config
@@ -72,12 +73,16 @@ def opened(
     with ExitStack() as ends:
         for one in (others_as_ctrl_c(), first_cause(), giving(given)):
             ends.enter_context(one)
-        ranks = ends.enter_context(joined(own))
+        team = ends.enter_context(joined(own, command))
+        if team.rank:
+            yield _followed(own, team, ends)
+            return
         run = Run.open(
             None if is_empty else own,
             given,
             ends.enter_context(shown(display)),
             command=command if kind is None else kind.command,
+            team=team,
             recipe=recipe,
             resume=resume,
             accepts_changes=accepts_changes,
@@ -86,6 +91,7 @@ def opened(
         ends.enter_context(run)
         _refuse_unfit(run.config)
         is_over = run.is_finished and command != "sft"
+        team.share(is_over)
         place = None
         if kind is not None and not is_over:
             place = ends.enter_context(load_object(kind.path)(run.config))
@@ -94,7 +100,7 @@ def opened(
             folder=run.path,
             display=run.display,
             stop=run.stop,
-            ranks=ranks,
+            team=team,
             placement=place,
             warms_up_only=command == "sft",
             accepts_changes=run.accepts_changes,
@@ -106,6 +112,22 @@ def opened(
             ends.enter_context(run.recording(session, session.parts.source.report()))
             session.settle(run.path)
         yield run, session
+        team.finish()
+
+
+def _followed(config: Config, team: Team, ends: ExitStack) -> tuple[Run, Session]:
+    """The same on another rank than 0."""
+    from treegraft.follower import FollowedRun, FollowedSession
+    from treegraft.policy.learn.ranks import deaf_to_ends
+
+    ranks: Any = team
+    # Rank 0 gets these signals too, and saves with this rank's help.
+    ends.enter_context(deaf_to_ends())
+    session = FollowedSession(config, ranks)
+    run = ends.enter_context(FollowedRun(ranks, session))
+    if not run.is_finished:
+        ends.enter_context(session)
+    return cast(Run, run), cast(Session, session)
 
 
 def _refuse_unfit(config: Config) -> None:

@@ -16,7 +16,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
@@ -30,6 +30,7 @@ from treegraft.core.interfaces import (
     Display,
     Engine,
     LearnerLike,
+    LogprobScorer,
     Retriever,
     Tokenizer,
     WeightSource,
@@ -37,9 +38,11 @@ from treegraft.core.interfaces import (
 from treegraft.core.interrupt import Stop
 from treegraft.core.looped import Life
 from treegraft.core.plugin import offered
+from treegraft.core.team import Alone, Team
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
+from treegraft.policy.learn.measuring import measuring
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.rollout.placement import Placement
@@ -91,8 +94,8 @@ class Surroundings:
     display: Display = field(default_factory=NoDisplay)
     stop: Stop = field(default_factory=Stop)
     """Asks for the end of `sample` and `evaluate`."""
-    ranks: Ranks | None = None
-    """The processes that learn together; None for this one alone."""
+    team: Team = field(default_factory=Alone)
+    """The processes that run the training together."""
     placement: Placement | None = None
     """Where engines and growers stand; None for this process."""
     warms_up_only: bool = False
@@ -198,7 +201,7 @@ class Session:
         self._own_drawn = [*state.own_drawn]
         """Tasks of earlier updates that no sampler has drawn."""
         self._lesson_value = state.lesson_value
-        self._is_ready = False
+        self._is_ready = self.is_syncing = False
         self._learner: LearnerLike | None = None
         self._last = Trees()
         self._learned: dict[str, float] = {}
@@ -266,7 +269,6 @@ class Session:
                 " [tasks.dataset].",
                 code="train-tasks-empty",
             )
-        num_ranks = 1 if within.ranks is None else within.ranks.size
         opening = Parts.build(
             config,
             needs="learner" if self._learns else "engine",
@@ -275,7 +277,7 @@ class Session:
             source=source,
             engine=self._engine,
             placement=within.placement,
-            num_ranks=num_ranks if self._learns else 0,
+            num_ranks=within.team.size if self._learns else 0,
         )
         async with opening as parts, AsyncExitStack() as stack:
             self.parts, self._stack = parts, stack
@@ -403,8 +405,20 @@ class Session:
             if self._book is None and not self._within.warms_up_only:
                 self._book = lesson_book(self.config, self.buffer, self.parts)
 
+    def begin_updates(self) -> None:
+        """Gives the engine the weights, freezes the reference and opens the buffer, once the
+        warm-up is done. A loop with one process need not call it."""
+        with self._syncing():
+            self._wait(self._make_ready)
+
+    @contextmanager
+    def _syncing(self) -> Iterator[None]:
+        self.is_syncing = True
+        yield
+        # Not after an error: the engine has what it has then.
+        self.is_syncing = False
+
     async def _make_ready(self) -> None:
-        """Opens what grows trees, once the warm-up is done, and gives the engine the weights."""
         if self._is_ready:
             return
         parts, config, state = self.parts, self.config, self._within.state
@@ -503,15 +517,16 @@ class Session:
         """The learner, with the weights and the optimiser's state of the checkpoint."""
         if self._is_own:
             self._refuse_endless()
-        config, parts, ranks = self.config, self.parts, self._within.ranks
+        config, parts, team = self.config, self.parts, self._within.team
         model, parts.model = parts.model, None
         if model is None:
             model = adapted(config, parts.load_model())
         learner: LearnerLike
-        if ranks is not None:
-            from treegraft.policy.learn.leader import Leader
+        if team.size > 1:
+            from treegraft.policy.learn.sharded import build_learner
 
-            learner = Leader(ranks, model, config, self._checkpoint, parts.weight_files)
+            files = parts.weight_files
+            learner = build_learner(cast("Ranks", team), config, model, files, self._checkpoint)
         else:
             from treegraft.policy.learn.learner import Learner
 
@@ -525,7 +540,9 @@ class Session:
             )
             if self._checkpoint is not None:
                 learner.load(self._checkpoint)
-        self._publisher = Publisher(parts.engine, learner, config.model.dtype, self._within.state)
+        self._publisher = Publisher(
+            parts.engine, learner, config.model.dtype, self._within.state, team
+        )
         if not self._learns:
             self._keep_reference(learner)
         return learner
@@ -533,18 +550,25 @@ class Session:
     def _keep_reference(self, learner: LearnerLike) -> None:
         """Freezes the reference of the KL term: the policy before the first update, also after a
         resume."""
+        team = self._within.team
         if not self.config.loss.kl_coef:
+            team.share(None)
             return
+        is_new, place = self.update == 0, self._reference_place()
+        team.share((str(place.resolve()) if place else "", is_new))
+        learner.keep_reference(place, is_new=is_new)
+
+    def _reference_place(self) -> Path | None:
+        """Where the reference is kept; None for memory alone."""
         folder, checkpoint = self._within.folder, self._checkpoint
         if folder is not None:
-            learner.keep_reference(folder / "reference", is_new=self.update == 0)
-        elif checkpoint is None or self.update == 0:
-            learner.keep_reference(None, is_new=True)
-        else:
-            # Of a session without a run folder, or that of the run that wrote the checkpoint.
-            places = [checkpoint / SAVED_REFERENCE, checkpoint.parents[1] / "reference"]
-            found = [one for one in places if any(one.glob("reference*.safetensors"))]
-            learner.keep_reference((found or places)[0], is_new=False)
+            return folder / "reference"
+        if checkpoint is None or self.update == 0:
+            return None
+        # Of a session without a run folder, or that of the run that wrote the checkpoint.
+        places = [checkpoint / SAVED_REFERENCE, checkpoint.parents[1] / "reference"]
+        found = [one for one in places if any(one.glob("reference*.safetensors"))]
+        return (found or places)[0]
 
     # ------------------------------------------------------------------ the warm-up
 
@@ -559,6 +583,7 @@ class Session:
 
         self._warms_up = True
         if not self._is_warm_up_left:
+            self._within.team.share(None)
             return
         settings, learner = self.config.warmup, self.learner
         if self._demonstrations is None and self.buffer is not None:
@@ -571,12 +596,14 @@ class Session:
                 settings=["warmup.traces"],
                 code="demonstrations-in-memory",
             )
+        team = self._within.team
         for step in range(self.num_warm_up_steps, settings.num_steps):
             self._wait(self._publisher.rest)
             began, cpu_began = time.monotonic(), time.process_time()
             self._wait(demonstrations.prepare, step)
-            trees = demonstrations.batch(step)
-            loss = learner.imitate(trees, learning_rate(settings, step), settings.weight_decay)
+            rate = team.share(learning_rate(settings, step))
+            trees = team.share_trees(demonstrations.batch(step))
+            loss = learner.imitate(trees, rate, settings.weight_decay)
             spent = {
                 "warmup/num_loss_tokens": float(
                     sum(sum(one.loss_mask) for tree in trees for one in tree.steps)
@@ -587,16 +614,17 @@ class Session:
             }
             self.num_warm_up_steps = step + 1
             metrics = {"warmup/loss": loss}
-            if step + 1 == settings.num_steps:
+            if team.share(step + 1 == settings.num_steps):
                 # AdamW's moments of imitation would go on pushing in its direction in the first
                 # updates.
                 learner.forget_moments()
                 metrics |= self._held_out_skill()
             yield WarmUpStep(num_steps=step + 1, metrics=metrics, spent=spent)
+        team.share(None)
 
     def _held_out_skill(self) -> dict[str, float]:
         """warmup/skill, if the expert solves held-out tasks."""
-        from treegraft.policy.learn.sft import step_skill
+        from treegraft.policy.learn.sft import skill_tree
 
         parts = self.parts
         solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
@@ -606,10 +634,12 @@ class Session:
                 held_out = self._wait(_awaited, parts.show(held_out))
             except DataError as error:  # of a measurement alone, after all the work
                 self._within.display.warn(f"warmup/skill is not measured: {error}")
-                return {}
-        if not held_out:
+                held_out = []
+        trees = [skill_tree(parts.format, task, steps) for task, steps in held_out]
+        if not self._within.team.share_trees(trees):
             return {}
-        return {"warmup/skill": step_skill(self.learner, parts.format, held_out)}
+        right, total = self.learner.right_steps(trees)
+        return {"warmup/skill": right / max(1, total)}
 
     # ------------------------------------------------------------------ one update
 
@@ -630,6 +660,8 @@ class Session:
             DataError: a task whose prompt cannot be made.
             EngineError: the engine has died, or every trajectory failed for a reason of ours.
         """
+        # Not while the engine takes weights: nothing may stop that halfway.
+        self.begin_updates()
         return self._wait(self._sampled, update, tasks, stops=True)
 
     async def asample(self, update: int, tasks: Sequence[Task] | None = None) -> Trees:
@@ -691,9 +723,9 @@ class Session:
         with self.clock("credit"), giving(self._given):
             # An engine may know top-k entropies alone, which a learner makes exact.
             if self._learner is not None:
-                learner = self._learner
-                kept = credit_by_entropy(learner, own, config, rule)
-                dropped = credit_by_entropy(learner, own.dropped, config, rule)
+                with measuring(self._learner, self._within.team) as scorer:
+                    kept = credit_by_entropy(scorer, own, config, rule)
+                    dropped = credit_by_entropy(scorer, own.dropped, config, rule)
             else:
                 kept, dropped = (credit_trees(some, config, rule) for some in (own, own.dropped))
         self._last = own.changed(kept, dropped)
@@ -713,25 +745,28 @@ class Session:
         own = Trees.of(trees)
         with self.clock("learn"), giving(self._given):
             chosen = self.lessons(own.sampled, update)
-            mixed = self._replay.mixed(update, own)
+            mixed, team = self._replay.mixed(update, own), self._within.team
             self.update = update
+            team.share(budget_used)
+            mixed, chosen = team.share_trees(mixed), team.share_trees(chosen)
             kept, self._learned = self.learner.learn(mixed, chosen, budget_used)
             own = own.changed(self._replay.take_fresh(update, kept))
         self._last = own
         every = self.config.health.symptoms_every
-        if every > 0 and update % every == 0:
-            self._diagnose(own)
+        with measuring(self.learner, self._within.team) as scorer:
+            if every > 0 and update % every == 0:
+                self._diagnose(own, scorer)
         self.remember(own.sampled, update)
         return own
 
-    def _diagnose(self, trees: Sequence[Tree]) -> None:
+    def _diagnose(self, trees: Sequence[Tree], scorer: LogprobScorer) -> None:
         from treegraft.policy.learn.symptoms import symptoms
 
         with self.clock("symptoms"):
             has_own = self.config.loss.old_logprobs == "learner"
             tools = self.parts.toolbox.tools
             self._learned |= symptoms(
-                self.learner, trees, self.parts.format, tools, has_own_scores=has_own
+                scorer, trees, self.parts.format, tools, has_own_scores=has_own
             )
 
     def lessons(self, trees: Sequence[Tree], update: int) -> list[Tree]:
@@ -773,7 +808,7 @@ class Session:
             EngineError: names are missing or unknown; the engine then keeps its weights.
             DriftError: the engine holds other weights afterwards.
         """
-        with self.clock("publish"):
+        with self.clock("publish"), self._syncing():
             self._wait(self._synced, version, weights)
 
     async def async_weights(self, version: int, weights: Weights | None = None) -> None:
@@ -808,8 +843,8 @@ class Session:
     # ------------------------------------------------------------------ measuring
 
     def evaluate(self) -> Evaluation | None:
-        """Returns the evaluation of the present policy on the held-out tasks by [eval]; None
-        without such tasks."""
+        """Returns the evaluation, on the held-out tasks by [eval], of the policy that the engine
+        has; None without such tasks."""
         self._refuse_closed()
         if not self.parts.eval_tasks:
             return None
@@ -821,10 +856,6 @@ class Session:
 
     async def _evaluated(self) -> Evaluation:
         display = self._within.display
-        if self._is_warm_up_left or self._within.warms_up_only:
-            await self._publisher.publish(0)
-        else:
-            await self._make_ready()
         found = await evaluate(
             self.parts,
             self.parts.eval_tasks,

@@ -68,6 +68,7 @@ def train(
         if run.is_finished:
             return run.result()
         warm_up(run, session)
+        session.begin_updates()
         evaluate(run, session)
         for update in run.updates():
             with span("update", update=update, **{"rl.loop.iteration": update}):
@@ -91,15 +92,19 @@ def sft(config: Source | None = None, **options: Unpack[Options]) -> RunResult:
 
 def warm_up(run: Run, session: Session) -> None:
     """Imitates demonstrations, as far as that is asked for and left to do."""
-    if run.is_warm_up_evaluation_due():
-        run.log_warm_up(session.evaluate())
+    evaluate_warm_up(run, session)
     for step in session.warm_up():
         run.record_warm_up(step)
-        if run.is_warm_up_evaluation_due():
-            run.log_warm_up(session.evaluate())
+        evaluate_warm_up(run, session)
+
+
+def evaluate_warm_up(run: Run, session: Session) -> None:
+    """Evaluates after a step of the warm-up if that is due."""
+    if run.is_warm_up_evaluation_due():
+        session.sync_weights(0)
+        run.log_warm_up(session.evaluate())
 
 
 def evaluate(run: Run, session: Session) -> None:
     """Closes an update, or the time before the first one, with its evaluation if that is due."""
-    if not run.is_closed:
-        run.close(session.evaluate() if run.is_evaluation_due() else None)
+    run.close(session.evaluate() if run.is_evaluation_due() else None)

@@ -70,14 +70,26 @@ class WeightSource(Protocol):
         """Gives (name, whole tensor), one at a time, so that no second copy has to exist."""
 
 
-class LearnerLike(Protocol):
-    """What changes the policy's weights, in one process or in several."""
+class LogprobScorer(Protocol):
+    """What scores trees by the present weights: a learner, alone or with other ranks."""
+
+    def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Returns the trees with the log-probabilities of their sampled tokens under the present
+        weights as `Step.old_logprobs`."""
+
+
+class EntropyScorer(Protocol):
+    """What scores the entropies that an engine does not know."""
 
     def with_exact_entropies(
         self, trees: Sequence[Tree], *, everywhere: bool = False
     ) -> list[Tree]:
         """Returns the trees with exact entropies around grafts, for the retrieval reward; with
         `everywhere`, at all steps of all trees where one of them has such a graft."""
+
+
+class LearnerLike(LogprobScorer, EntropyScorer, Protocol):
+    """What changes the policy's weights, in one process or in several."""
 
     def learn(
         self, trees: Sequence[Tree], lessons: Sequence[Tree] = (), spent: float = 0.0
@@ -93,10 +105,6 @@ class LearnerLike(Protocol):
     def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
         """Returns two counts: the steps of demonstrations whose tokens with loss are all the most
         likely ones, and all steps."""
-
-    def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Returns the trees with the log-probabilities of their sampled tokens under the present
-        weights as `Step.old_logprobs`."""
 
     def forget_moments(self) -> None:
         """Resets the optimiser's moments, such as between warm-up and training."""

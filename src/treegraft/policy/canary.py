@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Protocol, runtime_checkable
 
 from treegraft.core.errors import DriftError
-from treegraft.core.interfaces import LearnerLike, NoiseKey
+from treegraft.core.interfaces import LogprobScorer, NoiseKey
 from treegraft.core.types import (
     ROOT_ID,
     Completion,
@@ -82,13 +82,13 @@ class Canaries:
         self._dtype, self.first_gap = dtype, first_gap
         self._num_breaches: dict[str, int] = {}
 
-    async def check(self, engine: Checkable, learner: LearnerLike) -> float | None:
+    async def check(self, engine: Checkable, scorer: LogprobScorer) -> float | None:
         """Returns the largest gap of all parts in nats; None where none answered.
 
         Raises:
             DriftError: a part's gap was too large three times in a row.
         """
-        gaps = canary_gaps(await engine.canaries(), learner)
+        gaps = canary_gaps(await engine.canaries(), scorer)
         if not gaps:
             return None
         largest = max(gaps.values())
@@ -114,7 +114,7 @@ class Canaries:
 
 
 def canary_gaps(
-    answers: Mapping[str, Sequence[Completion]], learner: LearnerLike
+    answers: Mapping[str, Sequence[Completion]], scorer: LogprobScorer
 ) -> dict[str, float]:
     """Returns the mean |log-probability of the engine - of the learner| over the canary tokens of
     each part, in nats."""
@@ -124,7 +124,7 @@ def canary_gaps(
         for completions in answers.values()
         for number, one in enumerate(completions)
     }
-    scored = dict(zip(trees, learner.with_logprobs([*trees.values()]), strict=True))
+    scored = dict(zip(trees, scorer.with_logprobs([*trees.values()]), strict=True))
     gaps: dict[str, float] = {}
     for name, completions in answers.items():
         differences = [

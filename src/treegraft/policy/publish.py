@@ -6,7 +6,9 @@ from typing import Any
 
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import Engine, LearnerLike, WeightSource
+from treegraft.core.team import Alone, Team
 from treegraft.policy.canary import MAX_BREACHES, Canaries, Checkable, Resting, limit_for
+from treegraft.policy.learn.measuring import measuring
 from treegraft.runs.checkpoint import TrainState
 
 
@@ -40,10 +42,16 @@ class Publisher:
     """
 
     def __init__(
-        self, engine: Engine, learner: LearnerLike, dtype: str, state: TrainState | None = None
+        self,
+        engine: Engine,
+        learner: LearnerLike,
+        dtype: str,
+        state: TrainState | None = None,
+        team: Team | None = None,
     ) -> None:
         state = state or TrainState.fresh()
         self._engine, self._learner, self._dtype = engine, learner, dtype
+        self._team = team or Alone()
         self._first_gap = state.first_gap
         self._num_breaches = state.num_breaches
         self._canaries = Canaries(dtype, state.first_canary_gap)
@@ -65,9 +73,12 @@ class Publisher:
                 it for the third time in a row.
         """
         await hand_over(self._engine, self._learner.weights(), version)
-        # Engines of one part have none: `check` compares all that they sample.
-        if isinstance(self._engine, Checkable):
-            self._canary_gap = await self._canaries.check(self._engine, self._learner)
+        # Other ranks gather the weights as often as the engine went through them.
+        self._team.share(None)
+        with measuring(self._learner, self._team) as scorer:
+            # Engines of one part have none: `check` compares all that they sample.
+            if isinstance(self._engine, Checkable):
+                self._canary_gap = await self._canaries.check(self._engine, scorer)
 
     async def rest(self) -> None:
         """Lets an engine that can leave the card until the next publish: the learner works."""

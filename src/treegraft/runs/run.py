@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -17,6 +17,7 @@ from treegraft.core.given import GivenObjects
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop
 from treegraft.core.spans import span
+from treegraft.core.team import Alone, Team
 from treegraft.core.types import Tree
 from treegraft.runs.checkpoint import (
     TrainState,
@@ -53,6 +54,10 @@ class Trains(Protocol):
     @property
     def update(self) -> int:
         """The update whose weights the learner has, 0 before the first."""
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether the engine is being given weights."""
 
     def replayed(self) -> Sequence[str]:
         """Returns the parts of the run's trees that a resume reads again."""
@@ -123,6 +128,8 @@ class Run:
     command: str
     """The word of the command line that goes on with the run: "train" or "sft"."""
     recorder: Recorder
+    team: Team = field(default_factory=Alone)
+    """The processes that run the training together."""
     accepts_changes: bool = False
     """Whether what lies beside the checkpoint is taken as it is, see `runs.resume`."""
     _notices: Sequence[str] = ()
@@ -143,6 +150,7 @@ class Run:
         display: Display,
         *,
         command: str,
+        team: Team | None = None,
         recipe: str | None = None,
         resume: Path | str | None = None,
         accepts_changes: bool = False,
@@ -155,6 +163,7 @@ class Run:
             given: the Python objects that they lead to.
             recipe: its name, for the run folder's default name.
             resume: a run folder to go on in; None for a new one.
+            team: the processes that run the training together; None for this one.
             accepts_changes: go on although inputs have changed.
             callbacks: those of `treegraft.train`.
 
@@ -191,6 +200,7 @@ class Run:
             folder=folder,
             given=given,
             command=command,
+            team=team or Alone(),
             recorder=recorder,
             accepts_changes=accepts_changes,
             **facts,
@@ -325,7 +335,7 @@ class Run:
                 raise
         except Interrupted as error:
             # Raised at safe points only, so that the state is whole.
-            self.save()
+            self._save_with_others()
             self.display.interrupted(self._resume_command)
             raise Ended(self.stop.number) from error
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -355,12 +365,18 @@ class Run:
     def _try_to_save(self) -> None:
         """Saves the state after a failure of the engine, unless the weights are ahead of it.
         Whatever keeps it from being saved, the engine's error is the one to show."""
-        if self._session.update != self.state.update:
+        if self._session.is_syncing or self._session.update != self.state.update:
             return
         try:
-            self.save()
+            self._save_with_others()
         except Exception as fault:
             self.display.warn(f"the state could not be saved: {fault}")
+
+    def _save_with_others(self) -> None:
+        """Saves, with the help of the other ranks, which wait for what comes next."""
+        self.team.call_off()
+        self.save()
+        self.team.share(None)
 
     def result(self) -> RunResult:
         """Returns where the results are, after a last checkpoint; of a run that has nothing left to
@@ -368,6 +384,7 @@ class Run:
         if self.is_finished and not self._is_recorded:
             return self._already_finished()
         self.save()
+        self.team.share(None)
         self.recorder.finish()
         return self._finished(self._place_of(self.state), self.recorder.latest)
 
@@ -386,6 +403,8 @@ class Run:
 
     def _finished(self, checkpoint: Path, metrics: Mapping[str, float]) -> RunResult:
         self.display.finished(self.path, checkpoint, metrics)
+        shared = {"run_dir": str(self.path), "checkpoint_dir": str(checkpoint)}
+        self.team.share({**shared, "metrics": dict(metrics)})
         return RunResult(
             run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics, given=self.given
         )
@@ -405,11 +424,15 @@ class Run:
         save_every = max(1, num_all // (4 if self.config.checkpoint.every else 1))
         if step.num_steps == num_all or step.num_steps % save_every == 0:
             self.save()
+        self.team.share(None)
         self.stop.raise_if_asked()
 
     def is_warm_up_evaluation_due(self) -> bool:
         """Returns whether the held-out tasks are to be evaluated after the present warm-up step and
         are not yet: warmup.jsonl has no line of it."""
+        return bool(self.team.share(self._is_warm_up_evaluation_due()))
+
+    def _is_warm_up_evaluation_due(self) -> bool:
         settings, done = self.config.warmup, self.state.warmup_steps
         if self.state.update or self.state.is_closed or not settings.eval_every:
             return False
@@ -443,7 +466,8 @@ class Run:
         """Yields the numbers of the updates that are left, each once the one before is closed. It
         ends at the limits of [run], and where a callback asks for the end."""
         while not (self.is_over or self.recorder.wants_end):
-            yield self.state.update + 1
+            yield self.team.share(self.state.update + 1)
+        self.team.share(None)
 
     def record(
         self,
@@ -462,6 +486,8 @@ class Run:
     def is_evaluation_due(self) -> bool:
         """Returns whether the held-out tasks are evaluated after the present update."""
         settings, number = self.config.eval, self.state.update
+        if self.state.is_closed:
+            return False
         if number == 0:
             return settings.at_start
         is_last = settings.at_end and self.is_over
@@ -469,7 +495,14 @@ class Run:
 
     def close(self, evaluation: Measured | None = None) -> None:
         """Logs the update with its evaluation (None for none), and keeps the best and the latest
-        checkpoints."""
+        checkpoints; nothing if that is done."""
+        if not self.is_closed:
+            self._close(evaluation)
+        self.team.share(None)
+        # A safe point: nothing is pending that a checkpoint would not hold.
+        self.stop.raise_if_asked()
+
+    def _close(self, evaluation: Measured | None) -> None:
         update, state = self.state.update, self.state
         evaluated = {} if evaluation is None else self._recorded(evaluation)
         metrics = {**state.pending, **evaluated}
@@ -488,8 +521,6 @@ class Run:
             self._write(self._write_best)
         if self.is_over or ((every := self.config.checkpoint.every) and update % every == 0):
             self.save()
-        # A safe point: nothing is pending that a checkpoint would not hold.
-        self.stop.raise_if_asked()
 
     def log_pending(self) -> None:
         """Logs what an sft run has, so that a later training logs update 0 with its evaluation."""

@@ -12,7 +12,7 @@ from typing import Any
 from treegraft.algo.advantages import assign_credit, batch_outcomes, scale_of
 from treegraft.algo.groups import Floats
 from treegraft.core.errors import SettingError, about
-from treegraft.core.interfaces import CreditRule, LearnerLike
+from treegraft.core.interfaces import CreditRule, EntropyScorer
 from treegraft.core.plugin import OutcomeKind, load_object, loaded, offered, weighed
 from treegraft.core.types import Step, Tree
 from treegraft.settings.config import Config
@@ -84,7 +84,7 @@ def credit_trees(
 
 
 def credit_by_entropy(
-    learner: LearnerLike, trees: Sequence[Tree], config: Config, rule: CreditRule | None = None
+    scorer: EntropyScorer, trees: Sequence[Tree], config: Config, rule: CreditRule | None = None
 ) -> list[Tree]:
     """Returns `credit_trees` of the trees, with the entropies that credit reads made exact first,
     where an engine knows its top-k ones only."""
@@ -92,7 +92,7 @@ def credit_by_entropy(
         return []
     # Refinements compare tokens, whose entropies have to be of one kind.
     is_weighed = bool(weighed("refinements", config.credit))
-    return credit_trees(learner.with_exact_entropies(trees, everywhere=is_weighed), config, rule)
+    return credit_trees(scorer.with_exact_entropies(trees, everywhere=is_weighed), config, rule)
 
 
 def _outcome(name: str) -> Any:

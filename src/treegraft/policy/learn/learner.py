@@ -20,7 +20,9 @@ from treegraft.algo.losses import (
 )
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
+from treegraft.core.interfaces import WeightSource
 from treegraft.core.plugin import weighed
+from treegraft.core.team import Alone, Team
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
@@ -39,11 +41,9 @@ from treegraft.policy.learn.pack import (
     without_branches,
 )
 from treegraft.policy.learn.plan import (
-    Alone,
     Pack,
     Part,
     Plan,
-    Team,
     by_step,
     combined,
     deal,
@@ -500,8 +500,11 @@ class Learner:
 
     # ------------------------------------------------------------------ weights
 
-    def weights(self) -> ModelWeights:
+    def weights(self) -> WeightSource:
         """Returns the plain model's weights, adapters merged into them, detached."""
+        return self._plain_weights()
+
+    def _plain_weights(self) -> ModelWeights:
         adapted = None if base_model(self.model) is self.model else self.model
         return ModelWeights(plain_weights(self.model), adapted)
 
@@ -531,7 +534,7 @@ class Learner:
         Args:
             keep_adapter: write the adapters apart, and the model without them.
         """
-        write_model(folder, self.model, self.weights().tensors, keep_adapter=keep_adapter)
+        write_model(folder, self.model, self._plain_weights().tensors, keep_adapter=keep_adapter)
         write_optimiser(folder, self.state())
 
     def load(self, folder: Path) -> None:

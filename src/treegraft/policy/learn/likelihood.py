@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from treegraft.core.team import Alone
 from treegraft.core.types import Tree
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.learn.pack import pack_trees
-from treegraft.policy.learn.plan import Alone, by_step, gathered, plan_passes
+from treegraft.policy.learn.plan import by_step, gathered, plan_passes
 from treegraft.policy.learn.scores import ScoringModel, packing_problem
 from treegraft.policy.output_head import base_model
 from treegraft.policy.weights import ModelWeights, plain_weights

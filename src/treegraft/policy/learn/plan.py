@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from treegraft.core.team import Team
 from treegraft.core.types import Step, Tree
 from treegraft.policy.learn.pack import num_imitated_tokens, num_tree_tokens, plan_packs, split_tree
 
@@ -25,27 +26,6 @@ class Part(NamedTuple):
 
 Pack = tuple[Part, ...]
 """The parts of one forward and backward pass."""
-
-
-class Team(Protocol):
-    """The processes that learn together. Each makes the same plan, and its own passes."""
-
-    rank: int
-    size: int
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns each rank's values, 1-D on the CPU, in the order of ranks; of the same type, of
-        any length."""
-
-
-class Alone:
-    """One process that makes every pass."""
-
-    rank, size = 0, 1
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns the values."""
-        return [values.cpu()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""The processes that torchrun has started: how they find each other, take orders, and end.
+"""The processes that torchrun has started: how they find each other, what they share, and how they
+end.
 
-Rank 0 runs the whole story. The others wait for its orders, which are JSON; tensors go by
-collectives. Nothing is unpickled. Every wait has a deadline, and ends as soon as a process that
-it needs has ended.
+Every rank runs the same loop. What rank 0 alone knows it shares: values as JSON, trees as JSON and
+bytes, tensors by collectives. Nothing is unpickled. Every wait for a collective has a deadline, and
+every wait ends as soon as a process that it needs has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from torch import Tensor
 import treegraft
 from treegraft.core.errors import RankError, SettingError
 from treegraft.core.files import code_checksum
+from treegraft.core.interrupt import Interrupted
 from treegraft.core.spans import carrier
+from treegraft.core.types import Tree
+from treegraft.policy.learn.sent_trees import packed, unpacked
 from treegraft.policy.load import has_cuda
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, differences
@@ -115,8 +119,8 @@ def read_key(store: Any, key: str) -> bytes:
 class Ranks:
     """This process among the others; a `Team` of the learner."""
 
-    result: Mapping[str, Any] | None = None
-    """What rank 0 tells the others at the end; None where it has failed."""
+    trace: Mapping[str, str] | None = None
+    """The span of rank 0 that this rank's work belongs to; None on rank 0 and without spans."""
 
     def __init__(
         self,
@@ -150,9 +154,9 @@ class Ranks:
         )
         self._store.set_timeout(timedelta(seconds=START_S))
         self.device = torch.device("cuda" if is_cuda else "cpu")
-        self._num_orders = 0
-        self._is_together = True
-        """Whether all ranks have done what was ordered last."""
+        self._num_shared = 0
+        self._is_done = False
+        """Whether the work has come to its end."""
         self._peers = self._meet(config)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
@@ -211,65 +215,78 @@ class Ranks:
                 code="rank-not-come",
             ) from error
 
-    # ------------------------------------------------------------------ orders
+    # ------------------------------------------------------------------ what rank 0 shares
 
-    @contextlib.contextmanager
-    def ordered(self, name: str, columns: Tensor | None = None, **arguments: Any) -> Iterator[None]:
-        """Tells the other ranks to do what this one, rank 0, does in the block.
-
-        Args:
-            columns: numbers that go beside the arguments, [bytes] uint8.
+    def share(self, value: Any = None) -> Any:
+        """Returns rank 0's value, which JSON can hold, on every rank, however long it takes to
+        come.
 
         Raises:
-            RankError: a rank has ended or does not answer.
+            Interrupted: rank 0 stops here to save (on the other ranks).
+            RankError: a rank has ended.
         """
+        if self.rank:
+            return self._received()
         self.check()
-        self._is_together = False
+        self._send({"value": value})
+        return value
+
+    def share_trees(self, trees: Sequence[Tree] = ()) -> list[Tree]:
+        """Returns rank 0's trees on every rank: on rank 0 themselves. Raises as `share`."""
+        if self.rank:
+            texts, size = self._received()
+            columns = torch.empty(size, dtype=torch.uint8)
+            with self.blaming():
+                dist.broadcast(columns, 0)
+            return unpacked(texts, columns)
+        texts, columns = packed(trees)
+        self.share((texts, columns.numel()))
         with self.blaming():
-            trace = carrier()
-            self._send({"do": name, **arguments} | ({"trace": trace} if trace else {}), columns)
-            yield
-        self._is_together = True
-
-    def _send(self, order: Mapping[str, Any], columns: Tensor | None) -> None:
-        size = {} if columns is None else {"columns": columns.numel()}
-        text = json.dumps({**order, **size}).encode()
-        self._num_orders += 1
-        self._tell(order["do"])
-        self._store.set(f"order/{self._num_orders}", str(len(text)))
-        dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-        if columns is not None:
             dist.broadcast(columns, 0)
+        return list(trees)
 
-    def next_order(self) -> dict[str, Any]:
-        """Returns rank 0's next order.
+    def call_off(self) -> None:
+        """Lets the others, who wait for something shared, stop in order to save with rank 0."""
+        if not self.rank:
+            self._send({"stops": True})
 
-        Raises:
-            RankError: rank 0 has ended without one.
-        """
-        self._num_orders += 1
-        key = f"order/{self._num_orders}"
-        leader = self._peers[0]
+    def finish(self) -> None:
+        """Notes that the work has come to its end, so that `close` ends nobody's work."""
+        self._is_done = True
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._num_shared += 1
+        trace = carrier()
+        text = json.dumps({**message, "trace": trace} if trace else message)
+        self._store.set(f"shared/{self._num_shared}", text)
+
+    def _received(self) -> Any:
+        """The next value that rank 0 shares."""
+        self._num_shared += 1
+        key = f"shared/{self._num_shared}"
         self._tell("waiting")
         looked, nap = time.monotonic(), 0.001
         while not self._store.check([key]):
             time.sleep(nap)
-            # An order follows another at once, or after a rollout.
+            # A value follows another at once, or after a rollout.
             nap = min(0.05, 1.2 * nap)
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                if leader.has_ended and not self._store.check([key]):
-                    raise RankError(
-                        f"{leader.name} has ended without a last order", code="leader-gone"
-                    )
-        text = torch.empty(int(self._store.get(key)), dtype=torch.uint8)
-        dist.broadcast(text, 0)
-        order: dict[str, Any] = json.loads(text.numpy().tobytes())
-        if "columns" in order:
-            order["columns"] = torch.empty(order["columns"], dtype=torch.uint8)
-            dist.broadcast(order["columns"], 0)
-        self._tell(order["do"])
-        return order
+                self._refuse_leaderless(key)
+        message = json.loads(self._store.get(key))
+        self._tell("working")
+        self.trace = message.get("trace")
+        if "stops" in message:
+            raise Interrupted
+        return message["value"]
+
+    def _refuse_leaderless(self, key: str) -> None:
+        """Ends this rank where rank 0 has ended, or failed and said so itself."""
+        if self._store.check(["failed"]):
+            raise SystemExit(0)
+        leader = self._peers[0]
+        if leader.has_ended and not self._store.check([key]):
+            raise RankError(f"{leader.name} has ended without a last word", code="leader-gone")
 
     def _tell(self, doing: str) -> None:
         self._store.set(f"doing/{self.rank}", doing)
@@ -324,20 +341,15 @@ class Ranks:
                 ) from error
             raise
 
-    def leave(self) -> None:
-        """Ends the connections; rank 0 ends the other ranks with them."""
+    def close(self) -> None:
+        """Ends the connections. Where rank 0's work has not come to its end, the others end too:
+        at once if they wait for it, else when their collectives fail."""
         self._is_over.set()
         with contextlib.suppress(RuntimeError):
-            if self.rank == 0 and self._is_together:
-                with self.ordered("end", result=self.result):
-                    pass
-            elif self.rank == 0:
-                # They are in the middle of something: its collectives fail once this one is gone.
+            if self.rank == 0 and not self._is_done:
                 self._store.set("failed", "1")
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
-
-    close = leave
 
     # ------------------------------------------------------------------ results
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from treegraft.core.demonstration import Demonstration, Show, Written, solution, tree_of_paths
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Format, LearnerLike, TaskSource
+from treegraft.core.interfaces import Format, TaskSource
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.types import Origin, StepContent, Task, Tree
 from treegraft.policy.learn.optimiser import decay
@@ -283,14 +283,7 @@ def learning_rate(settings: WarmupSettings, step: int) -> float:
     return settings.lr * decay(settings.schedule, left, settings.final_lr_frac)
 
 
-def step_skill(
-    learner: LearnerLike, format: Format, demonstrations: Sequence[Demonstration]
-) -> float:
-    """Returns the share of teacher-forced steps in which every token but the deciding one is the
-    most likely one, 0..1."""
-    trees = [
-        demonstration_tree(format, task, steps, masks_decisions=True)
-        for task, steps in demonstrations
-    ]
-    right, total = learner.right_steps(trees)
-    return right / max(1, total)
+def skill_tree(format: Format, task: Task, steps: Sequence[StepContent]) -> Tree:
+    """Returns a demonstration by which `Learner.right_steps` measures skill: every token counts but
+    the deciding ones."""
+    return demonstration_tree(format, task, steps, masks_decisions=True)

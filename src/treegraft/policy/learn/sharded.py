@@ -6,10 +6,11 @@ sum is the same however many ranks there are; only its rounding differs.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,23 +26,142 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from treegraft.core.errors import CheckpointError
+from treegraft.core.errors import CheckpointError, ModelError, SettingError
+from treegraft.core.spans import joined, span
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import ADAPTER
 from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.scores import ScoringModel
-from treegraft.policy.learn.weight_files import WeightFiles, meta_model
+from treegraft.policy.learn.scores import ScoringModel, packing_problem
+from treegraft.policy.learn.weight_files import WeightFiles, cut_model, meta_model, model_shape
 from treegraft.policy.load import DTYPES
-from treegraft.policy.output_head import base_model, decoder
+from treegraft.policy.output_head import base_model, decoder, head_problem
 from treegraft.policy.shards import TensorFiles, local_rows, write_rows
-from treegraft.policy.weights import bit_sum, fingerprint_of, named_weights, weight_names
+from treegraft.policy.weights import (
+    adapted_modules,
+    bit_sum,
+    fingerprint_of,
+    named_weights,
+    weight_names,
+)
 from treegraft.settings.config import Config
 
 FILE_BYTES = 5_000_000_000
 """Size of the files of a checkpoint's model, as transformers cuts them."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_all_ranks(
+    method: Callable[Concatenate[ShardedLearner, P], R],
+) -> Callable[Concatenate[ShardedLearner, P], R]:
+    """Returns a method that every rank has to call, whose failure names the rank that caused it,
+    and whose span on other ranks than 0 hangs below rank 0's."""
+
+    @functools.wraps(method)
+    def call(learner: ShardedLearner, /, *args: P.args, **options: P.kwargs) -> R:
+        ranks = learner.ranks
+        with ranks.blaming(), joined(ranks.trace, f"rank {ranks.rank}"):
+            if not ranks.rank:
+                return method(learner, *args, **options)
+            with span(method.__name__):
+                return method(learner, *args, **options)
+
+    return call
+
+
+def build_learner(
+    ranks: Ranks,
+    config: Config,
+    model: Any = None,
+    files: Sequence[Path] | None = None,
+    checkpoint: Path | None = None,
+) -> ShardedLearner:
+    """Returns a learner whose weights are divided among the ranks; each has to call it.
+
+    Args:
+        model: on rank 0, whole, with its adapters; it may be dropped afterwards. With `files` its
+            shape alone.
+        files: on rank 0: from which each rank reads its rows, see `weight_files.shardable_files`.
+        checkpoint: on rank 0: whose optimiser's state to go on from; None for the beginning.
+
+    Raises:
+        ModelError: a model that several ranks cannot learn.
+        SettingError: LoRA targets that are no linear layers.
+        RankError: a rank has ended.
+    """
+    shape = ""
+    if not ranks.rank:
+        shape = model_shape(model)
+        # Where only the shape is known, a layer of each kind is tried.
+        refuse(model if files is None else cut_model(shape), config)
+    names = None if files is None else [str(file) for file in files]
+    place = None if checkpoint is None else str(checkpoint.resolve())
+    shape, names, place = ranks.share((shape, names, place))
+    with ranks.blaming():
+        if names is None:
+            learner = ShardedLearner(ranks, shape, config, source=model)
+        else:
+            found = WeightFiles([*map(Path, names)], shape, config.model.dtype)
+            learner = ShardedLearner(ranks, shape, config, files=found)
+    if place is not None:
+        learner.load(Path(place))
+    return learner
+
+
+def refuse(model: Any, config: Config) -> None:
+    """Refuses what one process can learn and several cannot."""
+    if problem := head_problem(model):
+        raise ModelError(
+            f"learner: this model cannot be trained here: {problem}", code="model-not-trainable"
+        )
+    problem = packing_problem(model, compile_kernels=config.learn.compile_kernels)
+    if problem is not None:
+        raise ModelError(
+            f"model '{config.model.path}': its trees cannot be packed ({problem}), which several"
+            " ranks need; expected a model with plain attention. Train it with one rank.",
+            code="trees-not-packed",
+        )
+    if any("default" not in module.lora_A for module in adapted_modules(model).values()):
+        raise SettingError(
+            f"model.lora.targets: got {config.model.lora.targets!r}, of which some are no linear"
+            " layers; several ranks expect linear layers alone. Leave the others out, or train with"
+            " one rank.",
+            code="lora-targets-not-linear",
+        )
+
+
+class StreamedWeights:
+    """Weights that are divided among ranks as a `WeightSource`: on rank 0, while the other ranks
+    `follow`."""
+
+    def __init__(self, learner: ShardedLearner) -> None:
+        self._learner, self.ranks = learner, learner.ranks
+        self.names = learner.names
+        self.fingerprint = learner.fingerprint()
+        """Checksum of all tensors, equal to that of the plain model."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.ranks.share(True)
+        stream = self._learner.stream()
+        with self.ranks.blaming():
+            try:
+                # Not `yield from`, which would close the stream with this generator.
+                for pair in stream:  # noqa: UP028
+                    yield pair
+            except GeneratorExit:
+                # The others gather every tensor; one left out here would keep them waiting.
+                for _ in stream:
+                    pass
+
+    def follow(self) -> None:
+        """Gathers the weights as often as rank 0 goes through them, until it shares None."""
+        while self.ranks.share():
+            with self.ranks.blaming(), joined(self.ranks.trace, f"rank {self.ranks.rank}"):
+                for _ in self._learner.stream():
+                    pass
 
 
 class ShardedLearner(Learner):
@@ -63,7 +183,7 @@ class ShardedLearner(Learner):
             source: rank 0's whole model with its adapters; None on the others.
             files: those of the weights; None takes them from rank 0.
         """
-        self._ranks, self._config, self._source = ranks, config, source
+        self.ranks, self._config, self._source = ranks, config, source
         self._weight_files = files
         model = meta_model(shape, config)
         # Tried already by rank 0 on the whole model.
@@ -80,7 +200,7 @@ class ShardedLearner(Learner):
         self._source = self._weight_files = None
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
-        learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
+        learn, ranks, shards = self._config.learn, self.ranks, self._num_shards
         if ranks.device.type == "cuda":
             config = base_model(scoring.model).config.get_text_config()
             prove_flex(config, self._dtype, ranks.device)
@@ -132,7 +252,7 @@ class ShardedLearner(Learner):
         if self._source is not None:
             found = {**dict(self._source.named_parameters()), **dict(self._source.named_buffers())}
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
-            whole = torch.empty(weight.shape, dtype=weight.dtype, device=self._ranks.device)
+            whole = torch.empty(weight.shape, dtype=weight.dtype, device=self.ranks.device)
             if found:
                 whole.copy_(found[name])
             dist.broadcast(whole, 0)
@@ -142,7 +262,7 @@ class ShardedLearner(Learner):
     @property
     def _num_shards(self) -> int:
         """Parts of each weight; every further rank holds a copy of one."""
-        count: int = self._ranks.size // self._config.learn.replicate
+        count: int = self.ranks.size // self._config.learn.replicate
         return count
 
     @property
@@ -151,9 +271,14 @@ class ShardedLearner(Learner):
 
     @property
     def device(self) -> torch.device:
-        return self._ranks.device
+        return self.ranks.device
 
     # ------------------------------------------------------------------ weights
+
+    def weights(self) -> StreamedWeights:
+        """Returns the plain model's weights, gathered from the ranks one after another each time
+        that rank 0 goes through them."""
+        return StreamedWeights(self)
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) of the plain model, gathered one after another, in the
@@ -171,6 +296,8 @@ class ShardedLearner(Learner):
                 value = whole(tensor.to(dtype) if tensor.is_floating_point() else tensor)
             yield name, value
 
+    @on_all_ranks
+    @torch.inference_mode(False)  # an engine's thread may be in that mode
     @torch.no_grad()
     def fingerprint(self) -> str:
         """Returns the checksum of what `stream` yields, mostly from the shards."""
@@ -179,12 +306,12 @@ class ShardedLearner(Learner):
             value, first = local_rows(tensor)
             # Of what several ranks hold, one counts.
             num_counted = self._num_shards if isinstance(tensor, DTensor) else 1
-            is_counted = self._ranks.rank < num_counted
+            is_counted = self.ranks.rank < num_counted
             value = value.to(dtype) if value.is_floating_point() else value
             facts[name] = (str(value.dtype), tuple(tensor.shape))
             width = tensor.shape[1:].numel() if first else 0
             total = bit_sum(value, first * width)
-            sums.append((total if is_counted else torch.zeros_like(total)).to(self._ranks.device))
+            sums.append((total if is_counted else torch.zeros_like(total)).to(self.ranks.device))
         totals = torch.stack(sums)
         dist.all_reduce(totals)
         pairs = zip(facts.items(), totals.tolist(), strict=True)
@@ -195,32 +322,45 @@ class ShardedLearner(Learner):
         """Names of what `stream` yields."""
         return weight_names(self.model)
 
+    # ------------------------------------------------------------------ what every rank calls
+
+    learn = on_all_ranks(Learner.learn)
+    imitate = on_all_ranks(Learner.imitate)
+    right_steps = on_all_ranks(Learner.right_steps)
+    with_logprobs = on_all_ranks(Learner.with_logprobs)
+    with_exact_entropies = on_all_ranks(Learner.with_exact_entropies)
+
     # ------------------------------------------------------------------ files
 
     @property
     def _suffix(self) -> str:
-        return f"-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}"
+        return f"-{self.ranks.rank + 1:05d}-of-{self.ranks.size:05d}"
 
+    @on_all_ranks
     def keep_reference(self, folder: Path | None = None, *, is_new: bool = True) -> None:
         """As `Learner.keep_reference`; each rank writes its rows."""
         if folder is None:
             self.reference = Reference(self.model)
             return
-        if is_new and self._ranks.rank == 0:
+        if is_new and self.ranks.rank == 0:
             Reference.clear(folder)
-        self._ranks.barrier()
+        self.ranks.barrier()
         self.reference = Reference(self.model)
         if is_new:
-            if self._ranks.rank < self._num_shards:
-                self.reference.save(folder, self._suffix, is_first=self._ranks.rank == 0)
+            if self.ranks.rank < self._num_shards:
+                self.reference.save(folder, self._suffix, is_first=self.ranks.rank == 0)
         else:
             self.reference.load(folder)
-        self._ranks.barrier()
+        self.ranks.barrier()
 
+    @on_all_ranks
     def save(self, folder: Path, *, keep_adapter: bool) -> None:
         """As `Learner.save`: rank 0 writes the plain model, gathered layer by layer, and each rank
         its rows of the optimiser's state."""
-        is_main = self._ranks.rank == 0
+        is_main = self.ranks.rank == 0
+        if is_main:
+            # The others wait for the place of the next checkpoint.
+            self.ranks.share(str(folder.resolve()))
         is_apart = keep_adapter and base_model(self.model) is not self.model
         files = _ModelFiles(folder, self.model) if is_main else None
         for name, tensor in self._plain() if is_apart else self.stream():
@@ -237,9 +377,9 @@ class ShardedLearner(Learner):
             if is_main:
                 self.model.save_pretrained(folder / ADAPTER, state_dict=adapters)
         path = folder / "treegraft" / f"optimiser{self._suffix}.safetensors"
-        if self._ranks.rank < self._num_shards:
+        if self.ranks.rank < self._num_shards:
             write_rows(path, self.state(), is_first=is_main)
-        self._ranks.barrier()
+        self.ranks.barrier()
 
     @torch.no_grad()
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
@@ -248,6 +388,7 @@ class ShardedLearner(Learner):
             if ".lora_" not in name:
                 yield name.replace(".base_layer.", "."), whole(tensor.to(self._dtype))
 
+    @on_all_ranks
     def load(self, folder: Path) -> None:
         """As `Learner.load`; each rank reads its rows, whatever number of ranks wrote them."""
         files = TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))

@@ -14,7 +14,7 @@ from itertools import takewhile
 from statistics import fmean
 
 from treegraft.core.demonstration import Written, plain_step, tree_of_paths
-from treegraft.core.interfaces import AnswerOpening, Format, LearnerLike, Opening
+from treegraft.core.interfaces import AnswerOpening, Format, LogprobScorer, Opening
 from treegraft.core.types import ROOT_ID, Origin, Step, StepContent, Trajectory, Tree
 
 NUM_SUCCESSES = 8
@@ -26,7 +26,7 @@ NUM_DECIDING = 8
 
 
 def symptoms(
-    learner: LearnerLike,
+    scorer: LogprobScorer,
     trees: Sequence[Tree],
     fmt: Format,
     tools: Collection[str],
@@ -42,11 +42,11 @@ def symptoms(
         has_own_scores: whether old log-probabilities are the learner's. Those of an engine differ
             from it without any learning, so no change is measured against them.
     """
-    change = success_change(learner, trees) if has_own_scores else {}
-    return change | question_information(learner, trees) | opening_probs(learner, trees, fmt, tools)
+    change = success_change(scorer, trees) if has_own_scores else {}
+    return change | question_information(scorer, trees) | opening_probs(scorer, trees, fmt, tools)
 
 
-def success_change(learner: LearnerLike, trees: Sequence[Tree]) -> dict[str, float]:
+def success_change(scorer: LogprobScorer, trees: Sequence[Tree]) -> dict[str, float]:
     """Returns the mean change of log π(y) of the tokens that the policy sampled on successful
     trajectories, from before the update to after it, in nats a token.
 
@@ -61,7 +61,7 @@ def success_change(learner: LearnerLike, trees: Sequence[Tree]) -> dict[str, flo
         return {}
     changes = [
         new - old
-        for before, after in zip(chosen, learner.with_logprobs(chosen), strict=True)
+        for before, after in zip(chosen, scorer.with_logprobs(chosen), strict=True)
         for step, again in zip(before.steps, after.steps, strict=True)
         if step.old_logprobs is not None and again.old_logprobs is not None
         for old, new, is_own in zip(
@@ -72,7 +72,7 @@ def success_change(learner: LearnerLike, trees: Sequence[Tree]) -> dict[str, flo
     return {"learn/success_logprob_change": fmean(changes)} if changes else {}
 
 
-def question_information(learner: LearnerLike, trees: Sequence[Tree]) -> dict[str, float]:
+def question_information(scorer: LogprobScorer, trees: Sequence[Tree]) -> dict[str, float]:
     """Returns how much first steps say about the question they were sampled for, as a share of what
     they could say: 1 where each is likely under its own question alone, 0 where it is equally
     likely under all.
@@ -96,7 +96,7 @@ def question_information(learner: LearnerLike, trees: Sequence[Tree]) -> dict[st
         )
         for n, (prompt, _) in enumerate(pairs)
     ]
-    scored = learner.with_logprobs(crossed)
+    scored = scorer.with_logprobs(crossed)
     # [question j][step i]
     scores = [[math.fsum(step.old_logprobs or ()) for step in tree.steps[1:]] for tree in scored]
     gains = [row[i] - _log_mean_exp([other[i] for other in scores]) for i, row in enumerate(scores)]
@@ -104,7 +104,7 @@ def question_information(learner: LearnerLike, trees: Sequence[Tree]) -> dict[st
 
 
 def opening_probs(
-    learner: LearnerLike, trees: Sequence[Tree], fmt: Format, tools: Collection[str]
+    scorer: LogprobScorer, trees: Sequence[Tree], fmt: Format, tools: Collection[str]
 ) -> dict[str, float]:
     """Returns the mean probability, at the steps where the policy called or answered, that it opens
     a call (learn/open_call_prob), an answer (learn/open_answer_prob), or either of them
@@ -125,9 +125,7 @@ def opening_probs(
     if not made:
         return {}
     calls, answers = [], []
-    for (_, places), tree in zip(
-        made, learner.with_logprobs([one for one, _ in made]), strict=True
-    ):
+    for (_, places), tree in zip(made, scorer.with_logprobs([one for one, _ in made]), strict=True):
         scores = {step.id: step.old_logprobs or () for step in tree.steps}
         for openings in places:
             probs = [(one.kind, one.prob(scores[one.step_id])) for one in openings]

@@ -1,0 +1,52 @@
+"""Trees on their way from rank 0 to the others: JSON, and their numbers as one tensor.
+
+A token has up to seven numbers, and as text they took longer to write and read than all that Python
+does besides. In the tensor they are packed as in memory, a sampled token in some 20 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treegraft.core.columns import FILLERS, numbers, pack_ids, pack_scores
+from treegraft.core.types import Tree
+from treegraft.runs.tree_json import tree_from_dict, tree_to_dict
+
+_COLUMNS = ((("token_ids", "lesson_ids"), pack_ids), (FILLERS, pack_scores))
+
+
+def packed(trees: Sequence[Tree]) -> tuple[list[str], Tensor]:
+    """Returns each tree as JSON, with the number of bytes of each column in its place, and the
+    columns as [bytes] uint8."""
+    columns, texts = bytearray(), []
+    for tree in trees:
+        data = tree_to_dict(tree)
+        for step in data["steps"]:
+            for names, pack in _COLUMNS:
+                for name in names:
+                    if step.get(name) is not None:
+                        found = pack(step[name])
+                        columns += found
+                        step[name] = len(found)
+        texts.append(json.dumps(data, default=str))
+    return texts, torch.from_numpy(np.frombuffer(columns, np.uint8))
+
+
+def unpacked(texts: Sequence[str], columns: Tensor) -> list[Tree]:
+    """Returns the trees that `packed` was given."""
+    found, end, trees = columns.numpy().tobytes(), 0, []
+    for text in texts:
+        data = json.loads(text)
+        for step in data["steps"]:
+            for names, _ in _COLUMNS:
+                for name in names:
+                    if step.get(name) is not None:
+                        begin, end = end, end + step[name]
+                        step[name] = numbers(found[begin:end]).tolist()
+        trees.append(tree_from_dict(data))
+    return trees
