@@ -959,11 +959,13 @@ class Session:
         Args:
             state: of the run that the session belongs to; None for a loop of one's own.
         """
-        from treegraft.policy.checkpoint import save_checkpoint
+        from treegraft.policy.checkpoint import partial_of, save_checkpoint
 
         if state is None:
             fresh = replace(TrainState.fresh(), is_closed=self.update > 0, update=self.update)
             state = replace(fresh, warmup_steps=self.num_warm_up_steps, **self.state())
+        # Where the other ranks write their part.
+        self._within.team.share(str(partial_of(Path(folder)).resolve()))
         save_checkpoint(
             Path(folder),
             learner=self.learner,

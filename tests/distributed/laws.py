@@ -345,14 +345,13 @@ def main() -> None:
     # In another job, one rank has another recipe.
     is_odd = sys.argv[2:] == ["unlike"] and os.environ["RANK"] == "1"
     with joined(settings(learn={"lr": 0.5}) if is_odd else settings()) as ranks:
-        assert ranks is not None
+        assert isinstance(ranks, Ranks)
         for name in sys.argv[2:]:
             found = CHECKS[name](ranks)
             if ranks.rank == 0:
                 print(json.dumps({"check": name, **found}), flush=True)
-        # There is no loop over orders here that would have to end.
         ranks.barrier()
-        ranks._is_together = False
+        ranks.finish()
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def test_ctrl_c_saves_and_nothing_listens_beyond_loopback(tmp_path: Path) -> Non
         assert seen and seen <= LOOPBACK, seen
         # Where they meet, nobody else may look.
         command = Path(f"/proc/{other}/cmdline").read_text().split("\0")
-        folder = Path(str(urlsplit(command[-2]).path)).parent
+        folder = Path(str(urlsplit(command[-3]).path)).parent
         assert folder.stat().st_mode & 0o777 == 0o700
         process.send_signal(signal.SIGINT)
         said = "".join(lines)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +22,13 @@ from tests.support.families import build_model
 from tests.support.trees import recorded_trees
 from torch.distributed import checkpoint
 
+from treegraft.core.team import Alone
 from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks, sharded
-from treegraft.policy.learn.leader import StreamedWeights, _refuse
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.orders import arguments_of, order_of, packed, unpacked
-from treegraft.policy.learn.plan import Alone, by_step, deal, gathered, plan_passes, spread
+from treegraft.policy.learn.plan import by_step, deal, gathered, plan_passes, spread
+from treegraft.policy.learn.sent_trees import packed, unpacked
+from treegraft.policy.learn.sharded import StreamedWeights, refuse
 from treegraft.policy.learn.torchrun import num_ranks
 from treegraft.policy.load import with_adapters
 from treegraft.policy.weights import bit_sum
@@ -133,17 +133,17 @@ def test_copies_of_the_weights_divide_the_number_of_ranks() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_models_that_several_ranks_cannot_learn_are_refused() -> None:
     for family in ("llama", "qwen3"):
-        _refuse(build_model(family), settings())
+        refuse(build_model(family), settings())
     with raises_code(
         "trees-not-packed", match=r"cannot be packed \(.*\), which several ranks need"
     ):
-        _refuse(build_model("bloom"), settings())
+        refuse(build_model("bloom"), settings())
     embedded = settings(model={"lora": {"rank": 2, "targets": ["embed_tokens", "q_proj"]}})
     adapted = with_adapters(build_model("llama"), embedded.model, seed=0)
     with raises_code(
         "lora-targets-not-linear", match=r"lora\.targets: .* of which some are no linear"
     ):
-        _refuse(adapted, embedded)
+        refuse(adapted, embedded)
 
 
 def test_weights_that_something_else_has_divided_are_refused() -> None:
@@ -189,16 +189,16 @@ def test_a_rank_whose_leader_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
         def check(self, _: list[str]) -> bool:
             self.num_looks += 1
-            assert self.num_looks < 1000, "it waits for an order that never comes"
+            assert self.num_looks < 1000, "it waits for a value that never comes"
             return False
 
     monkeypatch.setattr(ranks, "LOOK_S", 0.0)
     monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
     mine = object.__new__(ranks.Ranks)
-    mine._store, mine._num_orders, mine.rank = Store(), 0, 1
+    mine._store, mine._num_shared, mine.rank = Store(), 0, 1
     mine._peers = [SimpleNamespace(name="rank 0 (here, process 7)", has_ended=True)]
-    with raises_code("leader-gone", match="rank 0 .* has ended without a last order"):
-        mine.next_order()
+    with raises_code("leader-gone", match="rank 0 .* has ended without a last word"):
+        mine.share()
 
 
 @pytest.mark.parametrize(
@@ -238,42 +238,22 @@ def test_trees_reach_the_other_ranks_as_they_are(trees: list[Tree]) -> None:
     assert 2 * ids + 8 * sampled <= columns.numel() <= 8 * ids + 40 * sampled + 7 * len(steps)
 
 
-@given(st.lists(recorded_trees(), max_size=2), st.lists(recorded_trees(), max_size=2))
-def test_a_call_reaches_the_other_ranks_as_it_is(trees: list[Tree], lessons: list[Tree]) -> None:
-    args, options = [trees, 1e-3, Path("/a/b")], {"lessons": lessons, "decay": None, "is_new": True}
-    order, columns = order_of(args, options)
-    assert (columns is None) == (not trees and not lessons)
-    order = json.loads(json.dumps(order)) | ({} if columns is None else {"columns": columns})
-    assert arguments_of(order) == (args, options)
-
-
-def test_folders_of_an_order_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    order, _ = order_of([Path("run")], {})
-    assert order["args"] == [{"path": str(tmp_path / "run")}]
-    assert arguments_of({}) == ([], {})
-
-
 def test_a_reader_that_gives_up_leaves_no_tensor_ungathered() -> None:
-    """The other ranks gather all of them, and take the next order afterwards."""
-    gathered, is_done = [], []
-
-    @contextmanager
-    def ordered(name: str) -> Iterator[None]:
-        yield
-        is_done.append(name)
+    """The other ranks gather all of them, and wait for the next value afterwards."""
+    gathered: list[int] = []
+    shared: list[Any] = []
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(4):
             gathered.append(number)
             yield f"{number}", torch.zeros(1)
 
-    ranks = SimpleNamespace(ordered=ordered)
-    weights = StreamedWeights(cast(Any, ranks), cast(Any, SimpleNamespace(stream=stream, names=())))
-    reader = iter(weights)
+    ranks = SimpleNamespace(share=shared.append, blaming=nullcontext)
+    learner = SimpleNamespace(ranks=ranks, stream=stream, names=(), fingerprint=lambda: "one")
+    reader = iter(StreamedWeights(cast(Any, learner)))
     next(reader)
     del reader
-    assert gathered == [0, 1, 2, 3] and is_done == ["stream"]
+    assert gathered == [0, 1, 2, 3] and shared == [True]
 
 
 def test_a_new_reference_replaces_that_of_another_number_of_ranks(tmp_path: Path) -> None:

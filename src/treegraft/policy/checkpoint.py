@@ -43,6 +43,11 @@ from treegraft.runs.trust import CHECKPOINT, mark
 ADAPTER = "adapter"
 
 
+def partial_of(folder: Path) -> Path:
+    """Returns where a checkpoint is written before it gets its name."""
+    return folder.with_name(f".{folder.name}{PARTIAL}")
+
+
 def save_checkpoint(
     folder: Path,
     *,
@@ -62,7 +67,7 @@ def save_checkpoint(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    partial = folder.with_name(f".{folder.name}{PARTIAL}")
+    partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         (partial / "treegraft").mkdir(parents=True)

@@ -358,9 +358,6 @@ class ShardedLearner(Learner):
         """As `Learner.save`: rank 0 writes the plain model, gathered layer by layer, and each rank
         its rows of the optimiser's state."""
         is_main = self.ranks.rank == 0
-        if is_main:
-            # The others wait for the place of the next checkpoint.
-            self.ranks.share(str(folder.resolve()))
         is_apart = keep_adapter and base_model(self.model) is not self.model
         files = _ModelFiles(folder, self.model) if is_main else None
         for name, tensor in self._plain() if is_apart else self.stream():
