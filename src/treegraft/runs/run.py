@@ -374,6 +374,8 @@ class Run:
 
     def _save_with_others(self) -> None:
         """Saves, with the help of the other ranks, which wait for what comes next."""
+        if self.state == self._saved:
+            return
         self.team.call_off()
         self.save()
         self.team.share(None)
