@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ import torch
 from tests.support.tiny import tiny
 from transformers import PreTrainedModel
 
-from treegraft.assemble import Parts, assemble, assemble_training
+from treegraft.assemble import Needs, Parts
+from treegraft.session import Session
 from treegraft.settings.load import load_config
 
 # peft uses names that transformers is giving up.
@@ -39,26 +38,24 @@ def num_embeddings() -> int:
 
 
 @pytest.mark.parametrize(
-    ("hold", "tables", "copies"),
+    ("needs", "tables", "copies"),
     [
-        (assemble, {}, 1),
-        (assemble, SCRIPTED, 0),
-        (assemble_training, {}, 2),
-        (assemble_training, SCRIPTED, 1),
+        ("engine", {}, 1),
+        ("engine", SCRIPTED, 0),
+        ("learner", {}, 2),
+        ("learner", SCRIPTED, 1),
     ],
     ids=["evaluation", "evaluation, own engine", "training", "training, own engine"],
 )
 def test_the_model_is_in_memory_as_often_as_it_is_needed(
-    hold: Callable[..., AbstractAsyncContextManager[Parts]],
-    tables: dict[str, Any],
-    copies: int,
+    needs: Needs, tables: dict[str, Any], copies: int
 ) -> None:
     """The engine samples from one; what learns is another, whose weights it alone changes."""
     config = load_config(tiny(**tables))
     gc.freeze()  # what other tests have left is not looked through
 
     async def held() -> int:
-        async with hold(config):
+        async with Parts.build(config, needs=needs):
             return num_embeddings()
 
     assert asyncio.run(held()) == copies
@@ -68,13 +65,10 @@ def test_the_model_is_in_memory_as_often_as_it_is_needed(
 def test_adapters_change_the_learners_model_and_not_the_engines() -> None:
     config = load_config(tiny(model={"lora": {"rank": 2}}))
 
-    async def names() -> tuple[set[str], set[str]]:
-        async with assemble_training(config) as parts:
-            engine: Any = parts.engine
-            ours, theirs = parts.learner.model.state_dict(), engine.model.state_dict()
-            for name, tensor in parts.learner.weights():
-                torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
-            return {name for name in ours if "lora_" in name}, set(theirs)
-
-    adapted, plain = asyncio.run(names())
-    assert adapted and not any("lora_" in name for name in plain)
+    with Session(config) as session:
+        engine: Any = session.engine
+        ours, theirs = session.learner.model.state_dict(), engine.model.state_dict()
+        for name, tensor in session.learner.weights():
+            torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
+        assert any("lora_" in name for name in ours)
+        assert not any("lora_" in name for name in theirs)

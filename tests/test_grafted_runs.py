@@ -14,7 +14,6 @@ import pytest
 from tests.support.error_codes import raises_code
 from tests.support.tiny import differing, tiny
 from tests.support.tiny_parts import SlowSearch
-from treegraft.runs.start import Start, new_start
 
 from treegraft.core.errors import (
     DataError,
@@ -23,10 +22,11 @@ from treegraft.core.errors import (
     TreegraftError,
 )
 from treegraft.core.types import BranchCause, GraftCause, Origin, StepContent, ToolCall, Trace
-from treegraft.launch import training
+from treegraft.runs import run as runs
 from treegraft.runs.display import PlainDisplay
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
+from treegraft.runs.run import new_run_path
 from treegraft.runs.tree_files import parts_in
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.rollout_buffer import OWN_FILE
@@ -287,12 +287,12 @@ def quiet() -> Iterator[None]:
 def test_a_run_whose_name_was_taken_while_it_loaded_goes_on_under_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(*arguments: Any) -> Start:
-        found = new_start(*arguments)
-        RunFolder.create(found.path, '{"other": 1}')
+    def taken(*arguments: Any) -> Path:
+        found = new_run_path(*arguments)
+        RunFolder.create(found, '{"other": 1}')
         return found
 
-    monkeypatch.setattr(training, "new_start", taken)
+    monkeypatch.setattr(runs, "new_run_path", taken)
     shown = io.StringIO()
     tables = {"run": {"dir": str(tmp_path), "num_updates": 0}, "warmup": {"num_steps": 1}}
     result = train(tiny(**{**BOTH, **tables}), display=PlainDisplay(shown))

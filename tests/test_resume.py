@@ -46,7 +46,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     "before any checkpoint": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 2, "before"),
     "in the warm-up": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 21, "after"),
     "half of a warm-up checkpoint written": ("treegraft.policy.shards:save_file", 3, "before"),
-    "after the warm-up": ("treegraft.evals.warmup:step_skill", 1, "after"),
+    "after the warm-up": ("treegraft.policy.learn.sft:step_skill", 1, "after"),
     "in the evaluation at the start": ("treegraft.evals.evaluate:eval_limits", 2, "before"),
     "half of a line of metrics written": (
         "treegraft.runs.record:RunFolder.append_metrics",
@@ -54,7 +54,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
         "half",
     ),
     "sampling": ("treegraft.policy.engine.native:NativeEngine._sample", 45, "before"),
-    "scoring": ("treegraft.train:rollout_metrics", 2, "before"),
+    "scoring": ("treegraft.session:rollout_metrics", 2, "before"),
     "learning, between two optimiser steps": (
         "treegraft.policy.learn.learner:Learner._optimiser_step",
         4,
@@ -67,7 +67,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     "in an evaluation between": ("treegraft.runs.recorder:write_trees", 5, "before"),
     "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
     "a checkpoint renamed, old ones not removed": (
-        "treegraft.runs.checkpoints:prune_checkpoints",
+        "treegraft.runs.run:prune_checkpoints",
         7,
         "before",
     ),
@@ -328,10 +328,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("where", "nth", "kept"),
     [
         ("treegraft.policy.learn.optimiser:MasterAdamW.step", 5, "warmup-000005"),
-        ("treegraft.evals.during:evaluate_update", 1, "warmup-000032"),
+        ("treegraft.session:evaluate", 1, "warmup-000032"),
         ("treegraft.rollout.loop:Grower.grow", 10, "update-000000"),
-        ("treegraft.train:credit_by_entropy", 3, "update-000002"),
-        ("treegraft.evals.during:evaluate_update", 2, "update-000001"),
+        ("treegraft.policy.learn.credit:credit_by_entropy", 3, "update-000002"),
+        ("treegraft.session:evaluate", 2, "update-000001"),
     ],
     ids=["warm-up", "evaluation at the start", "sampling", "learning", "evaluation"],
 )

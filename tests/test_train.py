@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import itertools
 import json
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from tests.support.error_codes import raises_code
 from tests.support.tiny import differing, tiny, write_recipe
 from tests.support.tiny_parts import ANSWERS, ASKED, SlowSearch, by_text
 
+from treegraft import session
 from treegraft.core import interrupt
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import WeightSource
@@ -41,7 +42,6 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.checkpoint import read_state
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import read_metrics, read_trees
-from treegraft.runs.run import Run
 from treegraft.runs.tree_files import parts_in
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -491,11 +491,11 @@ def test_the_best_checkpoint_is_kept_beside_the_latest(
 ) -> None:
     accuracies = {0: 0.2, 1: 0.9, 2: 0.5, 3: 0.9}
 
-    async def measured(run: Run, parts: Any, watch: Any) -> dict[str, float]:
-        return {"eval/accuracy": accuracies[run.state.update], "time/eval_s": 0.0}
+    async def measured(parts: Any, tasks: Any, number: int, **_: Any) -> Any:
+        accuracy = {"eval/accuracy": accuracies[number]}
+        return SimpleNamespace(metrics=accuracy, passes={}, seconds=0.0)
 
-    during = importlib.import_module("treegraft.evals.during")
-    monkeypatch.setattr(during, "evaluate_update", measured)
+    monkeypatch.setattr(session, "evaluate", measured)
     run = start(
         tmp_path,
         run={"num_updates": 3},

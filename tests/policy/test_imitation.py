@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import torch
 from tests.support.error_codes import raises_code
 from tests.support.tiny import tiny
 
+from treegraft import session
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.types import Origin, StepContent, Task, Trace, Tree
@@ -301,8 +301,7 @@ def test_a_buffer_is_imitated_then_trained_on(
         numbers.append(number)
         return await evaluate(parts, tasks, number, **options)
 
-    for module in ("treegraft.evals.warmup", "treegraft.evals.during"):
-        monkeypatch.setattr(importlib.import_module(module), "evaluate", counted)
+    monkeypatch.setattr(session, "evaluate", counted)
     warmup = {**WARMUP, "traces": "buffer", "min_reward": 0.5}
     buffer = {"path": "expert", "encoder": "hashing"}
     done = run_of(tmp_path, "both", warmup=warmup, buffer=buffer)

@@ -12,7 +12,7 @@ from tests.support.tiny import differing, tiny
 from tests.support.trees import Part, build_tree
 
 from treegraft.core.types import Task, Tree
-from treegraft.rollout.rounds import Sampled, sample_rounds
+from treegraft.rollout.rounds import Trees, sample_rounds
 from treegraft.runs.checkpoint import read_state
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.tasks.rewards import overlong_reward
@@ -34,7 +34,7 @@ def tree_of(task: Task, rewards: Sequence[float], overlong: Sequence[float] = ()
 
 def sample(
     varied: str, *, size: int = 2, max_rounds: int = 3, tasks: str = "abcdefgh"
-) -> tuple[Sampled, list[str]]:
+) -> tuple[Trees, list[str]]:
     """The trees of one update over tasks in the order of the letters, of which some vary."""
     asked: list[str] = []
 
@@ -56,29 +56,29 @@ def names(trees: Sequence[Tree]) -> str:
 
 def test_one_round_keeps_every_group() -> None:
     found, asked = sample("b", max_rounds=1)
-    assert (names(found.kept), names(found.dropped), asked) == ("ab", "", ["ab"])
+    assert (names(found), names(found.dropped), asked) == ("ab", "", ["ab"])
     assert found.metrics == {"rollout/num_rounds": 1.0, "rollout/num_dropped_groups": 0.0}
 
 
 def test_rounds_go_on_until_enough_groups_vary() -> None:
     found, asked = sample("bcde")
     # b alone in the first round; of c and d one is too many.
-    assert (names(found.kept), names(found.dropped), asked) == ("bc", "ad", ["ab", "cd"])
+    assert (names(found), names(found.dropped), asked) == ("bc", "ad", ["ab", "cd"])
     assert (found.num_drawn, found.num_rounds) == (4, 2)
 
 
 def test_the_update_goes_on_with_what_was_found() -> None:
     found, asked = sample("f")
-    assert (names(found.kept), names(found.dropped), asked) == ("f", "abcde", ["ab", "cd", "ef"])
+    assert (names(found), names(found.dropped), asked) == ("f", "abcde", ["ab", "cd", "ef"])
     assert (found.num_drawn, found.num_rounds) == (6, 3)
     # Nothing varies: the first groups, so that there is something to record.
     found, _ = sample("")
-    assert (names(found.kept), names(found.dropped)) == ("ab", "cdef")
+    assert (names(found), names(found.dropped)) == ("ab", "cdef")
 
 
 def test_a_small_set_is_drawn_once() -> None:
     found, asked = sample("z", tasks="abab")
-    assert asked == ["ab"] and names(found.kept) == "ab" and found.num_drawn == 2
+    assert asked == ["ab"] and names(found) == "ab" and found.num_drawn == 2
 
 
 def test_the_penalty_for_length_is_no_variance() -> None:

@@ -10,7 +10,7 @@ from tests.support.error_codes import raises_code
 from tests.support.tiny import tiny
 
 from treegraft import train
-from treegraft.runs import reporter as runs
+from treegraft.runs import recorder
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.runs.recorder import BackgroundWriter
 from treegraft.runs.tree_files import write_trees
@@ -63,7 +63,7 @@ def test_a_line_of_metrics_comes_after_its_trees(
             raise OSError(28, "No space left on device")
         write_trees(path, trees)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runs, "write_trees", write)
+    monkeypatch.setattr(recorder, "write_trees", write)
     with raises_code("not-written"):
         train(settings, display=False)
     assert [line["update"] for line in read_metrics(tmp_path / "run")] == [0, 1]

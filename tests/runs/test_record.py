@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import datetime, tzinfo
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -18,10 +19,10 @@ from tests.support.error_codes import raises_code
 from tests.support.examples import at_most
 from tests.support.tiny import tiny
 from tests.support.trees import Part, build_tree, recorded_trees
-from treegraft.runs.start import find_checkpoint, new_start
 
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.files import write_atomically
+from treegraft.core.given import GivenObjects
 from treegraft.core.steps import observation_from
 from treegraft.core.types import (
     BranchCause,
@@ -33,10 +34,14 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.runs import record, start, tree_files
+from treegraft.runs import record, run, tree_files
+from treegraft.runs.display import NoDisplay
+from treegraft.runs.open import find_checkpoint
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
+from treegraft.runs.run import Run
 from treegraft.runs.tree_files import TreePart, drop_parts, parts_in, parts_of, write_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
+from treegraft.session import Session
 from treegraft.settings.load import load_config
 from treegraft.train import train
 from treegraft.view.runs import RunReader
@@ -259,14 +264,14 @@ def test_starts_without_a_name_get_folders_of_their_own(
         def now(cls, tz: tzinfo | None = None) -> Still:
             return cls(2026, 11, 27, 7, 57, 39, tzinfo=tz)
 
-    monkeypatch.setattr(start, "datetime", Still)
+    monkeypatch.setattr(run, "datetime", Still)
     # The second begins while the first one loads: its folder is not there yet.
-    starts = [new_start(tiny(run={"dir": str(tmp_path), "seed": 3}), "demo") for _ in range(3)]
+    tables, facts = tiny(run={"dir": str(tmp_path), "seed": 3}), (GivenObjects(), NoDisplay())
+    begun = [Run.open(tables, *facts, command="train", recipe="demo") for _ in range(3)]
     names = []
-    for one in starts:
-        folder = one.open_folder()
-        names.append(folder.path.name)
-        folder.release()
+    for one in begun:
+        with one, one.recording(cast(Session, None)):  # of which a new run asks nothing yet
+            names.append(one.path.name)
     assert names == [f"demo-seed3-20261127-075739{end}" for end in ("", "-2", "-3")]
     assert all((tmp_path / name / "config.json").is_file() for name in names)
 

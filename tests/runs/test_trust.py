@@ -3,6 +3,7 @@ they are trusted."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -15,26 +16,25 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 from tests.support.error_codes import raises_code
 from tests.support.tiny import tiny
-from treegraft.runs.start import (
-    find_checkpoint,
-    new_start,
-    open_checkpoint,
-    own_config,
-    resumed_start,
-)
 from typer.testing import CliRunner
 
 import treegraft
 from treegraft.cli.main import app
 from treegraft.core.errors import CheckpointError
+from treegraft.core.given import GivenObjects
 from treegraft.runs import trust
 from treegraft.runs.checkpoint import TrainState, checksums_of, read_state, state_json
+from treegraft.runs.display import PlainDisplay
+from treegraft.runs.open import find_checkpoint, open_checkpoint, own_config
+from treegraft.runs.resume import Resumed, resumed
+from treegraft.runs.run import Run
 from treegraft.runs.trust import CHECKPOINT, RUN, is_trusted, what_acts
+from treegraft.session import Session
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.table import Setting, Settings, acting, walk
@@ -243,8 +243,10 @@ def test_a_key_that_others_can_read_is_not_used(
     monkeypatch.setenv(trust.KEY_PATH, str(key))
     assert "can be read by others" in trust.key_problem()
     assert not is_trusted(run, RUN)
-    notices = new_start(tiny(run={"dir": str(tmp_path), "name": "x"}), None).notices
-    assert len(notices) == 1 and trust.KEY_PATH in notices[0]
+    tables, shown = tiny(run={"dir": str(tmp_path), "name": "x"}), io.StringIO()
+    new = Run.open(tables, GivenObjects(), PlainDisplay(shown), command="train")
+    with new, new.recording(cast(Session, None)):  # of which a new run asks nothing yet
+        assert shown.getvalue().count("warning") == 1 and trust.KEY_PATH in shown.getvalue()
     key.chmod(0o600)
     assert trust.key_problem() == "" and is_trusted(run, RUN)
 
@@ -472,10 +474,15 @@ def test_a_file_added_to_a_checkpoint_is_noticed(run: Path, name: str) -> None:
     assert not added.exists()
     added.parent.mkdir(exist_ok=True)
     added.write_text("{}")
-    for opening in (lambda: open_checkpoint(run, None, ()), lambda: resumed_start(run, None)):
+    for opening in (lambda: open_checkpoint(run, None, ()), lambda: going_on(run)):
         with raises_code("checkpoint-files-differ") as told:
             opening()
         assert f"{name} is new since" in str(told.value)
+
+
+def going_on(run: Path) -> Resumed:
+    """Opens a run as a resume does."""
+    return resumed(run, None, GivenObjects(), accepts_changes=False)
 
 
 @contextmanager
@@ -499,7 +506,7 @@ def test_a_pipe_in_a_run_folder_keeps_no_resume_waiting(run: Path, name: str) ->
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     with deadline(), raises_code("run-entry-foreign"):
-        resumed_start(run, None)
+        going_on(run)
 
 
 @pytest.mark.parametrize(
@@ -515,6 +522,6 @@ def test_a_pipe_in_a_checkpoint_keeps_nobody_waiting(run: Path, name: str, code:
     place.unlink()
     os.mkfifo(place)
     with deadline(), raises_code(code):
-        resumed_start(run, None)
+        going_on(run)
     with deadline(), raises_code(code):
         open_checkpoint(run, None, ())

@@ -258,7 +258,7 @@ def test_grafts_need_an_environment_that_can_be_tried() -> None:
         )
     )
     with raises_code("settings-contradict", "explore.explorers"):
-        asyncio.run(assemble(config).__aenter__())
+        asyncio.run(Parts.build(config).__aenter__())
 
 
 def test_an_environment_without_branches_needs_no_capability(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def make_nothing(**_: Any) -> object:
 def test_an_engine_without_its_members_is_refused_by_name() -> None:
     config = load_config(tiny(engine={"kind": "tests.tools.test_environment_runs:make_nothing"}))
     with raises_code("members-missing"):
-        asyncio.run(assemble(config).__aenter__())
+        asyncio.run(Parts.build(config).__aenter__())
 
 
 def handed_over(**given: Any) -> ScriptedEngine:

@@ -84,7 +84,7 @@ def test_a_run_whose_trees_grow_elsewhere_is_that_of_one_process(
 ) -> None:
     kind = PlacementKind(path=f"{__name__}:placed", command="train")
     known = {"placements": {"elsewhere": kind}}
-    monkeypatch.setattr("treegraft.launch.training.offered", lambda of: known.get(of, {}))
+    monkeypatch.setattr("treegraft.launch.offered", lambda of: known.get(of, {}))
     Elsewhere.orders.clear()
     for name, placement in (("alone", None), ("spread", "elsewhere")):
         tables = {**GRAFTING, "run": {"dir": str(tmp_path), "name": name, "num_updates": 3}}
