@@ -38,6 +38,7 @@ from treegraft.core.interfaces import (
 from treegraft.core.interrupt import Stop
 from treegraft.core.looped import Life
 from treegraft.core.plugin import offered
+from treegraft.core.spans import span
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
@@ -856,13 +857,14 @@ class Session:
 
     async def _evaluated(self) -> Evaluation:
         display = self._within.display
-        found = await evaluate(
-            self.parts,
-            self.parts.eval_tasks,
-            self.update,
-            watch=self._watch,
-            on_progress=lambda *progress: display.phase("evaluation", *progress),
-        )
+        with span("evaluation", update=self.update):
+            found = await evaluate(
+                self.parts,
+                self.parts.eval_tasks,
+                self.update,
+                watch=self._watch,
+                on_progress=lambda *progress: display.phase("evaluation", *progress),
+            )
         # Counts of the evaluation belong to no update.
         self.parts.take_metrics()
         return found
